@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import HeadraceError
+from headrace.doctor.findings import ABSTAINED, Finding
 from headrace.doctor.run import diagnose
+from headrace.doctor.words import describe
 from headrace.plan.symptoms import BOTTLENECKS
 
-ABSTAINED = "not measured"
 KEPT = ("report.json", "metrics.jsonl", "plan.toml", "environment.json")
 """What is read of a run's folder, beside its traces."""
 
@@ -31,9 +32,15 @@ def verdict_of(folder: Path) -> dict[str, Any]:
     return {
         "verdict": verdict,
         "abstained": first is None or (verdict in ("computation", ABSTAINED) and unread),
-        "evidence": f"{first.sentence} ({first.evidence})" if first else why,
+        "evidence": why if first is None else evidence_of(first),
         "findings": [[f.bottleneck, round(f.share, 4)] for f in findings],
     }
+
+
+def evidence_of(finding: Finding) -> str:
+    """Return the sentence of a finding with its evidence."""
+    words = describe(finding)
+    return f"{words.sentence} ({words.evidence})"
 
 
 def keep(run: Path, results: Path) -> str:

@@ -62,13 +62,13 @@ from fault_hooks import Case
 from fault_workloads import UNSEEN, VARIANTS, WORKLOADS, Workload, variants
 from faults_planted import FAULTS, HELD_OUT, SEEN, change_of, settings_of, train_case
 
-from headrace.doctor.window import WARM_STEPS, read_rows
+from headrace.doctor.observation import WARM_STEPS, read_rows
 
 SEVERITIES = (0.1, 0.2, 0.4)
 CHILD_LIMIT_S = 300
 JUDGE = tuple(
     f"headrace/doctor/{name}.py"
-    for name in ("judge", "physics", "window", "recipe", "run", "trace/limits")
+    for name in ("rules", "physics", "observation", "series", "recipe", "run", "trace/limits")
 )
 """Where the doctor's thresholds stand, and what they are held against is computed."""
 SMOOTH = 5

@@ -41,10 +41,10 @@ from headrace.assemble.context import choose_device, elsewhere, make_context
 from headrace.cli.app import catalogue
 from headrace.core.errors import HeadraceError
 from headrace.costs.machine import Machine
-from headrace.doctor.advice import TOLD
-from headrace.doctor.findings import Finding
+from headrace.doctor.findings import KIND_OF, Finding
 from headrace.doctor.forecast import Measured
 from headrace.doctor.remedies import Remedy, remedies
+from headrace.doctor.words.answer import SHOWN
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
@@ -113,9 +113,9 @@ def forecast(
     """Return what the doctor forecasts for a plan, each change once."""
     found: dict[tuple[str, ...], Remedy] = {}
     for bottleneck in PRICED:
-        finding = Finding(bottleneck, 0.0, "", "", "inferred")
+        finding = Finding(KIND_OF[bottleneck], confidence="inferred")
         known = remedies(finding, plan, *at(plan, device_name), CATALOGUE, measured or Measured())
-        for remedy in known[:TOLD]:
+        for remedy in known[:SHOWN]:
             if remedy.gain is not None and abs(remedy.gain.value) >= least:
                 found.setdefault(remedy.change, remedy)
     return list(found.values())

@@ -24,10 +24,12 @@ from headrace.cli.app import catalogue
 from headrace.cli.arguments import rates_here
 from headrace.core.errors import HeadraceError
 from headrace.core.progress import Progress
-from headrace.doctor.advice import TOLD, Advice, advise, place_of
-from headrace.doctor.run import rows_of
-from headrace.doctor.trace import ABSTAINED
-from headrace.doctor.window import WARM_STEPS, of_run
+from headrace.doctor.advice import Advice, advise
+from headrace.doctor.findings import ABSTAINED
+from headrace.doctor.observation import WARM_STEPS, observe
+from headrace.doctor.run import place_of, rows_of
+from headrace.doctor.words import describe
+from headrace.doctor.words.answer import SHOWN, render_rates, why_no_remedy
 from headrace.inference.load import resolve_run
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import BOTTLENECKS, parse, saves_memory
@@ -106,7 +108,7 @@ def _say(
     report = run.read_report()
     place = place_of(plan, run.read("environment") or {}, rates_here)
     asking = Asking(plan, *place, catalogue())
-    spent_s = of_run(report, rows_of(folder)).step_s
+    spent_s = observe(report, rows_of(folder)).step_s
     told = verdict(advice)
     if kept is not None:
         copy(folder, kept)
@@ -115,7 +117,7 @@ def _say(
         "precision": asking.context.precision, "compiled": "torch_compile" in plan.techniques,
         "parameters": report["parameters"], "steps": report["steps"],
         "step_s": median(spent_s) if spent_s else None, "threads": torch.get_num_threads(),
-        **told, "rates": advice.rates, "unknown": advice.unknown,
+        **told, "rates": render_rates(advice.rates), "unknown": why_no_remedy(advice),
         **to_measure(asking, said, most, room_bytes),
     }  # fmt: skip
 
@@ -158,13 +160,13 @@ def verdict(advice: Advice) -> dict[str, Any]:
             {"low": remedy.gain.low, "value": remedy.gain.value, "high": remedy.gain.high},
             "forecast_from": remedy.forecast_from, "equality": remedy.equality,
         }
-        for one in advice.findings for remedy in one.remedies[:TOLD]
+        for one in advice.findings for remedy in one.remedies[:SHOWN]
     ]  # fmt: skip
     once = {tuple(one["change"]): one for one in reversed(remedies)}
     remedies = [one for one in remedies if once[tuple(one["change"])] is one]
     gains = [one["gain"]["value"] for one in remedies if one["gain"] is not None]
     return {
-        "verdict": first.bottleneck, "share": first.share, "said": first.sentence,
+        "verdict": first.bottleneck, "share": first.share, "said": describe(first).sentence,
         "healthy": all(gain <= HEALTHY for gain in gains),
         "findings": [[finding.bottleneck, finding.share] for finding in findings],
         "first": remedies[0] if remedies else None, "remedies": remedies,

@@ -51,8 +51,8 @@ from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.model_config import WIDEST
 from headrace.core.units import format_count, format_seconds, part_of_text
 from headrace.data.ingest import prepare
-from headrace.doctor.advice import NOTHING_GAINS, advise, narrowest
-from headrace.doctor.advice import plain as advice_plain
+from headrace.doctor.advice import advise
+from headrace.doctor.words.answer import NOTHING_GAINS, closing_verdict, findings_json
 from headrace.export.run import export_run
 from headrace.inference.load import (
     computed,
@@ -148,8 +148,8 @@ def conclude(folder: Path, closing: Closing | None = None) -> dict[str, Any]:
 
     def findings() -> None:
         advice = advise(folder, catalogue())
-        report["narrowest"] = narrowest(advice)
-        run.write("findings", advice_plain(advice))
+        report["narrowest"] = closing_verdict(advice)
+        run.write("findings", findings_json(advice))
 
     def page() -> None:
         from headrace.report import write_report  # its charts load matplotlib, which no step needs

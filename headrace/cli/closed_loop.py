@@ -30,6 +30,7 @@ from headrace.doctor import advice
 from headrace.doctor.run import TRACES
 from headrace.doctor.trace.facts import HEAD as KERNEL_HEAD
 from headrace.doctor.trace.facts import kernel_lines
+from headrace.doctor.words.answer import findings_json, render_advice
 from headrace.inference.load import read_recorded_plan, resolve_run, run_of
 from headrace.plan.doubts import doubts_of
 from headrace.predict import sweep
@@ -147,9 +148,9 @@ def doctor(
             found = advice.advise(folder, catalogue(), rates_here)
             kernels = kernel_lines(folder)
         if json:
-            show_json(advice.plain(found))
+            show_json(findings_json(found))
             return
-        print(advice.told(found))
+        print(render_advice(found))
         if kernels:
             show_table(KERNEL_HEAD, kernels)
 

@@ -1,14 +1,14 @@
-"""What a change of a plan would gain on this run, between two ends, or that nobody can tell.
+"""Forecast what a change of a plan would gain on this run, between two ends, or why nobody can.
 
-A gain is the time of a step before over after, less 1. Three ways to one:
+A gain is the time of a step before over after, less 1. There are three sources:
 
-By the ledger: both plans are foreseen, and the ratio of their steps is applied to what the run
+By the ledger: both plans are predicted, and the ratio of their steps is applied to what the run
 measured. Waits for data and for other ranks are no part of the ledger and stay as they were
 measured; what is left of the step scales the prediction to this run. How fast its host launches
-says nothing of its device: steps that wait for launches scale no steps that do not, nor the other
-way. Where a run's signals say that its device waited for launches, its step is what its host takes,
-and the device's part stays as it is foreseen. Where the two are further apart than `APART`, the
-ledger does not describe this run and says nothing.
+says nothing of its device: steps that wait for launches scale no steps that do not, and those scale
+no steps that do. Where a run's signals say that its device waited for launches, its step is what
+its host takes, and the device's part stays as it is predicted. Where the two are further apart than
+`APART`, the ledger does not describe this run and says nothing.
 
 By share: of a finding whose share of the step is measured and that the ledger does not price, a
 remedy takes away between half and all. The middle of the gain is at three quarters. How often that
@@ -19,8 +19,8 @@ Else nothing is forecast, with the reason; a guess would look like a number.
 The ledger's interval is to hold 80 to 90% of gains. Its half-width in the logarithm of the ratio
 grows with the work that a change adds and takes away, `ERROR.least + ERROR.share x work`, the work
 as a share of the device's, but at least |log ratio|: a compiled block that computes half again is
-as hard to foretell as both, though they nearly cancel. `python benchmarks/forecast_error.py` fits
-it to what was said before and measured then (the least mean interval score: width, and distance
+as hard to predict as both, though they nearly cancel. `python benchmarks/forecast_error.py` fits
+it to what was forecast before and measured then (the least mean interval score: width, and distance
 outside of it). On a device that no forecast was compared on, the rate of the work that is moved
 may be off as far as the ends of a step's interval are widened there (predict/intervals.py), and the
 interval is so much wider. It is around what would be gained on a host of
@@ -35,32 +35,30 @@ from typing import Literal
 
 from headrace.core.statistics import Interval
 from headrace.costs.work import HOST_S, SLOW_HOST
-from headrace.doctor.physics import UNKNOWN, Use, host_binds, priced_idle
-from headrace.doctor.window import Window
+from headrace.doctor.observation import Observation
+from headrace.doctor.physics import host_binds, priced_idle
 from headrace.predict.foresight import EDGE, FEW, Foresight
 
 Source = Literal["ledger", "share", "none"]
 APART = 2.0
 """How many times the prediction of a step may be too long or too short for this run."""
 HOST_APART = 4.0
-"""Likewise that of its host's part, where the device waits for it."""
+"""How many times too long or too short the host's part may be, where the device waits for it."""
 DRIFT = 1.15
-"""Times as long as minutes ago that a host takes for the same launches: chosen by two plans, 60m
+"""Times as long as minutes before that a host takes for the same launches: chosen by two plans, 60m
 naive went from 202 to 235 ms, 160m naive from 348 to 317 (forecasts_run.jsonl, forecasts.jsonl)."""
 SHORTEST_S = 2.5e-3
 """Least seconds that a host's part is divided by: a shorter part decides no step, and a CPU, whose
 host is the device, has none."""
 NOTHING = 1e-4
-"""Of a step: a change that the ledger says is smaller does nothing to its time."""
+"""Share of a step: a change that the ledger says is smaller does nothing to its time."""
 LEAST_TAKEN, MOST_TAKEN = 0.5, 1.0
-"""Of a finding's share, what a remedy takes away."""
-SHARE_ENDS = "between half and all of it"
-"""What a reader is told of the ends of such a gain."""
+"""Parts of a finding's share that a remedy takes away, at least and at most. Chosen."""
 
 
 @dataclass(frozen=True)
 class Error:
-    """How far the ledger's ratios were from measured ones, and in which rows."""
+    """Hold how far the ledger's ratios were from measured ones, and in which rows."""
 
     least: float
     share: float
@@ -69,18 +67,18 @@ class Error:
 
 
 ERROR = Error(0.0155, 0.06, 103, "results/forecasts.jsonl: NVIDIA H200, 16 workloads")
-"""Of 85% of workloads that were no part of the fit and of 90% of receipts, in the logarithm."""
+"""Error in the logarithm of 85% of workloads outside of the fit and of 90% of receipts."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run measured; without it a forecast is one of the plan's prediction.
+    """Hold what a run measured; without it a forecast is one of the plan's prediction.
 
     Args:
         step_s: seconds of a steady step, its wait for data in it.
-        waits_s: of it, seconds in which the device waited for data or for other ranks.
+        waits_s: seconds of it in which the device waited for data or for other ranks.
         inactive: techniques that were asked for and do nothing.
-        slack_s: of it, those in which the host waited for the device.
+        slack_s: seconds of it in which the host waited for the device.
         by_host: whether the device had run dry of launches, and the host was never ahead.
     """
 
@@ -91,32 +89,30 @@ class Measured:
     by_host: bool = False
 
     @staticmethod
-    def of(window: Window, use: Use = UNKNOWN) -> "Measured":
-        """Of a run's steady steps: means, since a step's waits fall on few of them.
-
-        Args:
-            window: the steps.
-            use: what their work takes of the device, which tells too whether the host binds them.
-        """
-        if not window.steps:
-            return Measured(inactive=window.inactive)
-        step_s = sum(window.step_s) / window.steps
-        waits = [window.share(window.input_s) or 0.0, window.share(window.communication_s) or 0.0]
-        slack = (window.share(window.slack_s) or 0.0) if window.slack_s else nan
+    def of(seen: Observation) -> "Measured":
+        """Return the means of a run's steady steps, since a step's waits fall on few of them."""
+        if not seen.steps:
+            return Measured(inactive=seen.inactive)
+        step_s = sum(seen.step_s) / seen.steps
+        waits = [seen.share(seen.input_s) or 0.0, seen.share(seen.communication_s) or 0.0]
+        slack = (seen.share(seen.slack_s) or 0.0) if seen.slack_s else nan
         return Measured(
-            step_s, step_s * min(1.0, sum(waits)), window.inactive,
+            step_s,
+            step_s * min(1.0, sum(waits)),
+            seen.inactive,
             slack_s=step_s * slack if isfinite(slack) else 0.0,
-            by_host=host_binds(window, use) and (bool(window.dry) or priced_idle(window, use)),
-        )  # fmt: skip
+            by_host=host_binds(seen) and (bool(seen.dry) or priced_idle(seen)),
+        )
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A gain between its ends, and what it is from.
+    """Hold a gain between its ends, and what it is from.
 
     Args:
         gain: time before over after, less 1; None where it is not forecast.
-        source: from what. Of the ledger 80% of gains lie between the ends; of a share nobody knows.
+        source: what it is from. By the ledger 80% of gains lie between the ends; by a share nobody
+            knows.
         unknown: why not, or what the forecast leaves out.
     """
 
@@ -126,10 +122,10 @@ class Forecast:
 
 
 def between(log_ratio: float, *others: float, moved: float = 0.0, widened: float = 1.0) -> Interval:
-    """The gain of a ratio that the ledger tells, and the ends of 80%.
+    """Return the gain of a ratio that the ledger gives, and the ends of 80%.
 
     Args:
-        log_ratio: of a step before over after.
+        log_ratio: logarithm of the time of a step before over after.
         others: what it may be as well; the ends are around all of them.
         moved: see `moved`.
         widened: how far off the rates of a device may be that no forecast was compared on: the
@@ -144,18 +140,18 @@ def between(log_ratio: float, *others: float, moved: float = 0.0, widened: float
 
 
 def moved(before: Foresight, after: Foresight) -> float:
-    """Work that a change adds and takes away, as a share of the device's, between both plans.
+    """Return the work that a change adds and takes away, as a share of the device's.
 
     Where the device decides it is at least the logarithm of both steps' ratio.
     """
-    kinds = before.work_s | after.work_s
-    works = [[one.work_s.get(kind, 0.0) for kind in kinds] for one in (before, after)]
+    names = before.work_s | after.work_s
+    works = [[one.work_s.get(name, 0.0) for name in names] for one in (before, after)]
     steps = prod(map(sum, works))
     return sum(abs(a - b) for a, b in zip(*works, strict=True)) / sqrt(steps) if steps else 0.0
 
 
 def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Forecast:
-    """What the ledger says of a change on this run."""
+    """Return what the ledger says of a change on this run."""
     if before.step_s is None or after.step_s is None:
         return Forecast(None, "none", after.unknown or before.unknown)
     if before.between_ranks or after.between_ranks:  # receipts are of one device
@@ -173,48 +169,51 @@ def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Foreca
         pace, base = _pace(before, left_s)
         paces = [(one, one, base) for one in (pace, DRIFT * pace, pace / DRIFT)]
         paces += [(pace, _differing(before, after, pace, 1.0), base), (whole, whole, whole)]
-        steps_s = [(_paced(before, one, quick, rest), _paced(after, other, quick, rest))
-                   for one, other, rest in paces]  # fmt: skip
+        steps_s = [
+            (_paced(before, one, quick, rest), _paced(after, other, quick, rest))
+            for one, other, rest in paces
+        ]
     else:
-        # Launches that nobody waits for tell nothing; a device that decides tells of itself.
-        told = not before.waits_for_launches or after.waits_for_launches
-        scale = left_s / before.step_s if told else 1.0
+        # Launches that nobody waits for say nothing; a device that decides says how fast it is.
+        known = not before.waits_for_launches or after.waits_for_launches
+        scale = left_s / before.step_s if known else 1.0
         if unlike := _unlike(scale, APART, "of this run's step"):
             return unlike
         alike = before.waits_for_launches == after.waits_for_launches
         after_s = scale * after.step_s if alike else _paced(after, 1.0, scale)
         # No host is slower than any that was seen, or takes longer than it ran ahead.
         pace = (left_s - measured.slack_s - edge_s) / max(before.host_s, SHORTEST_S)
-        late = DRIFT * min(SLOW_HOST, pace)
+        slow = DRIFT * min(SLOW_HOST, pace)
         steps_s = [(left_s, after_s)] + [
-            (max(left_s, late * before.host_s + edge_s), max(after_s, one * after.host_s + edge_s))
-            for one in (late, _differing(before, after, late, 1.0))
-        ]  # fmt: skip
+            (max(left_s, slow * before.host_s + edge_s), max(after_s, one * after.host_s + edge_s))
+            for one in (slow, _differing(before, after, slow, 1.0))
+        ]
     waits_s = measured.waits_s
     ratios = [log((one_s + waits_s) / (other_s + waits_s)) for one_s, other_s in steps_s]
     work = moved(before, after) * left_s / measured.step_s
-    found = between(*ratios, moved=work, widened=before.widening.times)
-    return Forecast(found, "ledger")
+    gain = between(*ratios, moved=work, widened=before.widening.times)
+    return Forecast(gain, "ledger")
 
 
 def _of_a_plan(before: Foresight, after: Foresight) -> Forecast:
-    """Of a plan that nobody ran, on a host as it is foreseen, and on a slow one."""
+    """Forecast a plan that nobody ran, on a host as it is predicted, and on a slow one."""
     paces = (
-        (1.0, 1.0), (SLOW_HOST, SLOW_HOST),
+        (1.0, 1.0),
+        (SLOW_HOST, SLOW_HOST),
         (SLOW_HOST, _differing(before, after, SLOW_HOST, 1.0)),
         (1.0, _differing(before, after, 1.0, SLOW_HOST)),
-    )  # fmt: skip
+    )
     ratios = [log(_paced(before, one) / _paced(after, other)) for one, other in paces]
     work, wider = moved(before, after), before.widening.times
     return Forecast(between(*ratios, moved=work, widened=wider), "ledger")
 
 
 def _pace(before: Foresight, left_s: float) -> tuple[float, float]:
-    """How many times as long as foreseen a run's launches took, and what its host does besides.
+    """Return how many times as long as predicted launches took, and what the host does besides.
 
     What it does besides does not grow with a host's eager launches: small plans whose launches were
-    recorded took 8.6 ms a step on an H100, 8.5 foreseen, where as they were their launches took
-    twice as long as foreseen. Where launches are few, both are at one pace.
+    recorded took 8.6 ms a step on an H100, 8.5 predicted, where as they were their launches took
+    twice as long as predicted. Where launches are few, both are at one pace.
     """
     launches_s, left_s = before.host_s - HOST_S, left_s - _edge_s(before)
     pace = (left_s - HOST_S) / launches_s if launches_s > HOST_S else 0.0
@@ -222,17 +221,15 @@ def _pace(before: Foresight, left_s: float) -> tuple[float, float]:
     return (pace, 1.0) if pace > 0 else (whole, whole)
 
 
-def _paced(
-    one: Foresight, pace: float, device: float = 1.0, base: float | None = None
-) -> float:  # fmt: skip
-    """Seconds of a step whose launches, device and rest of the host take so many times as long."""
+def _paced(one: Foresight, pace: float, device: float = 1.0, base: float | None = None) -> float:
+    """Return the seconds of a step whose launches, device and rest of the host are scaled."""
     rest_s = min(HOST_S, one.host_s)
     host_s = (pace if base is None else base) * rest_s + pace * (one.host_s - rest_s)
     return max(device * one.device_s, host_s) + _edge_s(one)
 
 
 def _differing(before: Foresight, after: Foresight, pace: float, other: float) -> float:
-    """The host's pace at the second plan, if what the first has not is at another pace."""
+    """Return the host's pace at the second plan, if what the first lacks is at another pace."""
     least, most = sorted((before.host_s, after.host_s))
     return pace + (1 - least / max(most, SHORTEST_S)) * (other - pace)
 
@@ -243,7 +240,7 @@ def _edge_s(one: Foresight) -> float:
 
 
 def _unlike(times: float, apart: float, what: str) -> Forecast | None:
-    """That a prediction is no longer one of this run, where it is not."""
+    """Return that a prediction is no longer one of this run, where it is not."""
     if 1 / apart <= times <= apart:
         return None
     if times <= 0:
@@ -253,12 +250,12 @@ def _unlike(times: float, apart: float, what: str) -> Forecast | None:
 
 
 def by_share(share: float, ledger: Forecast, *, left: float = 0.0) -> Forecast:
-    """A remedy that takes away between half and all of a share of the step.
+    """Forecast a remedy that takes away between half and all of a share of the step.
 
     Args:
-        share: of the step, or of the tokens in it: a step that does so much less is as good.
+        share: share of the step, or of the tokens in it: a step that does less is as good.
         ledger: what the change does to the rest of the step, where that is known.
-        left: of the step, what stays at least: two that read take half as long, and not none.
+        left: share of the step that stays at least: two that read take half as long, and not none.
     """
     if not 0 < share < 1:
         return Forecast(None, "none", "how much of the step it is was not measured")

@@ -1,18 +1,18 @@
-"""A recipe that needs more tokens than another one did: the runs of one folder, side by side.
+"""Find a recipe that needs more tokens than another one did: the runs of one folder, side by side.
 
-How low a loss may be after so many tokens has no law that holds for every text and every size, so a
-run is held against the user's own: those that lie beside it, on the same text with the same
+How low a loss may be after so many tokens has no law that is true for every text and every size, so
+a run is compared with the user's own: those that lie beside it, on the same text with the same
 tokenizer, of a model of the same size. Where one of them reached this run's best validation with
 far fewer tokens, the recipe (its optimizer, rates, schedule, batch or model) is what to look at,
-and what the two plans have different is told. Only a run that ended is judged, for a rate that has
-not come down yet hides what was learned.
+and the finding names what the two plans have different. Only a run that ended is judged, for a rate
+that has not come down yet hides what was learned.
 
 Two runs are no proof of a recipe, for seeds differ: by a few percent of the tokens as a rule, and
 19% was seen. So a run of the very same recipe is never what to look at. Where there are such runs,
 what they and this one differ by among themselves is the noise, and another recipe has to spare more
 than that, and more than a fixed share.
 
-Left out: scaling laws, which tell of recipes that nobody tried here.
+Left out: scaling laws, which predict recipes that nobody tried here.
 """
 
 import json
@@ -23,28 +23,41 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.files import recorded_plan
-from headrace.core.units import format_count
-from headrace.doctor.findings import Finding
+from headrace.doctor.findings import Finding, Kind
 
 FEWER_TOKENS = 0.15
 """Share of a run's tokens that another one must have spared: seeds move it by less."""
 FEWEST = 3
-"""Validations of each run."""
+"""Validations that each run must have."""
 SAME_SIZE = 0.02
-"""By which share parameters may differ."""
-NO_RECIPE = ("name", "directory", "device", "guard", "eval", "checkpoint", "track", "trace", "goal",
-             "hardware", "seed", "data.directory", "data.workers", "data.prefetch")  # fmt: skip
-"""Tables and keys of a plan that are told apart, but not as what made the difference."""
+"""Share by which the numbers of parameters may differ."""
+NO_RECIPE = (
+    "name",
+    "directory",
+    "device",
+    "guard",
+    "eval",
+    "checkpoint",
+    "track",
+    "trace",
+    "goal",
+    "hardware",
+    "seed",
+    "data.directory",
+    "data.workers",
+    "data.prefetch",
+)
+"""Tables and keys of a plan that differ without making a difference to what is learned."""
 TEXT = ("data.sources", "data.validation", "eval.tokens")
-"""What makes validations those of one text."""
-TOLD = 6
-"""Differences that a reader is told."""
+"""Keys of a plan that make validations those of one text."""
+SHOWN = 6
+"""Differences that a reader sees."""
 Curve = list[tuple[float, float]]
 """Tokens and bits per byte of each validation."""
 
 
 def slower_than_another(folder: Path, report: Mapping[str, Any]) -> Finding | None:
-    """The finding that another run beside this one reached its quality with fewer tokens.
+    """Look for another run beside this one that reached its quality with fewer tokens.
 
     Args:
         folder: runs/NAME.
@@ -55,35 +68,38 @@ def slower_than_another(folder: Path, report: Mapping[str, Any]) -> Finding | No
         return None
     best = min(bits for _, bits in mine)
     spent = tokens_to(mine, best)
-    found: list[tuple[float, str, dict[str, Any]]] = []
+    quicker: list[tuple[float, str, dict[str, Any]]] = []
     alike = [mine]
-    for other, told, its_plan in _beside(folder):
-        if not _comparable(report, plan, told, its_plan):
+    for other, its_report, its_plan in _beside(folder):
+        if not _comparable(report, plan, its_report, its_plan):
             continue
         if not _different(plan, its_plan):
-            if told.get("status") == "done" and plan.get("goal") == its_plan.get("goal"):
-                alike.append(_curve(told))
+            done = its_report.get("status") == "done"
+            if done and plan.get("goal") == its_plan.get("goal"):
+                alike.append(_curve(its_report))
             continue
-        needed = tokens_to(_curve(told), best)
+        needed = tokens_to(_curve(its_report), best)
         if needed is not None and spent:
-            found.append((needed / spent, other, its_plan))
-    if not found or (share := 1 - min(found)[0]) < FEWER_TOKENS or share <= (by := _noise(alike)):
+            quicker.append((needed / spent, other, its_plan))
+    if not quicker or (share := 1 - min(quicker)[0]) < FEWER_TOKENS:
         return None
-    left, name, its_plan = min(found, key=lambda one: one[0])
-    seeds = "one run of each, and a seed moves the tokens by a few percent"
-    if len(alike) > 1:
-        seeds = f"{len(alike)} runs of this recipe, whose tokens differ by {by:.0%} at most"
-    return Finding(
-        "recipe", share,
-        f"Another recipe came as far with {share:.0%} fewer tokens.",
-        f"{name} reached {best:.3f} bits per byte after {format_count(left * (spent or 0))} of "
-        f"this run's {format_count(spent or 0)} tokens; it has {differences(plan, its_plan)}",
-        "inferred", f"seeds: {seeds}",
-    )  # fmt: skip
+    if share <= (noise := _noise(alike)):
+        return None
+    left, name, its_plan = min(quicker, key=lambda one: one[0])
+    facts = {
+        "run": name,
+        "bits_per_byte": best,
+        "tokens": spent or 0,
+        "its_tokens": left * (spent or 0),
+        "differences": differences(plan, its_plan),
+        "repeats": len(alike),
+        "noise_share": noise,
+    }
+    return Finding(Kind.SLOWER_RECIPE, share, facts, "inferred")
 
 
 def _noise(curves: Sequence[Curve]) -> float:
-    """Share of the tokens that one of two runs spared, where both came: the most of any pair."""
+    """Return the largest share of the tokens that one of two runs spared, where both came."""
     most = 0.0
     for one, two in combinations(curves, 2):
         reached = max(min(bits for _, bits in curve) for curve in (one, two))
@@ -93,7 +109,7 @@ def _noise(curves: Sequence[Curve]) -> float:
 
 
 def tokens_to(curve: Curve, bits: float) -> float | None:
-    """Tokens after which a curve is down at `bits`, between two validations in proportion."""
+    """Return the tokens after which a curve is down at `bits`, interpolated between points."""
     if not curve or curve[0][1] <= bits:
         return curve[0][0] if curve else None
     for (before, high), (after, low) in pairwise(curve):
@@ -103,21 +119,21 @@ def tokens_to(curve: Curve, bits: float) -> float | None:
 
 
 def differences(plan: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """What the second plan has otherwise, as words of a plan, the most of them left out."""
+    """Return what the second plan has otherwise, as words of a plan; most of them are left out."""
     words = _different(plan, other)
-    more = f" and {len(words) - TOLD} more" if len(words) > TOLD else ""
-    return ", ".join(words[:TOLD]) + more if words else "the same recipe: another seed"
+    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return ", ".join(words[:SHOWN]) + more if words else "the same recipe: another seed"
 
 
 def _different(plan: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Each difference of the recipe; none where the second is the first with another seed."""
+    """Return each difference of the recipe; none where only the seed differs."""
     mine, its = _techniques(plan), _techniques(other)
     words = [f"-{name}" for name in sorted({*mine} - {*its})]
     words += [f"+{name}" for name in sorted({*its} - {*mine})]
     one, two = _flat(plan), _flat(other)
     for name in sorted({*mine} & {*its}):
-        for told, technique in ((one, mine[name]), (two, its[name])):
-            told |= {f"techniques.{name}.{key}": value for key, value in technique.items()}
+        for keys_of, technique in ((one, mine[name]), (two, its[name])):
+            keys_of |= {f"techniques.{name}.{key}": value for key, value in technique.items()}
     keys = [k for k in sorted({*one, *two}) if not {k, k.partition(".")[0]} & {*NO_RECIPE}]
     return words + [
         f"{k}={two.get(k)} in place of {one.get(k)}" for k in keys if one.get(k) != two.get(k)
@@ -125,7 +141,7 @@ def _different(plan: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _beside(folder: Path) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Name, report and plan of the runs in the same place; what cannot be read is none."""
+    """Yield name, report and plan of the runs in the same place, where they can be read."""
     for file in sorted(folder.resolve().parent.glob("*/report.json")):
         plan = None if file.parent == folder.resolve() else _plan(file.parent)
         try:
@@ -137,10 +153,12 @@ def _beside(folder: Path) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]
 
 
 def _comparable(
-    report: Mapping[str, Any], plan: Mapping[str, Any],
-    other: Mapping[str, Any], its_plan: Mapping[str, Any],
-) -> bool:  # fmt: skip
-    """The same text in the same tokens, a model of the same size, and a curve."""
+    report: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    other: Mapping[str, Any],
+    its_plan: Mapping[str, Any],
+) -> bool:
+    """Return whether both have one text in the same tokens, models of one size, and a curve."""
     one, two = _flat(plan), _flat(its_plan)
     same_text = all(one.get(key) == two.get(key) for key in TEXT)
     sizes = report["parameters"], other.get("parameters") or 0
@@ -169,9 +187,10 @@ def _techniques(plan: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _flat(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of a plan with their values; techniques, which are told as such, left out."""
+    """Return the keys of a plan with their values, without techniques."""
     return {
         f"{table}.{key}": value
-        for table, keys in plan.items() if isinstance(keys, dict) and table != "techniques"
+        for table, keys in plan.items()
+        if isinstance(keys, dict) and table != "techniques"
         for key, value in keys.items()
-    }  # fmt: skip
+    }

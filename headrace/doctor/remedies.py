@@ -1,21 +1,23 @@
-"""What to change about a finding: candidates by their symptoms or the ledger, by forecast gain.
+"""Choose remedies for a finding: candidates by their symptoms or the ledger, by forecast gain.
 
 No technique is known by name here. A technique is a candidate when its `symptoms` name the
 finding's bottleneck and it can run on this plan; what it cannot stand beside is taken out with it.
 Of what the ledger prices (`PRICED`) every single change that keeps what is learned is a candidate,
 whatever its symptoms. Where launches bind a GPU, and for a step's own time on a CPU, so is the best
 pair (`PAIRED`): what is best on top of the best single change. Beside techniques there are a few
-keys of the plan, all in `KEYS`, the rows of a micro-batch, and for memory that nobody uses the
-techniques that trade time for it, taken out. Each is foreseen like a plan of its own. What the
-ledger says makes the step slower is no remedy for lost time, and what does not shrink the peak is
-none for full memory; what nothing foretells is listed last, and says so.
+keys of the plan (plan_keys.py), the rows of a micro-batch, and for memory that nobody uses the
+techniques that trade time for it, taken out. Each is predicted like a plan of its own. What the
+ledger says makes the step slower is no remedy for lost time, and neither is a technique that
+changes what is learned, as the design of the model. What does not shrink the peak is none for full
+memory. What nothing predicts is listed last, and says so.
 
 Bottlenecks that the ledger does not price (waiting for data, for other ranks, padding) are forecast
-by their measured share. Learning (instability, recipe) is not forecast: seeds tell. Of an
+by their measured share. Learning (instability, recipe) is not forecast: seeds decide. For an
 instability all keys that are far off come first, together (plan/gentler), before any technique.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -25,117 +27,61 @@ from headrace.core.statistics import Interval
 from headrace.costs.machine import SQUARE, Machine
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import NOTHING, Forecast, Measured, Source, by_ledger, by_share
+from headrace.doctor.plan_keys import KEY_COSTS, KEY_EQUALITY, KEYS, rate_is_far_off
 from headrace.plan.changes import flat, word
-from headrace.plan.gentler import gentler, usual_rate
+from headrace.plan.changes import parse as parse_changes
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import BOTTLENECKS, parse, saves_memory
 from headrace.plan.technique import Catalogue, Context, Technique
 from headrace.predict.candidates import MICRO, Asking, Candidate, Words
 
 ALSO: Mapping[str, tuple[str, ...]] = {"computation": ("memory bandwidth", "kernel efficiency")}
-"""What a finding may be as well: without a trace these are not told apart."""
+"""What a finding may be as well: without a trace these look alike."""
 LEDGER_FIRST = "launch"
-"""The ledger prices launches; where it sees no change, the finding's share tells."""
+"""The ledger prices launches; where it sees no change, the finding's share decides."""
 PRICED = (LEDGER_FIRST, "computation", "memory bandwidth", "kernel efficiency")
 """Bottlenecks that anything which the ledger says is faster is a remedy for."""
 ON_TOP = 1.02
 """Times the speed of the best single change that a pair must reach to be worth its second word."""
 SHARES = ("input", "interconnect", "wasted tokens", LEDGER_FIRST)
-"""What a finding's share forecasts."""
+"""Bottlenecks of which the finding's share forecasts a gain."""
 QUALITY = ("instability", "recipe", "silent no-op")
-"""What no time of a step forecasts."""
-STEP = 3
-"""By what a rate that may be too high is divided, where it is tried alone."""
+"""Bottlenecks of learning, which no time of a step forecasts."""
 OF_TIME = ("computation", "memory bandwidth", "kernel efficiency", LEDGER_FIRST)
-"""What a step's own time goes to."""
+"""What the time of a step itself goes to."""
 PAIRED: Mapping[str, tuple[str, ...]] = {"cuda": (LEDGER_FIRST,), "cpu": OF_TIME}
 """By device: bottlenecks for which the best pair of changes is a remedy too. On a GPU compiling and
-graphs lessen launches together. On a CPU, where each is foreseen in milliseconds, compiling stands
+graphs lessen launches together. On a CPU, where each is predicted in milliseconds, compiling stands
 beside kept memory, threads or a loss in chunks, which act on different parts of a step."""
 CAUSES = ("instability",)
-"""What keys of the plan cause, so that they come before techniques that bear with it."""
+"""Bottlenecks that keys of the plan cause; these come before techniques that bear with them."""
 HEALTHY = 0.05
-"""Gain that no remedy of a healthy run is forecast to exceed."""
+"""Gain that no remedy of a healthy run is forecast to exceed. Chosen, not measured."""
 HALF = ("bf16", "fp16", "float8")
 """Parts of words that name a precision which a processor may only emulate, many times as slowly."""
 MOST = 8
-"""Remedies of one finding that are kept."""
+"""Most remedies of one finding that are kept."""
 
 
-def _more_reading(plan: Plan) -> list[Words]:
-    workers, ahead = plan.data.workers, plan.data.prefetch
-    return [(f"data.workers={max(2, 2 * workers)}",), (f"data.prefetch={2 * ahead}",)]
-
-
-def _gentler(plan: Plan) -> list[Words]:
-    """All that is far off at once, which is what learns; then a lower rate alone, and clipping."""
-    if _rate_is_far_off(plan):
-        return [gentler(plan)]
-    lower = (f"optimizer.lr={word(float(f'{plan.optimizer.lr / STEP:.2g}'))}",)
-    found = [gentler(plan), lower]
-    if not plan.optimizer.clip_norm:
-        found.append(("optimizer.clip_norm=1.0",))
-    return found
-
-
-def _rate_is_far_off(plan: Plan) -> bool:
-    """Whether no single step makes the rate one that learns, so that nothing else alone helps."""
-    return plan.optimizer.lr > STEP**2 * usual_rate(plan)
-
-
-def _other_rates(plan: Plan) -> list[Words]:
-    return [(f"optimizer.lr={word(plan.optimizer.lr * factor)}",) for factor in (2, 0.5)]
-
-
-def _half(plan: Plan) -> list[Words]:
-    return [("model.precision=bf16",)] if plan.model.precision == "fp32" else []
-
-
-KEYS: Mapping[str, Callable[[Plan], list[Words]]] = {
-    "input": _more_reading,
-    "instability": _gentler,
-    "recipe": _other_rates,
-    "computation": _half,
-    "kernel efficiency": _half,
-    "memory bandwidth": _half,
-    "memory capacity": _half,
-}
-"""bottleneck -> keys of the plan that are worth a try, together where they are given so."""
-OTHER_RUN = "another run: what was learned so far was learned at the old rate"
-KEY_COSTS: Mapping[str, str] = {
-    "data.workers": "cores of the host", "data.prefetch": "memory of the host",
-    "optimizer.lr": OTHER_RUN, "optimizer.betas": OTHER_RUN, "optimizer.weight_decay": OTHER_RUN,
-    "model.init_std": "another run, from other weights",
-    "optimizer.clip_norm": "nothing in time (the norm is measured anyway); large gradients shrink",
-    "schedule.warmup_steps": "steps at a low rate",
-    "model.precision": "products of numbers of 8 significant bits",
-    MICRO: "nothing in the gradients; rounding of their sum",
-}  # fmt: skip
-KEY_EQUALITY: Mapping[str, str] = {
-    "optimizer.lr": "learning", "optimizer.clip_norm": "learning", "optimizer.betas": "learning",
-    "optimizer.weight_decay": "learning", "schedule.warmup_steps": "learning",
-    "model.init_std": "learning", "model.precision": "approximate",
-}  # fmt: skip
-"""Of those that do not keep the gradients."""
 BOUGHT = "what it bought: "
 """What the costs of a technique that is taken out begin with."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of the plan against a finding.
+    """Hold a change of the plan against a finding.
 
     Args:
         change: words, as `headrace.plan.changes` reads them.
         what: one sentence.
         gain: time before over after, less 1, on this run, between its ends; None where it is not
             forecast.
-        memory_bytes: change of the peak.
+        memory_bytes: change of the peak in bytes.
         fits: "yes", "tight" or "no".
-        costs: in a reader's words.
-        equality: "exact", "approximate" or "learning": of the gradients.
-        forecast_from: what the gain is from, and what its ends are: of the "ledger" they hold 80%
-            of gains, of a "share" they are half and all of it.
+        costs: what it costs, in a reader's words.
+        equality: what it does to the gradients: "exact", "approximate" or "learning".
+        forecast_from: what the gain is from, and what its ends are: from the "ledger" they hold 80%
+            of gains, from a "share" they are half and all of it.
         unknown: why there is no gain, or what it leaves out.
     """
 
@@ -149,24 +95,33 @@ class Remedy:
     forecast_from: Source
     unknown: str = ""
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON values."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values."""
         return asdict(self)
+
+    @property
+    def words(self) -> str:
+        """Return the change as `headrace train` takes it."""
+        return shlex.join(parse_changes(self.change).command())
 
 
 def remedies(
-    finding: Finding, plan: Plan, context: Context, machine: Machine, catalogue: Catalogue,
+    finding: Finding,
+    plan: Plan,
+    context: Context,
+    machine: Machine,
+    catalogue: Catalogue,
     measured: Measured,
-) -> list[Remedy]:  # fmt: skip
-    """What to change, the largest forecast gain first and what is not forecast last.
+) -> list[Remedy]:
+    """Return what to change, the largest forecast gain first and what is not forecast last.
 
     Args:
         finding: the doctor's.
-        plan: of the run.
+        plan: the plan of the run.
         context: where it ran.
         machine: its rates.
         catalogue: the techniques that there are.
-        measured: what the run measured; `Measured()` of a plan that did not run.
+        measured: what the run measured; `Measured()` for a plan that did not run.
 
     Raises:
         ConfigError, UnsupportedError: the plan itself cannot run there.
@@ -175,20 +130,20 @@ def remedies(
         return []
     asking = Asking(plan, context, machine, catalogue, learning=True)
     ask = _Asker(finding, asking, measured)
-    found = list(filter(None, map(ask.remedy, candidates(finding.bottleneck, asking, measured))))
-    found = _without_needless(found, finding)
+    answers = map(ask.remedy, candidates(finding.bottleneck, asking, measured))
+    known = _without_needless([one for one in answers if one is not None], finding)
     if finding.bottleneck in PAIRED.get(context.device, ()):
-        found = _without_needless([*found, *ask.pairs(found)], finding)
+        known = _without_needless([*known, *ask.pairs(known)], finding)
     learns, name = finding.bottleneck in QUALITY, finding.bottleneck
     causes = [_keys(words) for words in KEYS[name](plan)] if name in CAUSES else []
     timed = name in OF_TIME
-    found.sort(key=lambda remedy: _order(remedy, learns, causes, timed))
-    return _best_rows(found)[:MOST]
+    known.sort(key=lambda remedy: _order(remedy, learns, causes, timed))
+    return _best_rows(known)[:MOST]
 
 
 @dataclass(frozen=True)
 class _Asker:
-    """Asks what changes of one plan would do about one finding."""
+    """Ask what changes of one plan would do about one finding."""
 
     finding: Finding
     asking: Asking
@@ -196,12 +151,12 @@ class _Asker:
 
     @cached_property
     def before(self) -> Candidate:
-        """What is predicted of the plan as it is."""
+        """Return what is predicted of the plan as it is."""
         return self.asking.answer(self.asking.start)
 
     @cached_property
     def halves_are_slow(self) -> bool:
-        """Whether the device is a CPU that was not measured to multiply halves faster than fp32."""
+        """Return whether it is a CPU that was not measured to multiply halves faster than fp32."""
         machine = self.asking.machine
         if self.asking.context.device != "cpu":
             return False
@@ -214,40 +169,40 @@ class _Asker:
         return half_s >= whole_s
 
     def acts_on_all(self, name: str) -> bool:
-        """Whether a technique acts on all of the bottleneck, and not on a part of it alone."""
+        """Return whether a technique acts on all of the bottleneck, and not on a part alone."""
         return "" in _parts(self.asking.catalogue.find(name), self.finding.bottleneck)
 
     def remedy(self, words: Words, plan: Plan | None = None) -> Remedy | None:
-        """The remedy that a change is; None where it cannot run, does not fit or does not help.
+        """Return the remedy that a change is; None where it cannot run, fit or help.
 
         Args:
             words: the change.
-            plan: that it is a change of; the finding's own without it.
+            plan: the plan that it changes; the finding's own by default.
         """
         after = _answered(self.asking, words, plan)
         if after is None or after.foresight.fits == "no" or not after.changes:
             return None
         if self.halves_are_slow and any(half in word for word in after.changes for half in HALF):
             return None
-        found = _remedy(self.finding, self.asking, self.before, after, self.measured, words)
+        remedy = _remedy(self.finding, self.asking, self.before, after, self.measured, words)
         bottleneck = self.finding.bottleneck
-        if bottleneck in PRICED and found.gain is None and plan is None:
+        if bottleneck in PRICED and remedy.gain is None and plan is None:
             inferred = bottleneck == LEDGER_FIRST and self.finding.confidence == "inferred"
             if inferred and words[0][0] == "+" and not self.acts_on_all(words[0][1:]):
                 return None  # it is no step that compiles again
             named = _is_said_to_help(bottleneck, words, self.asking) or words[0][0] not in "+-"
-            return found if named and helps(bottleneck, found) else None
-        return found if helps(bottleneck, found) else None
+            return remedy if named and helps(bottleneck, remedy) else None
+        return remedy if helps(bottleneck, remedy) else None
 
-    def pairs(self, found: Sequence[Remedy]) -> list[Remedy]:
-        """What is best on top of the best single change, if that gains more."""
-        known = [one for one in found if one.gain is not None and one.equality != "learning"]
+    def pairs(self, singles: Sequence[Remedy]) -> list[Remedy]:
+        """Return what is best on top of the best single change, if that gains more."""
+        known = [one for one in singles if one.gain is not None and one.equality != "learning"]
         if not known:
             return []
         best = max(known, key=lambda one: _gained(one))
         plan = self.asking.answer(self.asking.start, best.change).plan
-        singles = replace(self.asking, learning=False).singles(plan)
-        more = [self.remedy(words, plan) for words in singles]
+        seconds = replace(self.asking, learning=False).singles(plan)
+        more = [self.remedy(words, plan) for words in seconds]
         more = [one for one in more if one is not None and one.gain is not None]
         top = max(_without_needless(more, self.finding), key=_gained, default=None)
         worth = top is not None and 1 + _gained(top) > ON_TOP * (1 + _gained(best))
@@ -262,9 +217,9 @@ def _gained(remedy: Remedy) -> float:
 
 
 def candidates(bottleneck: str, asking: Asking, measured: Measured) -> Iterator[Words]:
-    """Changes that are said to help, whether they can run or not."""
+    """Yield the changes that are said to help, whether they can run or not."""
     plan = asking.start
-    hopeless = bottleneck == "instability" and _rate_is_far_off(plan)
+    hopeless = bottleneck == "instability" and rate_is_far_off(plan)
     for words in () if hopeless else asking.singles(plan):
         if _may_help(bottleneck, words, asking):
             yield words
@@ -274,19 +229,24 @@ def candidates(bottleneck: str, asking: Asking, measured: Measured) -> Iterator[
 
 
 def _may_help(bottleneck: str, words: Words, asking: Asking) -> bool:
-    """Whether a single change is one for this bottleneck."""
+    """Return whether a single change is one for this bottleneck.
+
+    What changes what is learned is no remedy for time, whatever its symptoms.
+    """
+    if bottleneck in PRICED and not _keeps(words, asking):
+        return False
     if _is_said_to_help(bottleneck, words, asking):
         return True
-    return bottleneck in PRICED and _keeps(words, asking)
+    return bottleneck in PRICED
 
 
 def _keeps(words: Words, asking: Asking) -> bool:
-    """Whether a change keeps what is learned."""
+    """Return whether a change keeps what is learned."""
     return _equality(asking.catalogue, words) != "learning"
 
 
 def _is_said_to_help(bottleneck: str, words: Words, asking: Asking) -> bool:
-    """Whether a single change's symptoms, or what it is, name this bottleneck."""
+    """Return whether a single change's symptoms, or what it is, name this bottleneck."""
     sign, name = words[0][0], words[0][1:]
     if sign == "+":
         return bool(_parts(asking.catalogue.find(name), bottleneck))
@@ -301,14 +261,14 @@ def _is_said_to_help(bottleneck: str, words: Words, asking: Asking) -> bool:
 
 
 def _parts(technique: type[Technique[Any]], bottleneck: str) -> set[str]:
-    """The parts of a bottleneck that it is a remedy for; "" is all of it."""
+    """Return the parts of a bottleneck that it is a remedy for; "" is all of it."""
     wanted = (bottleneck, *ALSO.get(bottleneck, ()))
-    said = map(parse, technique.symptoms)
-    return {part for name, part in said if name in wanted}
+    symptoms = map(parse, technique.symptoms)
+    return {part for name, part in symptoms if name in wanted}
 
 
 def _answered(asking: Asking, words: Words, plan: Plan | None = None) -> Candidate | None:
-    """The plan with a change, mended if need be; None where it cannot run."""
+    """Return the plan with a change, mended if need be; None where it cannot run."""
     try:
         return asking.attempt(plan or asking.start, words)
     except HeadraceError:
@@ -316,54 +276,66 @@ def _answered(asking: Asking, words: Words, plan: Plan | None = None) -> Candida
 
 
 def _remedy(
-    finding: Finding, asking: Asking, before: Candidate, after: Candidate, measured: Measured,
+    finding: Finding,
+    asking: Asking,
+    before: Candidate,
+    after: Candidate,
+    measured: Measured,
     words: Words,
-) -> Remedy:  # fmt: skip
+) -> Remedy:
     forecast = _forecast(finding, asking, before, after, measured, words)
     return Remedy(
-        change=after.changes, what=_sentence(asking, after.changes, words[0]), gain=forecast.gain,
+        change=after.changes,
+        what=_sentence(asking, after.changes, words[0]),
+        gain=forecast.gain,
         memory_bytes=after.foresight.peak_bytes - before.foresight.peak_bytes,
-        fits=after.foresight.fits, costs=_costs(asking.catalogue, words[0]),
-        equality=_equality(asking.catalogue, after.changes), forecast_from=forecast.source,
+        fits=after.foresight.fits,
+        costs=_costs(asking.catalogue, words[0]),
+        equality=_equality(asking.catalogue, after.changes),
+        forecast_from=forecast.source,
         unknown=forecast.unknown,
-    )  # fmt: skip
+    )
 
 
 def _equality(catalogue: Catalogue, change: Words) -> str:
-    """What the change does to gradients: the most that a part of it does."""
+    """Return what the change does to gradients: the most that a part of it does."""
     ranks = ("exact", "approximate", "learning")
-    found = [KEY_EQUALITY.get(word.partition("=")[0], "exact") for word in change]
-    found += [catalogue.find(word[1:]).equality for word in change if word[0] == "+"]
+    parts = [KEY_EQUALITY.get(word.partition("=")[0], "exact") for word in change]
+    parts += [catalogue.find(word[1:]).equality for word in change if word[0] == "+"]
     left = (catalogue.find(word[1:]).equality for word in change if word[0] == "-")
-    return max([*found, *(e for e in left if e == "learning")], key=ranks.index)
+    return max([*parts, *(e for e in left if e == "learning")], key=ranks.index)
 
 
 def _forecast(
-    finding: Finding, asking: Asking, before: Candidate, after: Candidate, measured: Measured,
+    finding: Finding,
+    asking: Asking,
+    before: Candidate,
+    after: Candidate,
+    measured: Measured,
     words: Words,
-) -> Forecast:  # fmt: skip
-    """The gain by what can tell it."""
+) -> Forecast:
+    """Return the gain by what can forecast it."""
     bottleneck = finding.bottleneck
     ledger = by_ledger(before.foresight, after.foresight, measured)
     if bottleneck in QUALITY:
-        told = "what it does to learning is not forecast: compare losses over seeds"
+        why = "what it does to learning is not forecast: compare losses over seeds"
         if bottleneck == "silent no-op":
-            told = "it does nothing, so leaving it out changes nothing"
+            why = "it does nothing, so leaving it out changes nothing"
         elif ledger.gain is not None and abs(ledger.gain.value) > NOTHING:
-            told += f"; a step takes {1 / (1 + ledger.gain.value) - 1:+.1%}"
-        return Forecast(None, "none", told)
+            why += f"; a step takes {1 / (1 + ledger.gain.value) - 1:+.1%}"
+        return Forecast(None, "none", why)
     if bottleneck == "fragmentation":
         return Forecast(None, "none", "it gains memory that is reserved in pieces, not time")
     if bottleneck not in SHARES:
         return ledger
     moves = ledger.gain is not None and abs(ledger.gain.value) > NOTHING
     if bottleneck == LEDGER_FIRST and (moves or words[0][0] != "+"):
-        return ledger  # which alone tells what a part of the plan, or a knob, does to launches
+        return ledger  # which alone knows what a part of the plan, or a knob, does to launches
     if words[0][0] == "+":
         parts = _parts(asking.catalogue.find(words[0][1:]), bottleneck)
         if parts and "" not in parts:
-            told = f"it helps as far as {', '.join(sorted(parts))} is the cause"
-            return Forecast(None, "none", told)
+            why = f"it helps as far as {', '.join(sorted(parts))} is the cause"
+            return Forecast(None, "none", why)
         priced = before.foresight.step_s is not None  # and the share is what that left over
         inferred = priced and finding.confidence == "inferred"
         if bottleneck == LEDGER_FIRST and (inferred or not parts):
@@ -374,7 +346,7 @@ def _forecast(
 
 
 def helps(bottleneck: str, remedy: Remedy) -> bool:
-    """Whether a forecast is one of a remedy, or there is none and it may be."""
+    """Return whether a forecast is one of a remedy, or there is none and it may be."""
     if bottleneck == "memory capacity":
         return remedy.memory_bytes < 0
     if remedy.gain is None:
@@ -389,7 +361,7 @@ def helps(bottleneck: str, remedy: Remedy) -> bool:
 def _order(
     remedy: Remedy, learns: bool, causes: Sequence[set[str]] = (), timed: bool = False
 ) -> tuple[int, bool, bool, bool, float, Words]:
-    """What is forecast first, of that what keeps the gradients, of that the largest gain.
+    """Order what is forecast first, of that what keeps the gradients, of that the largest gain.
 
     Where learning is what is wrong, what changes it; where no gain is known, what saves memory, and
     of a step's time techniques before other keys. Before all of these the likely causes, in their
@@ -404,12 +376,12 @@ def _order(
 
 
 def _keys(change: Words) -> set[str]:
-    """The keys that a change sets, and the techniques that it puts in or takes out."""
+    """Return the keys that a change sets, and the techniques that it puts in or takes out."""
     return {word.partition("=")[0] for word in change}
 
 
 def _does_it_all(other: Remedy, one: Remedy, *, timed: bool = False) -> bool:
-    """Whether a part of a change is as good as the whole of it, or a shorter one is the same.
+    """Return whether a part of a change is as good as the whole, or a shorter one is the same.
 
     Args:
         other: the shorter change.
@@ -420,33 +392,37 @@ def _does_it_all(other: Remedy, one: Remedy, *, timed: bool = False) -> bool:
         return False
     if not {*other.change} < {*one.change}:
         return (other.gain, other.memory_bytes, other.equality) == (
-            one.gain, one.memory_bytes, one.equality
-        )  # fmt: skip
+            one.gain,
+            one.memory_bytes,
+            one.equality,
+        )
     if timed:
         return 1 + _gained(one) <= ON_TOP * (1 + _gained(other))
     faster = one.gain is not None and one.gain.value > other.gain.value + NOTHING
     return not faster and other.memory_bytes <= one.memory_bytes
 
 
-def _without_needless(found: list[Remedy], finding: Finding) -> list[Remedy]:
-    """The remedies of which no part, and no shorter one, does it all."""
+def _without_needless(remedies: list[Remedy], finding: Finding) -> list[Remedy]:
+    """Return the remedies of which no part, and no shorter one, does it all."""
     timed = finding.bottleneck in PRICED
     return [
-        one for one in found if not any(_does_it_all(other, one, timed=timed) for other in found)
+        one
+        for one in remedies
+        if not any(_does_it_all(other, one, timed=timed) for other in remedies)
     ]
 
 
-def _best_rows(found: list[Remedy]) -> list[Remedy]:
-    """Of several sizes of a micro-batch the first."""
-    rows = [remedy for remedy in found if remedy.change[0].startswith(f"{MICRO}=")]
-    return [remedy for remedy in found if remedy not in rows[1:]]
+def _best_rows(remedies: list[Remedy]) -> list[Remedy]:
+    """Return the remedies with the first alone of several sizes of a micro-batch."""
+    rows = [remedy for remedy in remedies if remedy.change[0].partition("=")[0] == MICRO]
+    return [remedy for remedy in remedies if remedy not in rows[1:]]
 
 
 # --- words -----------------------------------------------------------------------------------
 
 
 def _sentence(asking: Asking, change: Words, first: str) -> str:
-    """What the change does."""
+    """Return what the change does, in one sentence."""
     out = [w[1:] for w in change if w[0] == "-" and w != first]
     place = f" In the place of {' and '.join(out)}." if out and first[0] == "+" else ""
     if first[0] == "+":
@@ -467,16 +443,16 @@ def _sentence(asking: Asking, change: Words, first: str) -> str:
 
 
 def _values(plan: Plan) -> dict[str, Any]:
-    """Every key that has a value, the knobs of techniques too."""
-    found = flat(plan)
+    """Return every key that has a value, the knobs of techniques too."""
+    values = flat(plan)
     for name, technique in plan.techniques.items():
         knobs = technique.model_dump(mode="json", exclude_none=True)
-        found |= {f"techniques.{name}.{knob}": given for knob, given in knobs.items()}
-    return found
+        values |= {f"techniques.{name}.{knob}": given for knob, given in knobs.items()}
+    return values
 
 
 def _costs(catalogue: Catalogue, first: str) -> str:
-    """In the words of its card, or of the table of keys."""
+    """Return what it costs, in the words of its card, or of the table of keys."""
     if first[0] == "+":
         return catalogue.find(first[1:]).card.costs
     if first[0] == "-":

@@ -1,9 +1,9 @@
-"""The doctor's door: a run's folder, what `headrace.watch` saved, or the traces of any trainer.
+"""Read a run's folder, what `headrace.watch` saved, or the traces of any trainer, and judge it.
 
-Beside the signals of a run or of a watch lie the traces of its bursts, if it was traced. Then the
-newest burst is read too, in the way of any trainer's traces, and its findings stand for what
-signals can only guess: see `judge`. A trace that cannot be read, or was asked for and never made,
-is told and does not stop the doctor.
+Beside the signals of a run or of a watched loop lie the traces of its profiler windows, if it was
+traced. Then the newest window is read too, as any trainer's traces are, and its findings stand for
+what signals can only guess: see `rules`. A trace that cannot be read, or was asked for and never
+made, is a finding and does not stop the doctor.
 """
 
 import re
@@ -20,20 +20,17 @@ from headrace.assemble.context import elsewhere, make_context
 from headrace.core.command import again
 from headrace.core.errors import ConfigError, HeadraceError, RunError
 from headrace.core.files import parse_object, shell
-from headrace.core.units import format_seconds
 from headrace.costs.machine import Machine
-from headrace.doctor.findings import ABSTAINED, PASSES, Finding, stations
-from headrace.doctor.judge import FEWEST_STEPS, busy_in, faults
-from headrace.doctor.loop_words import PADDED
-from headrace.doctor.physics import UNKNOWN, Use, binding
+from headrace.doctor.findings import Finding, Kind, phase_findings
+from headrace.doctor.observation import Observation, observe, read_rows
 from headrace.doctor.recipe import slower_than_another
-from headrace.doctor.trace import computation, diagnose_trace
-from headrace.doctor.trace import judge as judge_trace
+from headrace.doctor.rules import FEWEST_STEPS, examine
+from headrace.doctor.trace import computation, diagnose_trace, judge_trace
 from headrace.doctor.trace.facts import newest
 from headrace.doctor.trace.file import ENDINGS as TRACES
 from headrace.doctor.trace.host import host_families
 from headrace.doctor.trace.ranks import measure_traces
-from headrace.doctor.window import Window, of_run, read_rows
+from headrace.doctor.use import UNKNOWN, Use
 from headrace.inference.load import read_recorded_plan, resolve_run
 from headrace.observe import REPORT_FORMAT
 from headrace.plan.plan import Plan
@@ -45,38 +42,54 @@ from headrace.train.run_folder import RunFolder, cpu_name
 ALWAYS = ("step_s", "input_s")
 """Times that every row has."""
 ROUNDING_S = 1e-6
-"""How far below 0 a difference of two clocks may come by rounding."""
+"""Seconds that a difference of two clocks may lie below 0 by rounding."""
 WATCHED, LOOK_BYTES = re.compile(rb'"watched"\s*:\s*true'), 4096
-"""What stands near the beginning of a file that `headrace.watch` saved."""
+"""What stands near the beginning of a file that `headrace.watch` saved, and how near in bytes."""
 SAVE = "watched.save({!r}) again"
 """What mends such a file, of which the path goes in."""
-HELD = ("thermal slowdown", "hardware slowdown", "power brake", "clocks that were set")
-"""Why a clock is slow that need not be. A limit of power is how GPUs are built and not among it."""
-WRONG = ("silent no-op", "instability", "recipe")
-"""What stands first whatever its share."""
-WASTED = "wasted tokens"
-HELD_SHARE, SLOWER = 0.2, 0.05
-"""Of the samples in which one of them held, and of the clock that it took, before it is named."""
 
 
 def diagnose(paths: Sequence[Path]) -> list[Finding]:
-    """Verdicts on a run, on what a watch saved, or on the traces of one run's ranks.
+    """Return the verdicts on a run, on what a watch saved, or on the traces of one run's ranks.
 
     Raises:
         ConfigError: they are neither; or see `diagnose_run` and `diagnose_trace`.
         RunError: a file is damaged.
     """
+    return examined(paths)[1]
+
+
+def diagnose_run(folder: Path, use: Use | None = None) -> list[Finding]:
+    """Return the faults, the gravest first, what binds the steps, then the phases by time.
+
+    Args:
+        folder: the run's.
+        use: what the work of its steps takes; read from its plan where it is not given.
+
+    Raises:
+        ConfigError: the run has not ended.
+        RunError: a file of it is damaged.
+    """
+    return examined_run(folder, use)[1]
+
+
+def examined(paths: Sequence[Path]) -> tuple[Observation, list[Finding]]:
+    """Return what is known of a run, a watched loop or traces, and the verdicts on it.
+
+    Raises:
+        ConfigError, RunError: as `diagnose`.
+    """
     first = paths[0]
     if len(paths) == 1 and (not first.name.endswith(TRACES) or first.is_dir()):
-        return diagnose_run(resolve_run(first))
+        return examined_run(resolve_run(first))
     if not all(path.name.endswith(TRACES) and not path.is_dir() for path in paths):
         raise ConfigError(
             f"{', '.join(map(str, paths))}: one run is judged at a time, or its ranks' traces",
             f"headrace doctor {shell(first)}",
         )
-    watched = [path for path in paths if _is_watched(path)]
+    watched = [path for path in paths if is_watched(path)]
     if not watched:
-        return diagnose_trace(paths)
+        return Observation(), diagnose_trace(paths)
     if len(paths) > 1:
         raise ConfigError(
             f"{watched[0]} was saved by headrace.watch, and such files are judged one at a time",
@@ -87,17 +100,8 @@ def diagnose(paths: Sequence[Path]) -> list[Finding]:
     return _judged(report, _numbers(report.get("rows", []), first, save), first, save)
 
 
-def diagnose_run(folder: Path, use: Use | None = None) -> list[Finding]:
-    """Faults, the gravest first, what binds the steps, then the phases by time.
-
-    Args:
-        folder: the run's.
-        use: what the work of its steps takes; read from its plan where it is not given.
-
-    Raises:
-        ConfigError: the run has not ended.
-        RunError: a file of it is damaged.
-    """
+def examined_run(folder: Path, use: Use | None = None) -> tuple[Observation, list[Finding]]:
+    """Return what is known of a run, and the verdicts on it; see `diagnose_run`."""
     run = RunFolder(folder)
     report, file, mend = run.read_report(), folder / "report.json", run.mend("report")
     check_report(report, file, mend)
@@ -109,7 +113,7 @@ def use_of(
     folder: Path, report: Mapping[str, Any], catalogue: Catalogue | None = None,
     rates_here: Callable[[torch.device], Machine] = rates,
 ) -> Use:  # fmt: skip
-    """What the work of a run's steps takes of its device, by its plan and the device's rates.
+    """Return what the work of a run's steps takes of its device, by its plan and the rates.
 
     Args:
         folder: the run's.
@@ -117,23 +121,23 @@ def use_of(
         catalogue: the techniques that there are; those of this package without it.
         rates_here: of a device that is here; by itself nothing is measured.
     """
-    told = report.get("model_flops_utilization")
-    reached = told.get("value") if isinstance(told, dict) else None
+    utilization = report.get("model_flops_utilization")
+    reached = utilization.get("value") if isinstance(utilization, dict) else None
     peak = reached if isinstance(reached, float) else None
     try:
         plan = read_recorded_plan(folder, catalogue or installed())
         where = place_of(plan, RunFolder(folder).read("environment") or {}, rates_here)
         return Use.of(foresee(plan, *where), peak)
     except (HeadraceError, OSError) as error:
-        said = error.message if isinstance(error, HeadraceError) else str(error)
-        return Use(peak=peak, unknown=said)
+        why = error.message if isinstance(error, HeadraceError) else str(error)
+        return Use(peak=peak, unknown=why)
 
 
 def place_of(
     plan: Plan, environment: Mapping[str, Any],
     rates_here: Callable[[torch.device], Machine] = rates,
 ) -> tuple[Context, Machine]:  # fmt: skip
-    """Where a run was, by its environment.json, and what is known of the device's rates.
+    """Return where a run was, by its environment.json, and what is known of the device's rates.
 
     Raises:
         UnsupportedError: nothing is known of it.
@@ -150,7 +154,7 @@ def place_of(
 
 
 def read_watched(file: Path) -> dict[str, Any]:
-    """What a watch saved.
+    """Return what a watch saved.
 
     Raises:
         RunError: it is damaged.
@@ -162,7 +166,7 @@ def read_watched(file: Path) -> dict[str, Any]:
 
 
 def rows_of(folder: Path) -> list[dict[str, float | None]]:
-    """The rows of a run's metrics.jsonl.
+    """Return the rows of a run's metrics.jsonl.
 
     Raises:
         RunError: it is damaged.
@@ -176,16 +180,16 @@ def check_report(report: Mapping[str, Any], file: Path, mend: str) -> None:
     """Refuse a report that this version cannot judge.
 
     Args:
-        report: what the file holds; of keys that it lacks `_judged` tells.
+        report: what the file holds; `_judged` refuses it where a key is missing.
         file: report.json, or what a watch saved.
         mend: what is done about it.
 
     Raises:
         RunError: it has another format, or a time, a size or a share that can be none.
     """
-    if (found := report.get("format", REPORT_FORMAT)) != REPORT_FORMAT:
-        told = f"{file} has format {found!r:.40}; this Headrace reads format {REPORT_FORMAT}"
-        raise RunError(told, mend)
+    if (version := report.get("format", REPORT_FORMAT)) != REPORT_FORMAT:
+        message = f"{file} has format {version!r:.40}; this Headrace reads format {REPORT_FORMAT}"
+        raise RunError(message, mend)
     tables = {name: report.get(name) for name in ("phase_s", "peak_memory_bytes", "input_wait")}
     shares = {name: report.get(name) for name in ("wasted_token_fraction", "padding_fraction")}
     known = {name: report.get(name) for name in ("wall_s", "tokens", "steps", "parameters")} | {
@@ -205,12 +209,12 @@ def check_report(report: Mapping[str, Any], file: Path, mend: str) -> None:
 
 
 def _numbers(rows: Any, file: Path, mend: str) -> list[dict[str, float | None]]:
-    """Rows of numbers, None for those that are not finite.
+    """Return rows of numbers, None for those that are not finite.
 
     Raises:
-        RunError: they are none; names the first row and what it holds.
+        RunError: a row holds something else; names the first one and what it holds.
     """
-    found = []
+    numbers = []
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
         if not isinstance(row, dict):
             raise RunError(f"{file} is damaged: row {number} is {row!r:.40}, and no object", mend)
@@ -223,8 +227,8 @@ def _numbers(rows: Any, file: Path, mend: str) -> list[dict[str, float | None]]:
             if key.endswith("_s") and (kept[key] or 0.0) < -ROUNDING_S:
                 what = f"{key} of row {number} is {value!r:.40}, and no time is below 0"
                 raise RunError(f"{file} is damaged: {what}", mend)
-        found.append(kept)
-    return found
+        numbers.append(kept)
+    return numbers
 
 
 def _number(value: Any) -> float | None:
@@ -234,7 +238,8 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _is_watched(file: Path) -> bool:
+def is_watched(file: Path) -> bool:
+    """Return whether `headrace.watch` saved a file."""
     if not file.is_file():
         return False
     with file.open("rb") as opened:
@@ -242,36 +247,24 @@ def _is_watched(file: Path) -> bool:
 
 
 def _judged(
-    report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], file: Path, mend: str,
+    report: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    file: Path,
+    mend: str,
     recipe: Callable[[Path, Mapping[str, Any]], Finding | None] = lambda folder, report: None,
     use: Use = UNKNOWN,
-) -> list[Finding]:  # fmt: skip
-    """What the judge finds, and of the recipe; what binds; the phases; last what is not known."""
+) -> tuple[Observation, list[Finding]]:
+    """Observe a report with its rows and traces, and judge it.
+
+    Raises:
+        RunError: a key or a value is none that this version writes.
+    """
     try:
+        seen = observe(report, rows, use, phase_findings(report))
+        traced, split = _traced(report, seen, file.parent)
         slower = recipe(file.parent, report)
-        window = of_run(report, rows)
-        traced, split = _traced(report, window, file.parent)
-        signals = report.get("signals") or {}
-        found = faults(window, traced, use)
-        wrong = [_with_breaks(f, signals.get("graph_breaks")) for f in found]
-        wrong = [f for f in wrong if f.bottleneck != ABSTAINED]
-        prompts = _prompts(report)
-        wrong = [f for f in wrong if not (prompts and f.bottleneck == WASTED)]
-        wrong = _placed(wrong, _clock(signals.get("gpu")))
-        wrong = _with_outcome(wrong, report)
-        unread = [f for f in (*found, *traced) if f.bottleneck == ABSTAINED]
-        if wrong and _unstable(wrong[0]):  # which few steps are enough to tell
-            unread = [f for f in unread if f.not_measured != "everything"]
-        binds: list[Finding] = []
-        if window.steps >= FEWEST_STEPS:
-            busy = busy_in([split] if split is not None and split.share else [])
-            binds = [binding(window, use, busy)]
-            named = {f.bottleneck for f in wrong} | ({ABSTAINED} if wrong else set())
-            binds = [f for f in binds if f.bottleneck not in named]
-        told = [_told_apart(f, split, signals) for f in stations(report)]
-        told = [replace(f, evidence=f"{f.evidence}{prompts}") if f.bottleneck == WASTED else f
-                for f in told]  # fmt: skip
-        return [*wrong, *([slower] if slower else []), *binds, *told, *unread]
+        seen = replace(seen, traced=tuple(traced), split=split, beside=slower)
+        return seen, examine(seen)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         what = f"a value in it is of another kind ({error})"
         if isinstance(error, KeyError):
@@ -279,124 +272,26 @@ def _judged(
         raise RunError(f"{file} is damaged, or of another version: {what}", mend) from None
 
 
-def _with_outcome(faults: list[Finding], report: Mapping[str, Any]) -> list[Finding]:
-    """The faults with the divergence of the whole run first: nothing else matters before it."""
-    outcome = report.get("outcome") or {}
-    told = outcome.get("kind") == "not finite" and faults and _unstable(faults[0])
-    if not outcome.get("diverged") or told:
-        return faults
-    jumps = [f.evidence for f in faults if _unstable(f)]
-    sentence = outcome["sentence"]
-    return [
-        Finding("instability", 1.0, f"The run {sentence}.", "; ".join([_losses(outcome), *jumps]),
-                "measured"),
-        *(f for f in faults if not _unstable(f)),
-    ]  # fmt: skip
-
-
-def _unstable(finding: Finding) -> bool:
-    return finding.bottleneck == "instability"
-
-
-def _losses(outcome: Mapping[str, Any]) -> str:
-    """The numbers of a divergence."""
-    names = {"last": "at the end", "first": "at the start", "guess": "of a uniform guess"}
-    known = {name: outcome[f"{name}_nats"] for name in names}
-    told = [f"{nats:.4g} nats {names[name]}" for name, nats in known.items() if nats is not None]
-    return "loss " + ", ".join(told)
-
-
-def _prompts(report: Mapping[str, Any]) -> str:
-    """What is said of tokens without a target that may all be masked prompts; "" where not.
-
-    They are then a station and no fault. A run of ours masks none.
-    """
-    padded, wasted = report.get("padding_fraction"), report["wasted_token_fraction"]
-    if not report.get("watched") or not wasted or (padded or 0.0) >= PADDED:
-        return ""
-    if padded is None:
-        return "; masked prompts are no waste, and no attention_mask tells them from padding"
-    return f"; masked prompts are no waste, and {padded:.1%} are padding"
-
-
-# --- its traces -------------------------------------------------------------------------------
-
-
 def _traced(
-    report: Mapping[str, Any], window: Window, beside: Path
+    report: Mapping[str, Any], seen: Observation, beside: Path
 ) -> tuple[list[Finding], Finding | None]:
-    """What the newest burst says, and what kernels ran; nothing where none was asked for."""
-    told = (report.get("signals") or {}).get("traces")
-    if told is None:
+    """Return what the newest profiler window says, and what kernels ran; nothing without one."""
+    traces = (report.get("signals") or {}).get("traces")
+    if traces is None:
         return [], None
-    paths = newest(beside / told["folder"])
+    paths = newest(beside / traces["folder"])
     if not paths:
-        said = "Traces were asked for and none was recorded."
-        return [Finding(ABSTAINED, 0.0, said, told["trouble"], "measured", "kernels")], None
+        return [Finding(Kind.NO_TRACE, 0.0, {"why": traces["trouble"]})], None
     try:
-        usual_s = median(window.step_s) if window.steps >= FEWEST_STEPS else None
+        usual_s = median(seen.step_s) if seen.steps >= FEWEST_STEPS else None
         numbers = replace(measure_traces(paths), undisturbed_s=usual_s)
     except ConfigError as error:
-        said = "The newest trace of the run cannot be read."
-        return [Finding(ABSTAINED, 0.0, said, error.message, "measured", "kernels")], None
-    found = judge_trace(numbers)
+        return [Finding(Kind.UNREADABLE_TRACE, 0.0, {"why": error.message})], None
+    verdicts = judge_trace(numbers)
     if any(rank.steps for rank in numbers.ranks):
-        return found, computation(numbers)
-    if window.device != "cpu":
-        return found, None
-    shares = ", ".join(f"{name} {s:.0%}" for name, s in host_families(paths[0]).items())
-    split = Finding(
-        "computation", 0.0, "", f"of operations' own time {shares}", "measured",
-        "efficiency of operations: of a CPU there are names and times",
-    )  # fmt: skip
-    return [], split if shares else None
-
-
-def _with_breaks(finding: Finding, breaks: int | None) -> Finding:
-    """Late launches with the graph breaks beside them, which a trace does not tell."""
-    if finding.bottleneck != "launch" or not breaks or "graph break" in finding.evidence:
-        return finding
-    return replace(finding, evidence=f"{finding.evidence}; {breaks} graph breaks")
-
-
-def _told_apart(station: Finding, split: Finding | None, signals: Mapping[str, Any]) -> Finding:
-    """Both passes as a trace tells them apart: products, attention, memory-bound work."""
-    if station.bottleneck != PASSES:
-        return station
-    evidence, missing = station.evidence, station.not_measured
-    if split is not None:
-        evidence, missing = f"{evidence}; in a trace {split.evidence}", split.not_measured
-    gpu = signals.get("gpu")
-    if signals.get("device") == "cuda" and gpu and not gpu["samples"]:
-        missing = f"{missing}; the GPU's clock: {gpu['why_not']}".removeprefix("; ")
-    return replace(station, evidence=evidence, not_measured=missing)
-
-
-# --- its clock --------------------------------------------------------------------------------
-
-
-def _clock(gpu: Mapping[str, Any] | None) -> Finding | None:
-    """A clock that something held below what the device could do."""
-    if not gpu or not gpu.get("samples"):
-        return None
-    held = {why: share for why, share in gpu["slowed"].items() if why in HELD}
-    why = max(held, key=lambda name: held[name], default="")
-    share = 1.0 - gpu["sm_clock_hz"]["median"] / gpu["sm_clock_hz"]["most"]
-    if not why or held[why] < HELD_SHARE or share < SLOWER:
-        return None
-    ran, could = (gpu["sm_clock_hz"][name] / 1e6 for name in ("median", "most"))
-    return Finding(
-        "kernel efficiency", share, f"The GPU's clock was held down by {why}.",
-        f"{ran:.0f} of {could:.0f} MHz, in {held[why]:.0%} of {gpu['samples']} samples over "
-        f"{format_seconds(gpu['watched_s'])}; at most {gpu['temperature_c']} C", "inferred",
-        "what the step would gain: memory's clock is another",
-    )  # fmt: skip
-
-
-def _placed(faults: Sequence[Finding], one: Finding | None) -> list[Finding]:
-    """The faults with one more, behind what is wrong and what takes more."""
-    if one is None:
-        return [*faults]
-    ahead = (n for n, f in enumerate(faults) if f.bottleneck not in WRONG and f.share < one.share)
-    place = next(ahead, len(faults))
-    return [*faults[:place], one, *faults[place:]]
+        return verdicts, computation(numbers)
+    if seen.device != "cpu":
+        return verdicts, None
+    families = host_families(paths[0])
+    split = Finding(Kind.HOST_SPLIT, 0.0, {"families": families})
+    return [], split if families else None

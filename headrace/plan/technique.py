@@ -191,7 +191,7 @@ class Technique(Strict, Generic[B]):
     symptoms: ClassVar[tuple[str, ...]] = ()
     """The doctor's findings that this technique is a remedy for, in the words of symptoms.py."""
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ()
-    """Changes of a loop that is not Headrace's that do what it does, in the words of symptoms.py."""
+    """Changes of another trainer's loop that do what it does, in the words of symptoms.py."""
     token_share: ClassVar[float] = 1.0
     """Share of the tokens to a loss that it needs by its card's source; 1 claims nothing. A tuner
     tries first what promises most by it and by the time of a step."""

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import parse_json, shell
-from headrace.doctor.forecast import SHARE_ENDS
+from headrace.doctor.words.answer import SHARE_ENDS
 from headrace.plan.changes import parse
 from headrace.report.page import Safe, join, muted, section, table, tag
 from headrace.report.read import Table

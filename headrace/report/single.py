@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from headrace.core.units import part_of_text
-from headrace.doctor.advice import NOTHING_GAINS
+from headrace.doctor.words.answer import NOTHING_GAINS
 from headrace.plan.symptoms import BOTTLENECKS
 from headrace.report.advice import remedies
 from headrace.report.loss import loss_section

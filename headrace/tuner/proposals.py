@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import TuneAim
 from headrace.costs.machine import Machine
-from headrace.doctor.remedies import KEYS
+from headrace.doctor.plan_keys import KEYS
 from headrace.plan.changes import difference
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import parse

@@ -20,7 +20,7 @@ from scoring import compute
 from scoring.rows import DOCTOR
 
 from headrace.data.loader import Loader, Micro
-from headrace.doctor.judge import FEWEST_STEPS, LOST
+from headrace.doctor.rules import FEWEST_STEPS, LOST
 from headrace.model.decoder import Block
 
 

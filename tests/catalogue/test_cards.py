@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from headrace.cli.app import catalogue
-from headrace.doctor.advice import cost_of
 from headrace.doctor.remedies import BOUGHT, Remedy, _costs
+from headrace.doctor.words.answer import cost_of
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from readme_table import read_rows, shown

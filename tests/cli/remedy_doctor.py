@@ -112,7 +112,7 @@ def recorded_again(before: MAKE, name: str = "t.json") -> Case:
 SAVES = {"watched.save('loop.json') again": watch}
 """What mends what a watch saved."""
 RUNS = {
-    "doctor/run:diagnose#1": Case(
+    "doctor/run:examined#1": Case(
         "doctor runs/demo runs/pair",
         lambda run: shutil.copytree(run, run.with_name("pair"), symlinks=True),
     ),
@@ -139,11 +139,11 @@ RUNS = {
     "doctor/run:_judged#1": Case(
         "doctor demo", rewritten("report.json", lambda r: r.pop("memory_lines")), whole=True
     ),
-    "doctor/window:read_rows#1": Case("doctor demo", a_folder("metrics.jsonl"), whole=True),
-    "doctor/window:read_rows#2": Case(
+    "doctor/observation:read_rows#1": Case("doctor demo", a_folder("metrics.jsonl"), whole=True),
+    "doctor/observation:read_rows#2": Case(
         "doctor demo", spoiled("metrics.jsonl", f"{DEEP}\n{{}}\n"), whole=True
     ),
-    "doctor/window:read_rows#3": Case(
+    "doctor/observation:read_rows#3": Case(
         "doctor demo", spoiled("metrics.jsonl", '{"step": 1\n{}\n'), whole=True
     ),
     "train/run_folder:RunFolder.read#1": Case("doctor demo", a_folder("report.json"), whole=True),
@@ -151,7 +151,7 @@ RUNS = {
 """Files of a run."""
 LOOPS = {
     "doctor/run:read_watched#1": Case("doctor loop.json", watched_and(cut), does=SAVES),
-    "doctor/run:diagnose#2": Case(
+    "doctor/run:examined#2": Case(
         "doctor loop.json t.json", lambda run: (watch(run), rank(None, "t.json"))
     ),
     "doctor/trace/file:read_trace#1": recorded_again(spoiled("../../t.json", '{"traceEvents": [')),

@@ -36,15 +36,31 @@ class Recorder:
     ) -> None:
         pid = 0 if tid < 100 else 100
         self.events.append(
-            {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": dur,
-             "args": args}
-        )  # fmt: skip
+            {
+                "ph": "X",
+                "cat": cat,
+                "name": name,
+                "pid": pid,
+                "tid": tid,
+                "ts": ts,
+                "dur": dur,
+                "args": args,
+            }
+        )
 
     def run(
-        self, name: str, dur: float, stream: int = COMPUTE, *, cost: float = CALL,
-        after: tuple[int, ...] = (), launch: str = "cudaLaunchKernel", count: int = 1,
-        gap: float = 0, op: tuple[str, list[Any], list[Any]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        dur: float,
+        stream: int = COMPUTE,
+        *,
+        cost: float = CALL,
+        after: tuple[int, ...] = (),
+        launch: str = "cudaLaunchKernel",
+        count: int = 1,
+        gap: float = 0,
+        op: tuple[str, list[Any], list[Any]] | None = None,
+    ) -> None:
         """Launch a kernel, or a graph of `count`, behind its stream and those of `after`.
 
         `op` is the operation that launches it: name, shapes and types.

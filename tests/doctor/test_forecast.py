@@ -12,7 +12,7 @@ from headrace.cli.app import catalogue
 from headrace.costs.machine import Machine
 from headrace.costs.work import EDGE_S, HOST_S, SLOW_HOST
 from headrace.doctor.forecast import DRIFT, ERROR, Measured, between, by_ledger, moved
-from headrace.doctor.window import Window
+from headrace.doctor.observation import Observation
 from headrace.plan.changes import changed, parse
 from headrace.predict.foresight import Foresight, foresee
 
@@ -96,9 +96,11 @@ def test_a_change_that_changes_nothing_gains_nothing(share: float) -> None:
     one = seen(f"{BARE} +full_checkpoint batch.micro_sequences=8")
     assert one.step_s
     for run in (
-        Measured(share * one.step_s, by_host=True), Measured(share * one.step_s + 0.1, 0.1),
-        Measured(share * one.step_s + 0.1, 0.1, by_host=True), Measured(),
-    ):  # fmt: skip
+        Measured(share * one.step_s, by_host=True),
+        Measured(share * one.step_s + 0.1, 0.1),
+        Measured(share * one.step_s + 0.1, 0.1, by_host=True),
+        Measured(),
+    ):
         gain = by_ledger(one, one, run).gain
         if gain is None:
             assert share == 0.4 and not run.by_host
@@ -153,9 +155,12 @@ def test_an_interval_grows_with_the_work_that_moves_and_not_with_what_is_left_of
     before, compiled, again, chunked = (
         seen(BARE, more)
         for more in (
-            "", "+torch_compile", "+torch_compile +memory_budget", "+chunked_cross_entropy"
+            "",
+            "+torch_compile",
+            "+torch_compile +memory_budget",
+            "+chunked_cross_entropy",
         )
-    )  # fmt: skip
+    )
     assert sum(again.work_s.values()) == pytest.approx(again.device_s)
     gross = moved(before, compiled) + moved(compiled, again)
     net = log(before.device_s / again.device_s)
@@ -178,14 +183,18 @@ def test_what_waits_for_data_is_no_work_of_the_device() -> None:
 
 
 def test_signals_say_what_a_run_waited_for() -> None:
-    late = Window(step_s=(1.0, 3.0), slack_s=(0.0, 0.02), dry=(1.0, 0.0), device="cuda")
+    late = Observation(step_s=(1.0, 3.0), slack_s=(0.0, 0.02), dry=(1.0, 0.0), device="cuda")
     assert Measured.of(late) == Measured(2.0, slack_s=pytest.approx(0.01), by_host=True)
     for other in (
-        replace(late, dry=None), replace(late, dry=(0.0, 0.0)), replace(late, slack_s=None),
-        replace(late, slack_s=(0.1, 0.1)), replace(late, device="cpu"),
-        replace(late, slack_s=()), replace(late, slack_s=(float("nan"),) * 2),
+        replace(late, dry=None),
+        replace(late, dry=(0.0, 0.0)),
+        replace(late, slack_s=None),
+        replace(late, slack_s=(0.1, 0.1)),
+        replace(late, device="cpu"),
+        replace(late, slack_s=()),
+        replace(late, slack_s=(float("nan"),) * 2),
         replace(late, input_s=(0.3, 0.3)),
-    ):  # fmt: skip
+    ):
         assert not Measured.of(other).by_host
     assert Measured.of(replace(late, slack_s=(0.5, 0.5))).slack_s == pytest.approx(0.5)
 

@@ -1,4 +1,4 @@
-"""Remedies of a loop that is not Headrace's: in its words, and what was not seen is said."""
+"""Remedies of a loop that is not Headrace's are in its words, and name what was not seen."""
 
 import json
 import re
@@ -13,12 +13,14 @@ from typer.testing import CliRunner
 
 import headrace
 from headrace.cli.app import app, catalogue
-from headrace.doctor.findings import STATIONS as STATION_NAMES
-from headrace.doctor.findings import Finding, stations
+from headrace.doctor.findings import KIND_OF, PHASES, Finding, Kind, phase_findings
 from headrace.doctor.forecast import Forecast, by_share
-from headrace.doctor.loop import NO_PLAN, examine, loop_remedies, techniques
-from headrace.doctor.loop_words import BOTTLENECKS, STATIONS, Change, Loop
-from headrace.doctor.run import _prompts
+from headrace.doctor.loop import Change, Loop
+from headrace.doctor.loop_changes import OF_BOTTLENECKS, OF_PHASES
+from headrace.doctor.loop_remedies import examine_loop, loop_remedies, techniques_of
+from headrace.doctor.observation import masks_prompts
+from headrace.doctor.use import NO_PLAN
+from headrace.doctor.words import describe
 from headrace.plan.changes import flat
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import BOTTLENECKS as KNOWN
@@ -26,25 +28,33 @@ from headrace.recipes import recipes
 
 LOADER = {"name": "DataLoader", "num_workers": 0, "pin_memory": False}
 GPU = {"device": "cuda", "dtype": "float32", "cores": 8, "compiler": {"graphs": 0}}
-BUSY = {"compiler": {"graphs": 9, "graphs_after_warmup": 4, "graph_breaks": 2},
-        "loader": {**LOADER, "num_workers": 2, "persistent_workers": False},
-        "rows": [{"lr": 0.1}, {}], "signals": {"untrained_share": 0.4}}  # fmt: skip
+BUSY = {
+    "compiler": {"graphs": 9, "graphs_after_warmup": 4, "graph_breaks": 2},
+    "loader": {**LOADER, "num_workers": 2, "persistent_workers": False},
+    "rows": [{"lr": 0.1}, {}],
+    "signals": {"untrained_share": 0.4},
+}
 LOOPS = (
-    {}, {**GPU, "loader": LOADER}, {**GPU, **BUSY}, {"device": "cpu", "padding_fraction": 0.0},
-    {**GPU, **BUSY, "trainer": {"bf16": False}}, {**GPU, "loader": LOADER, "trainer": {"x": 1}},
-)  # fmt: skip
+    {},
+    {**GPU, "loader": LOADER},
+    {**GPU, **BUSY},
+    {"device": "cpu", "padding_fraction": 0.0},
+    {**GPU, **BUSY, "trainer": {"bf16": False}},
+    {**GPU, "loader": LOADER, "trainer": {"x": 1}},
+)
 
 
 def rows() -> Iterator[Change]:
-    """Of every table, for every loop."""
-    for table in (BOTTLENECKS, STATIONS):
+    """Yield the changes of every table, for every loop."""
+    for table in (OF_BOTTLENECKS, OF_PHASES):
         for row in table.values():
             for report in LOOPS:
                 yield from row(Loop(report))
 
 
 def asked(name: str, report: dict[str, Any], share: float = 0.6) -> list[Any]:
-    return loop_remedies(Finding(name, share, "", "", "measured"), Loop(report), catalogue())
+    kind = KIND_OF.get(name, Kind.PHASE)
+    return loop_remedies(Finding(kind, share, {"bottleneck": name}), Loop(report), catalogue())
 
 
 def words(name: str, report: dict[str, Any]) -> str:
@@ -52,13 +62,13 @@ def words(name: str, report: dict[str, Any]) -> str:
 
 
 def test_tables_speak_of_what_there_is() -> None:
-    """The doctor's words, techniques and keys of Headrace, and fields of TrainingArguments."""
-    assert {*BOTTLENECKS} <= {*KNOWN} and {*STATIONS} <= {*STATION_NAMES}
+    """They have the doctor's words, techniques and keys, and fields of TrainingArguments."""
+    assert {*OF_BOTTLENECKS} <= {*KNOWN} and {*OF_PHASES} <= {*PHASES}
     known, names = catalogue(), set[str]()
     keys = flat(Plan.read(recipes()["demo"].read_text(), known))
     for row in rows():
-        found = techniques(row, known)
-        assert bool(found) == bool(row.symptom), row
+        found = techniques_of(row, known)
+        assert bool(found) == bool(row.symptom or row.same), row
         assert {*row.keys} <= {*keys}, row
         names |= set(re.findall(r"(\w+)(?:=| up\b| down\b| halved| doubled)", row.trainer))
     transformers = pytest.importorskip("transformers")
@@ -67,17 +77,19 @@ def test_tables_speak_of_what_there_is() -> None:
     assert names - others and names - others <= fields
 
 
-@pytest.mark.parametrize(
-    ("padded", "more"),
-    [(None, ""), (0.1, ""), (0.3, "; 30.0% are padding, and the loss counts 10.0%")],
-)
-def test_padding_that_the_loss_counts_is_told(padded: float | None, more: str) -> None:
+@pytest.mark.parametrize(("padded", "counted"), [(None, ""), (0.1, ""), (0.3, "10.0%")])
+def test_padding_that_the_loss_counts_is_told(padded: float | None, counted: str) -> None:
     report = {
-        "phase_s": {}, "peak_memory_bytes": {}, "memory_lines": [], "tokens": 50,
-        "wasted_token_fraction": 0.2, "padding_fraction": padded,
-    }  # fmt: skip
-    (found,) = stations(report)
-    assert found.evidence == f"of 50 tokens{more}" and found.share == 0.2
+        "phase_s": {},
+        "peak_memory_bytes": {},
+        "memory_lines": [],
+        "tokens": 50,
+        "wasted_token_fraction": 0.2,
+        "padding_fraction": padded,
+    }
+    (found,) = phase_findings(report)
+    assert found.share == 0.2 and found.facts == {"tokens": 50, "padding_share": padded or 0.0}
+    assert describe(found).evidence.endswith(counted or "of 50 tokens")
 
 
 def test_a_share_forecasts_and_nothing_else_is_guessed() -> None:
@@ -88,7 +100,7 @@ def test_a_share_forecasts_and_nothing_else_is_guessed() -> None:
     assert first.headrace == ("loader_workers", "data.workers")
     assert first.gain == by_share(0.6, Forecast(None, "none")).gain
     assert copies.gain is None and "copies" in copies.unknown and NO_PLAN in once.unknown
-    for name in {*BOTTLENECKS} - {"input", "wasted tokens"}:
+    for name in {*OF_BOTTLENECKS} - {"input", "wasted tokens"}:
         found = asked(name, report)
         assert found and all(r.gain is None and r.unknown == NO_PLAN for r in found), name
     assert NO_PLAN in asked("launch", {})[0].unknown != NO_PLAN
@@ -128,8 +140,8 @@ def test_what_is_asked_for_already_is_not_advised_again() -> None:
     assert asked("optimizer", GPU) and not asked("optimizer", {**GPU, **fused})
     assert "lr=0.05 instead of 0.1" in words("instability", {**GPU, **BUSY})
     assert "clip" not in words("instability", {**GPU, "clip_rate": 0.2})
-    held = Finding("kernel efficiency", 0.3, "held down by thermal slowdown.", "", "inferred")
-    (cooler,) = loop_remedies(held, Loop(GPU), catalogue())
+    limited = Finding(Kind.CLOCK_LIMITED, 0.3, {"why": "thermal slowdown"})
+    (cooler,) = loop_remedies(limited, Loop(GPU), catalogue())
     assert "nvidia-smi" in cooler.change[0]
 
 
@@ -143,7 +155,7 @@ def test_only_padding_is_packed_away() -> None:
 
 
 class Slow(torch.utils.data.Dataset[Any]):
-    """Rows, a third of them padding, that take a while to make."""
+    """Make rows, a third of them padding, and take a while for each."""
 
     def __len__(self) -> int:
         return 24
@@ -156,7 +168,7 @@ class Slow(torch.utils.data.Dataset[Any]):
 
 
 def watched(file: Path) -> dict[str, Any]:
-    """What a watch saves of a slow loop."""
+    """Return what a watch saves of a slow loop."""
     torch.manual_seed(0)
     model = torch.nn.Embedding(6, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -179,7 +191,7 @@ def test_a_watched_loop_is_told_what_to_do_and_what_was_not_seen(tmp_path: Path)
     found = json.loads(told.stdout)
     names = [row["bottleneck"] for row in found]
     assert names[0] == "input" and len({*names}) == len(names)
-    assert "wait p50" in found[0]["evidence"]  # the station's
+    assert "wait p50" in found[0]["evidence"]  # the phase's
     first = found[0]["remedies"][0]
     more = f"DataLoader(num_workers={min(2, report['cores'])}) instead of 0"
     assert first["change"] == [more]
@@ -203,34 +215,32 @@ def test_of_too_few_steps_that_is_said_first_and_nothing_is_forecast(tmp_path: P
     file.write_text(json.dumps(report))
     told = CliRunner().invoke(app, ["doctor", str(file), "--json"])
     found = json.loads(told.stdout)
-    assert found[0]["sentence"].startswith("Too few steady steps")
-    assert found[0]["evidence"] == "3 of at least 8" and len(found) > 2
+    few = describe(Finding(Kind.TOO_FEW_STEPS, 0.0, {"steps": 3, "fewest": 8}))
+    assert found[0]["sentence"] == few.sentence
+    assert found[0]["evidence"] == few.evidence and len(found) > 2
     assert all(not row["remedies"] for row in found)
     text = CliRunner().invoke(app, ["doctor", str(file)]).stdout
-    assert text.startswith("not measured: Too few steady steps")
-    assert "%)" not in text and text.rstrip().endswith("nothing is forecast from so few steps")
+    assert text.startswith(f"not measured: {few.sentence}") and "%)" not in text
+    assert text.rstrip().splitlines()[-1] == found[0]["unknown"]
 
 
-@pytest.mark.parametrize(
-    ("padded", "says"),
-    [(None, "and no attention_mask tells them from padding"), (0.0, "and 0.0% are padding"),
-     (0.3, "")],
-)  # fmt: skip
-def test_masked_prompts_are_no_fault(tmp_path: Path, padded: float | None, says: str) -> None:
+@pytest.mark.parametrize(("padded", "masked"), [(None, True), (0.0, True), (0.3, False)])
+def test_masked_prompts_are_no_fault(tmp_path: Path, padded: float | None, masked: bool) -> None:
     """Two thirds of the tokens have no target, and nothing or a mask says what they are."""
     file = tmp_path / "watched.json"
     report = {**watched(file), "wasted_token_fraction": 2 / 3, "padding_fraction": padded}
     report["rows"] = [{**row, "wait_s": 0.0, "input_s": 0.0} for row in report["rows"]]
     file.write_text(json.dumps(report))
-    found, _ = examine([file])
+    found, _ = examine_loop([file])
     names = [one.bottleneck for one in found]
-    assert (names.index("wasted tokens") == 0) is (not says) and names.count("wasted tokens") == 1
-    if says:
-        assert names.index("wasted tokens") > names.index("forward and backward")
+    place = names.index("wasted tokens")
+    assert (place == 0) is (not masked) and names.count("wasted tokens") == 1
+    if masked:
+        assert place > names.index("forward and backward")
+        assert found[place].facts["masks_prompts"] and found[place].facts["padded_share"] == padded
         told = CliRunner().invoke(app, ["doctor", str(file)]).stdout
-        assert f"masked prompts are no waste, {says}" in told
-    ours = {**report, "watched": False}
-    assert _prompts(report) and not _prompts(ours) if says else not _prompts(report)
+        assert describe(found[place]).evidence in told and "masked prompts" in told
+    assert masks_prompts(report) is masked and not masks_prompts({**report, "watched": False})
 
 
 def test_a_trace_without_a_device_lists_operations(tmp_path: Path) -> None:
@@ -240,9 +250,9 @@ def test_a_trace_without_a_device_lists_operations(tmp_path: Path) -> None:
             (weight @ weight).sum()
             profiler.step()
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    (unjudged, listed), loop = examine([tmp_path / "trace.json"])
-    assert unjudged.bottleneck == "not measured" and not loop.report
-    assert listed.share == 0 and "products" in listed.evidence
+    (unjudged, listed), loop = examine_loop([tmp_path / "trace.json"])
+    assert unjudged.kind is Kind.TRACE_WITHOUT_DEVICE and not loop.report
+    assert listed.share == 0 and "products" in listed.facts["families"]
     told = CliRunner().invoke(app, ["doctor", str(tmp_path / "trace.json")])
-    assert told.exit_code == 0 and listed.evidence in told.stdout
+    assert told.exit_code == 0 and describe(listed).evidence in told.stdout
     assert "no change is known" not in told.stdout

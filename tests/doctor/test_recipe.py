@@ -8,20 +8,25 @@ import pytest
 import tomli_w
 
 from headrace.doctor.recipe import FEWER_TOKENS, differences, slower_than_another, tokens_to
+from headrace.doctor.words import describe
 
 CURVE = [(100.0, 4.0), (200.0, 3.0), (300.0, 2.5), (400.0, 2.25)]
 PLAN = {
-    "data": {"sources": "text", "validation": 0.1}, "eval": {"tokens": 4096, "every_steps": 4},
-    "optimizer": {"lr": 1e-3}, "techniques": {"torch_compile": {}},
-}  # fmt: skip
+    "data": {"sources": "text", "validation": 0.1},
+    "eval": {"tokens": 4096, "every_steps": 4},
+    "optimizer": {"lr": 1e-3},
+    "techniques": {"torch_compile": {}},
+}
 
 
 def run(folder: Path, name: str, curve: list[tuple[float, float]], **other: Any) -> dict[str, Any]:
     """A folder with what is read of a run; the report comes back."""
     report = {
-        "status": "done", "parameters": 1000, "tokenizer": {"sha256": "a"},
+        "status": "done",
+        "parameters": 1000,
+        "tokenizer": {"sha256": "a"},
         "val": [{"tokens": tokens, "bits_per_byte": bits} for tokens, bits in curve],
-    }  # fmt: skip
+    }
     plan = {**PLAN, **{key: other.pop(key) for key in [*other] if key in (*PLAN, "goal")}}
     report |= other
     (folder / name).mkdir(parents=True)
@@ -49,8 +54,10 @@ def test_another_run_came_as_far_with_fewer_tokens(tmp_path: Path) -> None:
     found = slower_than_another(tmp_path / "mine", mine)
     assert found is not None and found.bottleneck == "recipe"
     assert found.share == pytest.approx(1 - 250 / 400)
-    assert "better reached 2.750 bits per byte after 250" in found.evidence
-    assert "-torch_compile, +muon, optimizer.lr=0.003 in place of 0.001" in found.evidence
+    facts = found.facts
+    assert (facts["run"], facts["bits_per_byte"], facts["its_tokens"]) == ("better", 2.75, 250)
+    words = "-torch_compile, +muon, optimizer.lr=0.003 in place of 0.001"
+    assert facts["differences"] == words and words in describe(found).evidence
     better = json.loads((tmp_path / "better" / "report.json").read_text())
     assert slower_than_another(tmp_path / "better", better) is None
 
@@ -58,11 +65,13 @@ def test_another_run_came_as_far_with_fewer_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"parameters": 1100}, {"tokenizer": {"sha256": "b"}},
-        {"data": {"sources": "another", "validation": 0.1}}, {"eval": {"tokens": 64}},
+        {"parameters": 1100},
+        {"tokenizer": {"sha256": "b"}},
+        {"data": {"sources": "another", "validation": 0.1}},
+        {"eval": {"tokens": 64}},
         {"val": [{"tokens": 9, "bits_per_byte": 2.0}]},
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_compared_is_not(tmp_path: Path, other: dict[str, Any]) -> None:
     mine = run(tmp_path, "mine", [(tokens, bits + 0.5) for tokens, bits in CURVE])
     run(tmp_path, "other", CURVE, optimizer={"lr": 3e-3}, **other)
@@ -93,7 +102,8 @@ def test_a_seed_that_came_further_is_not_another_recipe(tmp_path: Path) -> None:
     assert found is None, "as much as seeds differ by"
     (tmp_path / "seed" / "report.json").unlink()
     found = slower_than_another(tmp_path / "mine", mine)
-    assert found is not None and "techniques.torch_compile.scope=block in place" in found.evidence
+    assert found is not None
+    assert "techniques.torch_compile.scope=block in place" in found.facts["differences"]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +113,7 @@ def test_a_seed_that_came_further_is_not_another_recipe(tmp_path: Path) -> None:
 def test_another_recipe_has_to_beat_what_seeds_differ_by(
     tmp_path: Path, siblings: tuple[float, ...], told: bool
 ) -> None:
-    """Of siblings among themselves too: 1.2 and 0.9 are 25% apart, and 17% and 10% of the run."""
+    """Siblings differ too: 1.2 and 0.9 are 25% apart, and 17% and 10% from the run."""
     mine = run(tmp_path, "mine", CURVE)
     run(tmp_path, "better", sooner(0.8), optimizer={"lr": 3e-3})
     for number, share in enumerate(siblings):
@@ -111,8 +121,8 @@ def test_another_recipe_has_to_beat_what_seeds_differ_by(
     found = slower_than_another(tmp_path / "mine", mine)
     assert (found is not None) is told
     if found is not None:
-        assert found.share == pytest.approx(0.2) and "better reached" in found.evidence
-        assert f"{len(siblings) + 1} runs of this recipe" in found.not_measured
+        assert found.share == pytest.approx(0.2) and found.facts["run"] == "better"
+        assert found.facts["repeats"] == len(siblings) + 1
 
 
 def test_a_sibling_that_was_broken_off_or_ran_for_less_is_no_noise(tmp_path: Path) -> None:
@@ -122,5 +132,4 @@ def test_a_sibling_that_was_broken_off_or_ran_for_less_is_no_noise(tmp_path: Pat
     run(tmp_path, "broken", sooner(0.5), status="interrupted")
     run(tmp_path, "short", sooner(0.5), goal={"steps": 4})
     found = slower_than_another(tmp_path / "mine", mine)
-    assert found is not None and "better reached" in found.evidence
-    assert "one run of each" in found.not_measured
+    assert found is not None and found.facts["run"] == "better" and found.facts["repeats"] == 1

@@ -1,4 +1,4 @@
-"""Remedies: found by their words, forecast by the ledger, and never guessed."""
+"""Remedies are found by their words, forecast by the ledger, and never guessed."""
 
 import json
 from collections.abc import Callable
@@ -18,11 +18,12 @@ from headrace.core.statistics import Interval
 from headrace.core.units import format_bytes
 from headrace.costs.machine import Machine
 from headrace.doctor import findings
-from headrace.doctor.advice import advise, advise_plan, advised, plain, told
-from headrace.doctor.findings import PASSES, Finding
+from headrace.doctor.advice import NoRemedy, advise, advise_plan, advised
+from headrace.doctor.findings import KIND_OF, PASSES, Finding, Kind
 from headrace.doctor.forecast import Forecast, Measured, between, by_ledger, by_share
+from headrace.doctor.observation import Observation
+from headrace.doctor.plan_keys import KEYS
 from headrace.doctor.remedies import (
-    KEYS,
     Remedy,
     _does_it_all,
     _equality,
@@ -32,7 +33,8 @@ from headrace.doctor.remedies import (
     helps,
     remedies,
 )
-from headrace.doctor.window import Window
+from headrace.doctor.words import describe
+from headrace.doctor.words.answer import findings_json, render_advice
 from headrace.plan.changes import parse
 from headrace.plan.gentler import gentler
 from headrace.plan.plan import Plan
@@ -45,7 +47,7 @@ BARE = "-torch_compile -cudnn_attention -fused_swiglu -fused_cross_entropy -bf16
 
 
 def on_h200(shape: str, words: str = "") -> tuple[Plan, Any, Machine]:
-    """A shape's recipe with changes, and where it would run."""
+    """Return a shape's recipe with changes, and where it would run."""
     text = (ROOT / "benchmarks" / "plans" / f"{shape}.toml").read_text()
     plan = parse(words.split()).plan(text, catalogue())
     return plan, elsewhere(make_context(plan, torch.device("cpu")), "NVIDIA H200"), H200
@@ -54,15 +56,15 @@ def on_h200(shape: str, words: str = "") -> tuple[Plan, Any, Machine]:
 def asked(
     bottleneck: str, share: float, shape: str, words: str = "", measured: Measured | None = None
 ) -> dict[str, Remedy]:
-    """Remedies of a finding by their words, the best first."""
-    finding = Finding(bottleneck, share, "", "", "measured")
+    """Return remedies of a finding by their words, the best first."""
+    finding = Finding(KIND_OF.get(bottleneck, Kind.PHASE), share, {"bottleneck": bottleneck})
     where = on_h200(shape, words)
     found = remedies(finding, *where, catalogue(), measured or Measured())
     return {" ".join(remedy.change): remedy for remedy in found}
 
 
 def seconds(shape: str, words: str) -> float:
-    """Of a step, as the planner foresees it."""
+    """Return the seconds of a step, as they are predicted."""
     found = foresee(*on_h200(shape, words)).step_s
     assert found is not None
     return found
@@ -131,7 +133,7 @@ def test_waits_are_left_as_they_were_measured() -> None:
     assert quick.gain is None and "4.0 times too long" in quick.unknown
     waits = by_ledger(before, after, Measured(before.step_s, waits_s=before.step_s))
     assert waits.gain is None and waits.unknown == "the step is all waiting"
-    window = Window(step_s=(1.0, 3.0), input_s=(0.0, 1.0), communication_s=(0.5, 0.5))
+    window = Observation(step_s=(1.0, 3.0), input_s=(0.0, 1.0), communication_s=(0.5, 0.5))
     assert Measured.of(window) == Measured(2.0, 1.0)
 
 
@@ -170,7 +172,7 @@ def test_blocks_that_run_again_are_left_out_where_the_host_is_slow(name: str) ->
     assert found.gain.value == pytest.approx(before / after - 1) and found.gain.value > 0.8
     plan, _, _ = on_h200("160m", f"{BARE} +{name}")
     here = make_context(plan, torch.device("cpu"))
-    finding = Finding("launch", 0.5, "", "", "measured")
+    finding = Finding(Kind.GPU_IDLES, 0.5)
     told_here = remedies(finding, plan, here, Machine.assumed("cpu"), catalogue(), Measured())
     assert all(out not in one.change for one in told_here)
 
@@ -234,10 +236,15 @@ def test_of_computation_only_what_is_sure_or_large_is_a_remedy() -> None:
 
 @pytest.mark.parametrize(
     ("change", "equality"),
-    [(("+full_checkpoint",), "exact"), (("+tf32", "batch.micro_sequences=2"), "approximate"),
-     (("-tf32",), "exact"), (("-label_smoothing",), "learning"),
-     (("+full_checkpoint", "-muon"), "learning"), (("optimizer.lr=1",), "learning")],
-)  # fmt: skip
+    [
+        (("+full_checkpoint",), "exact"),
+        (("+tf32", "batch.micro_sequences=2"), "approximate"),
+        (("-tf32",), "exact"),
+        (("-label_smoothing",), "learning"),
+        (("+full_checkpoint", "-muon"), "learning"),
+        (("optimizer.lr=1",), "learning"),
+    ],
+)
 def test_a_change_is_what_its_strongest_part_is(change: tuple[str, ...], equality: str) -> None:
     assert _equality(catalogue(), change) == equality
 
@@ -262,7 +269,7 @@ def test_the_interval_widens_with_the_change() -> None:
 def test_a_plan_is_told_what_would_hold_it_up() -> None:
     advice = advise_plan(*on_h200("1b", "+full_checkpoint"), catalogue())
     assert [one.finding.bottleneck for one in advice.findings] == ["unused memory", "computation"]
-    text = told(advice)
+    text = render_advice(advice)
     assert "--without full_checkpoint: +2" in text and "(80%: +1" in text and "memory +" in text
     assert "datasheet" in text
     eager = advise_plan(*on_h200("160m", BARE), catalogue()).findings[-1]
@@ -276,22 +283,29 @@ def test_a_plan_in_fp32_is_told_of_bf16() -> None:
     advice = advise_plan(*on_h200("160m", f"{BARE} model.precision=fp32"), catalogue())
     first = advice.findings[0]
     assert first.finding.bottleneck == "kernel efficiency"
-    assert "16 times as long as in bf16" in first.finding.sentence
+    assert first.finding.kind is Kind.PLAN_IN_FP32
+    assert first.finding.facts["fp32_s"] / first.finding.facts["bf16_s"] == pytest.approx(
+        16, rel=0.03
+    )
     told_first = first.remedies[0]
     assert told_first.change == ("model.precision=bf16",) and told_first.gain is not None
     assert told_first.gain.low < 5.788 - 1 < told_first.gain.high, "as techniques.jsonl has it"
-    same = [one for finding in advice.findings for one in finding.remedies
-            if "+bf16_autocast" in one.change]  # fmt: skip
+    same = [
+        one
+        for finding in advice.findings
+        for one in finding.remedies
+        if "+bf16_autocast" in one.change
+    ]
     assert not same, "which is what the key does"
     half = advise_plan(*on_h200("160m", BARE), catalogue())
-    assert "fp32" not in told(half)
+    assert "fp32" not in render_advice(half)
 
 
 def test_rows_that_memory_is_free_for_are_told_where_they_gain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     few = advise_plan(*on_h200("160m", "batch.micro_sequences=1"), catalogue()).findings[0]
-    assert few.finding.bottleneck == "unused memory" and "of 1 row, and" in few.finding.sentence
+    assert few.finding.kind is Kind.PLAN_MICRO_BATCHES and few.finding.facts["rows"] == 1
     (change,) = few.remedies[0].change
     assert change == "batch.micro_sequences=32" and few.remedies[0].gain.value > 0.2
     half = on_h200("160m", "batch.micro_sequences=16")  # which loses 1.7%
@@ -303,53 +317,65 @@ def test_rows_that_memory_is_free_for_are_told_where_they_gain(
 def test_what_is_not_foreseen_is_said_once(tiny_plan: Callable[..., Plan]) -> None:
     plan, cpu = tiny_plan(), torch.device("cpu")
     advice = advise_plan(plan, make_context(plan, cpu), Machine.assumed("cpu"), catalogue())
-    text = told(advice)
+    text = render_advice(advice)
     assert text.count("this CPU's rates are not known") == 1
-    assert text.endswith("no remedy is forecast without it")
+    assert advice.no_remedy is NoRemedy.NOT_PREDICTED
     seen = foresee(plan, make_context(plan, cpu), Machine.assumed("cpu"))
     owner, held = next(iter(seen.owners.items()))
-    said = f"memory: The plan fits; most of its peak is {owner}: {held / seen.peak_bytes:.0%}.\n  "
-    assert text.startswith(f"{said}{format_bytes(seen.peak_bytes)} of ")
-    assert "foreseen; headrace plan has every line (inferred)\nnot measured: The step's" in text
+    memory, time = (one.finding for one in advice.findings)
+    assert (memory.kind, time.kind) == (Kind.PLAN_MEMORY, Kind.PLAN_WITHOUT_TIME)
+    assert memory.facts["owner"] == owner and memory.facts["peak_bytes"] == seen.peak_bytes
+    assert memory.facts["owner_share"] == held / seen.peak_bytes
+    words = describe(memory)
+    assert text.startswith(
+        f"memory: {words.sentence}\n  {words.evidence} (inferred)\nnot measured: "
+    )
+    assert owner in words.sentence and format_bytes(seen.peak_bytes) in words.evidence
     timed = advise_plan(*on_h200("160m"), catalogue()).findings
     assert "memory" not in [one.finding.bottleneck for one in timed]
-    finding = Finding("computation", 0.9, "", "16.2 s of 17.9 s", "measured")
+    finding = Finding(Kind.COMPUTES, 0.9, {"device": "cpu"})
     where = make_context(plan, cpu), Machine.assumed("cpu"), catalogue(), Measured()
     run = advised([finding], plan, *where)
     assert not run.findings[0].remedies
-    assert "no remedy is forecast: this CPU's rates are not known" in told(run)
+    assert run.no_remedy is NoRemedy.NOT_FORECAST and run.why in render_advice(run)
 
 
 def test_intervals_of_another_gpu_are_wider_and_say_why() -> None:
     plan, context, machine = on_h200("160m", BARE)
     own = advise_plan(plan, context, machine, catalogue())
-    assert "times off" not in told(own)
+    assert "times off" not in render_advice(own)
     there = elsewhere(make_context(plan, torch.device("cpu")), "RTX 4090")
     other = advise_plan(plan, there, Machine.assumed("RTX 4090"), catalogue())
-    text = told(other)
+    text = render_advice(other)
     assert "(80%: " in text and "a rate may be 1.3 times off: " in text and "RTX 4090" in text
-    widths = [[log((1 + r.gain.high) / (1 + r.gain.low)) / (0.02 + abs(log(1 + r.gain.value)))
-               for one in advice.findings for r in one.remedies if r.gain]
-              for advice in (own, other)]  # fmt: skip
+    widths = [
+        [
+            log((1 + r.gain.high) / (1 + r.gain.low)) / (0.02 + abs(log(1 + r.gain.value)))
+            for one in advice.findings
+            for r in one.remedies
+            if r.gain
+        ]
+        for advice in (own, other)
+    ]
     assert min(widths[1]) > 0.1 and median(widths[1]) > 1.5 * median(widths[0])
 
 
 def test_a_run_is_told_what_to_do(train: Callable[..., Path], tmp_path: Path) -> None:
     folder = train()
     advice = advise(folder, catalogue())
-    found = plain(advice)
+    found = findings_json(advice)
     assert found[0]["bottleneck"] in {*BOTTLENECKS, "not measured"}, "the verdict"
     assert PASSES in {row["bottleneck"] for row in found}
     assert json.loads(json.dumps(found)) and all("remedies" in row for row in found)
     assert all(one["gain"] or one["unknown"] for row in found for one in row["remedies"])
-    assert found[0]["sentence"] in told(advice)
+    assert found[0]["sentence"] in render_advice(advice)
     environment = json.loads((folder / "environment.json").read_text())
     environment |= {"device": "cuda", "device_name": "Unheard Of 9000"}
     (folder / "environment.json").write_text(json.dumps(environment))
     unknown = advise(folder, catalogue())
     assert not any(one.remedies for one in unknown.findings)
-    assert "Unheard Of 9000" in unknown.unknown and unknown.unknown in told(unknown)
-    assert {row["unknown"] for row in plain(unknown)} == {unknown.unknown}
+    assert "Unheard Of 9000" in unknown.why and unknown.why in render_advice(unknown)
+    assert all(unknown.why in row["unknown"] for row in findings_json(unknown))
 
 
 @pytest.mark.parametrize(
@@ -357,9 +383,9 @@ def test_a_run_is_told_what_to_do(train: Callable[..., Path], tmp_path: Path) ->
     [(0, "unused memory"), (8, "unused memory"), (2, "memory capacity"), (8, "launch")],
 )
 def test_all_rows_at_a_time_are_more_rows(rows: int, helps: str) -> None:
-    """A 0 in the plan is all of a step's, of the change as of what it changes."""
+    """A 0 in the plan is all rows of a step, in a change too."""
     start: Any = SimpleNamespace(micro_rows=4, batch=SimpleNamespace(micro_sequences=0))
-    asking: Any = SimpleNamespace(start=start)
+    asking: Any = SimpleNamespace(start=start, catalogue=catalogue())
     words = (f"batch.micro_sequences={rows}",)
     assert _may_help(helps, words, asking)
     other = "unused memory" if helps == "memory capacity" else "memory capacity"
@@ -402,7 +428,7 @@ def test_the_cause_of_an_instability_is_told_before_what_bears_with_it(
     changes = [" ".join(remedy.change) for remedy in first.remedies]
     every = "optimizer.clip_norm=1.0 optimizer.lr=0.004 schedule.warmup_steps=6"
     assert changes == [every]
-    lines = told(advice).splitlines()
+    lines = render_advice(advice).splitlines()
     assert first.remedies[0].what == (
         "Sets optimizer.clip_norm to 1.0 instead of 0.0, optimizer.lr to 0.004 instead of 3.0, "
         "schedule.warmup_steps to 6 instead of 0."
@@ -411,12 +437,13 @@ def test_the_cause_of_an_instability_is_told_before_what_bears_with_it(
 
 
 def test_the_longest_phase_stands_first_and_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    for other in ("_memory", "_waste"):
+    for other in ("_peak_memory", "_tokens_without_target"):
         monkeypatch.setattr(findings, other, lambda report: [])
-    told = findings.stations({"phase_s": {"optimizer": 1.0, "eval": 3.0, "checkpoint": 0.0}})
+    told = findings.phase_findings({"phase_s": {"optimizer": 1.0, "eval": 3.0, "checkpoint": 0.0}})
     assert [(one.bottleneck, one.share) for one in told] == [
         ("evaluation", 0.75),
         ("optimizer", 0.25),
     ]
-    assert told[0].sentence.startswith("Evaluation took 75.0%")
-    assert told[1].sentence.startswith("Optimizer took 25.0%")
+    sentences = [describe(one).sentence for one in told]
+    assert sentences[0].startswith("Evaluation took 75.0%")
+    assert sentences[1].startswith("Optimizer took 25.0%")

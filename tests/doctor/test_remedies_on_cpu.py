@@ -12,7 +12,7 @@ from headrace.assemble.context import make_context
 from headrace.cli.app import catalogue
 from headrace.costs.machine import Machine
 from headrace.costs.rates import Step
-from headrace.doctor.findings import Finding
+from headrace.doctor.findings import Finding, Kind
 from headrace.doctor.forecast import Measured, by_ledger
 from headrace.doctor.remedies import Remedy, remedies
 from headrace.plan.plan import Plan
@@ -51,7 +51,7 @@ def test_no_pause_of_a_gpu_stands_between_steps_of_a_cpu() -> None:
 
 
 def remedies_of(machine: Machine, plan: Plan) -> list[Remedy]:
-    finding = Finding("computation", 0.9, "", "made up", "measured")
+    finding = Finding(Kind.COMPUTES, 0.9)
     context = make_context(plan, torch.device("cpu"))
     return remedies(finding, plan, context, machine, catalogue(), Measured())
 
@@ -61,9 +61,11 @@ def test_two_techniques_together_are_a_remedy_on_a_cpu() -> None:
     small = {"dim": 128, "layers": 2, "heads": 4, "vocab": 2048, "rows": 32, "length": 128}
     step = Step(**small, compiled=False, keeps=False, threads=2, seconds=0.3)
     machine = probed_cpu(step, replace(step, keeps=True, seconds=0.24))
-    plan = plan_of(model={"dim": 128, "layers": 2, "heads": 4, "vocab": 2048},
-                   data={"sources": ["made-up.txt"], "sequence_length": 128},
-                   batch={"tokens": 4096})  # fmt: skip
+    plan = plan_of(
+        model={"dim": 128, "layers": 2, "heads": 4, "vocab": 2048},
+        data={"sources": ["made-up.txt"], "sequence_length": 128},
+        batch={"tokens": 4096},
+    )
     found = remedies_of(machine, plan)
     gains = {one.change: one.gain.value for one in found if one.gain is not None}
     pair = ("+kept_memory", "+torch_compile")

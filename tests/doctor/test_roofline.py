@@ -8,11 +8,13 @@ from recorded import GEMM, NETWORK, POINTWISE, REDUCE, TO_HOST, Recorder
 from test_trace import healthy, record
 
 from headrace.costs.machine import Machine
+from headrace.doctor.findings import Kind
 from headrace.doctor.trace import diagnose_trace
 from headrace.doctor.trace.facts import kernel_lines, newest
 from headrace.doctor.trace.file import Operation
 from headrace.doctor.trace.ranks import measure_traces
 from headrace.doctor.trace.roofline import LOADED, Roof, RoofTimes, _moved, machine_of
+from headrace.doctor.words import describe
 
 H200 = Machine.assumed("NVIDIA H200")
 CARD = {"deviceProperties": [{"id": 0, "name": "NVIDIA H200", "computeMajor": 9}]}
@@ -26,7 +28,7 @@ ADD_US = 3 * 2 * NUMBERS / Roof(H200).bandwidth * 1e6
 
 
 def trace(path: Path, *kernels: tuple[Any, ...], **more: Any) -> Path:
-    """Six steps of 20 of each (name, microseconds, operation)."""
+    """Write six steps of 20 of each (name, microseconds, operation)."""
     made = Recorder()
     for _ in range(6):
         for _ in range(20):
@@ -37,7 +39,7 @@ def trace(path: Path, *kernels: tuple[Any, ...], **more: Any) -> Path:
 
 
 def roof_of(path: Path) -> RoofTimes:
-    """One rank's steps against the ceilings."""
+    """Return one rank's steps compared with the ceilings."""
     (rank,) = measure_traces([path]).ranks
     assert rank.roof is not None
     return rank.roof
@@ -46,12 +48,13 @@ def roof_of(path: Path) -> RoofTimes:
 def test_products_at_their_best_are_healthy_and_slow_ones_are_not(tmp_path: Path) -> None:
     best = trace(tmp_path / "best.json", (GEMM, BEST_US * 1.05, MM))
     (only,) = diagnose_trace([best])
-    assert only.bottleneck == "computation" and only.not_measured == ""
-    assert "95% of their shapes' best" in only.evidence and "datasheet" in only.evidence
+    assert only.kind is Kind.TRACE_COMPUTATION and not describe(only).not_measured
+    assert only.facts["best_share"] == pytest.approx(1 / 1.05, rel=1e-3)
+    assert "datasheet" in only.facts["rates"] and "95%" in describe(only).evidence
     roof, peak = roof_of(best), 2 * M * N * K / Roof(H200).peak("bf16") * 1e6
     assert roof.lost_s == 0
-    assert roof.products_best_s / roof.products_s == pytest.approx(1 / 1.05, rel=1e-3)
-    of_peak = roof.products_roof_s / roof.products_s
+    assert roof.matmuls_best_s / roof.matmuls_s == pytest.approx(1 / 1.05, rel=1e-3)
+    of_peak = roof.matmuls_roof_s / roof.matmuls_s
     assert of_peak == pytest.approx(peak / BEST_US / 1.05, rel=1e-3)
     (row,) = measure_traces([best]).ranks[0].kernels
     assert (row.bound, row.of_roof) == ("compute", pytest.approx(of_peak))
@@ -61,11 +64,11 @@ def test_products_at_their_best_are_healthy_and_slow_ones_are_not(tmp_path: Path
     assert found.share == pytest.approx(1 - 1 / (2 * 0.9), rel=0.01)
     older = {"deviceProperties": [{"id": 0, "name": "NVIDIA A100"}]}
     other = roof_of(trace(tmp_path / "other.json", (GEMM, BEST_US * 2, MM), **older))
-    assert other.products_roof_s > other.products_s  # of another device
+    assert other.matmuls_roof_s > other.matmuls_s  # of another device
 
 
 def test_bandwidth_is_named_by_bytes_not_by_names(tmp_path: Path) -> None:
-    """A kernel of unknown family that streams; and one of a known family that takes too long."""
+    """One kernel of unknown family streams; one of a known family takes too long."""
     mm = (GEMM, BEST_US * 1.05, MM)
     full = trace(tmp_path / "full.json", mm, ("my_kernel", ADD_US * 1.1, ADD))
     (found,) = diagnose_trace([full])
@@ -89,24 +92,34 @@ DEEP: list[Any] = [1]
 for _ in range(900):
     DEEP = [DEEP]
 NO_SHAPES = [
-    [[-M, K], [K, N]], [[0, 0], [0, 0]], [[10**200] * 2] * 2, [[10**30, K], [K, 10**30]],
-    [[float("inf"), K], [K, N]], [["a", "b"]] * 2, [None, None], [{"a": 1}] * 2, [[1]], [], [DEEP],
-]  # fmt: skip
+    [[-M, K], [K, N]],
+    [[0, 0], [0, 0]],
+    [[10**200] * 2] * 2,
+    [[10**30, K], [K, 10**30]],
+    [[float("inf"), K], [K, N]],
+    [["a", "b"]] * 2,
+    [None, None],
+    [{"a": 1}] * 2,
+    [[1]],
+    [],
+    [DEEP],
+]
 
 
 @pytest.mark.parametrize("name", ["aten::mm", "aten::add", "aten::_flash_attention_forward"])
 @pytest.mark.parametrize("dims", NO_SHAPES, ids=lambda dims: repr(dims)[:20])
 def test_shapes_that_no_tensor_has_tell_nothing(name: str, dims: list[Any], tmp_path: Path) -> None:
-    """Beside them real ones tell what they tell alone."""
+    """Real shapes beside them say what they say alone."""
     kernel, odd = (GEMM, BEST_US * 1.05, MM), (name, dims, [BF16] * len(dims))
     path = trace(tmp_path / "t.json", kernel, (GEMM, BEST_US, odd))
     (rank,) = measure_traces([path]).ranks
     (alone,) = measure_traces([trace(tmp_path / "one.json", kernel)]).ranks
     assert rank.roof is not None and alone.roof is not None
-    assert rank.roof.products_s == pytest.approx(alone.roof.products_s)
+    assert rank.roof.matmuls_s == pytest.approx(alone.roof.matmuls_s)
     assert (rank.roof.attention_s, rank.roof.moved_s) == (0, 0)
     (found,) = diagnose_trace([path])
-    assert found.bottleneck == "computation" and "95% of their shapes' best" in found.evidence
+    assert found.bottleneck == "computation"
+    assert found.facts["best_share"] == pytest.approx(1 / 1.05, rel=1e-3)
 
 
 def test_operations_of_many_kinds() -> None:
@@ -119,7 +132,7 @@ def test_operations_of_many_kinds() -> None:
         (Operation("aten::_fused_adamw_", lists, ["TensorList"] * 4, none), 4 * 120 * 7 / 4),
         (Operation("triton_poi_fused_0", [[8], [8], []], [BF16, "float", "Scalar"], none), 48),
         (Operation("aten::empty", [[], []], ["ScalarList", ""], none), 0),
-    ]  # fmt: skip
+    ]
     assert [_moved(op) for op, _ in moved] == [bytes for _, bytes in moved]
     heads_first, dims = [""] * 10 + ["True"], [[2, 12, 2048, 64]] * 3
     flops, at_peak_s, best_s = roof._attention(
@@ -135,8 +148,8 @@ def test_operations_of_many_kinds() -> None:
     assert roof._product((), bmm)[0] == 2 * 12 * 64**3
 
 
-def test_the_newest_burst_of_a_folder(tmp_path: Path) -> None:
-    """Short kernels, what was exposed, the table of kernels; and only of whole files."""
+def test_the_newest_window_of_a_folder(tmp_path: Path) -> None:
+    """It has brief kernels, what was exposed and the table of kernels, if the file is whole."""
     assert newest(tmp_path) == [] and kernel_lines(tmp_path) == []
     folder = tmp_path / "traces"
     folder.mkdir()
@@ -155,7 +168,7 @@ def test_the_newest_burst_of_a_folder(tmp_path: Path) -> None:
     (rank,) = numbers.ranks
     assert rank.path == "step-20.rank-0.json.gz" and numbers.between_ranks.matched == 0
     assert len(rank.steps) == 5 and numbers.step_s() == pytest.approx(9.5e-3, rel=0.02)
-    assert rank.launches == 102 and rank.short == pytest.approx(100 / 102)
+    assert rank.launches == 102 and rank.short_share == pytest.approx(100 / 102)
     assert numbers.share(lambda step: step.exposed_s) == pytest.approx(1 / 9.5, rel=0.03)
     assert numbers.idle("sync") < 0.01
     first = kernel_lines(tmp_path)[0]

@@ -1,4 +1,4 @@
-"""The doctor's door: which of a run and traces it was given."""
+"""The doctor reads a run, what a watch saved, or traces."""
 
 import json
 import time
@@ -12,12 +12,14 @@ from test_trace import Fault, healthy, record, tiny_kernels
 
 import headrace
 from headrace.core.errors import ConfigError, HeadraceError, RunError
-from headrace.doctor.advice import Advice, narrowest
-from headrace.doctor.findings import PASSES
+from headrace.doctor.advice import Advice
+from headrace.doctor.findings import PASSES, Kind
 from headrace.doctor.run import diagnose
 from headrace.doctor.trace.facts import kernel_lines, newest
 from headrace.doctor.trace.host import _own, host_families
 from headrace.doctor.trace.ranks import measure_traces
+from headrace.doctor.words import describe
+from headrace.doctor.words.answer import closing_verdict
 
 
 def test_two_runs_are_not_judged_at_once(tmp_path: Path) -> None:
@@ -42,7 +44,7 @@ def test_a_report_that_is_no_object_is_damaged(tmp_path: Path) -> None:
 
 
 def test_nothing_found_is_said() -> None:
-    assert narrowest(Advice(()))["sentence"] == "No step was measured."
+    assert closing_verdict(Advice(()))["sentence"] == "No step was measured."
 
 
 def test_what_a_watch_saved_is_judged(tmp_path: Path) -> None:
@@ -80,7 +82,7 @@ def ran_on_a_gpu(run: Path, *, step_s: float = 0.1, **signals: Any) -> None:
 
 
 def traced(run: Path, fault: Fault, share: float = 0.0) -> dict[str, Any]:
-    """The newest burst of a run, with a fault; what the report tells of it."""
+    """Write the newest profiler window of a run, with a fault; return its entry of the report."""
     (run / "traces").mkdir(exist_ok=True)
     record(run / "traces" / "step-14.rank-0.json.gz", fault, share)
     return {"folder": "traces", "files": ["step-14.rank-0.json.gz"], "trouble": ""}
@@ -98,7 +100,9 @@ def test_a_trace_stands_for_what_signals_guess(run: Path) -> None:
     ran_on_a_gpu(run, traces=traced(run, tiny_kernels, 0.3))
     first, *others = diagnose([run])
     assert first.bottleneck == "launch" and first.share == pytest.approx(0.3, rel=0.1)
-    assert "3 graph breaks" in first.evidence and "launch" not in {f.bottleneck for f in others}
+    assert "3 graph breaks" in describe(first).evidence and "launch" not in {
+        f.bottleneck for f in others
+    }
     numbers = measure_traces(newest(run))
     assert 1 - numbers.share(lambda step: step.busy_s) == pytest.approx(0.3, rel=0.1)
     ran_on_a_gpu(run, step_s=(1 - 0.2) * numbers.step_s())  # the rest is the profiler's own
@@ -107,59 +111,72 @@ def test_a_trace_stands_for_what_signals_guess(run: Path) -> None:
     ran_on_a_gpu(run, step_s=(1 - 0.3) * numbers.step_s())
     found = diagnose([run])
     assert "launch" not in {f.bottleneck for f in found}
-    (station,) = [f for f in found if f.bottleneck == PASSES]
-    assert "in a trace" in station.evidence and "elementwise" in station.evidence
-    assert "told apart" not in station.not_measured
+    (phase,) = [f for f in found if f.bottleneck == PASSES]
+    split = phase.facts["in_trace"]
+    assert "elementwise" in dict(split.facts["families"])
+    assert describe(split).evidence in describe(phase).evidence
+    assert describe(phase).not_measured == describe(split).not_measured
 
 
 def test_traces_that_tell_nothing_are_told(run: Path) -> None:
     asked = {"folder": "traces", "files": [], "trouble": "RuntimeError: CUPTI is held"}
     ran_on_a_gpu(run, traces=asked)
     last = diagnose([run])[-1]
-    assert last.bottleneck == "not measured" and last.evidence == asked["trouble"]
+    assert last.kind is Kind.NO_TRACE and last.facts["why"] == asked["trouble"]
     told = traced(run, healthy)
     (run / "traces" / told["files"][0]).write_bytes(b"\x1f\x8bnothing")
     ran_on_a_gpu(run, traces=told)
     last = diagnose([run])[-1]
-    assert "cannot be read" in last.sentence and told["files"][0] in last.evidence
+    assert last.kind is Kind.UNREADABLE_TRACE and told["files"][0] in last.facts["why"]
 
 
 def test_a_clock_that_is_held_down(run: Path) -> None:
     gpu = {
-        "samples": 50, "watched_s": 500.0, "sm_clock_hz": {"median": 1.2e9, "most": 1.98e9},
-        "slowed": {"power limit": 0.9, "thermal slowdown": 0.6}, "temperature_c": 91,
-    }  # fmt: skip
+        "samples": 50,
+        "watched_s": 500.0,
+        "sm_clock_hz": {"median": 1.2e9, "most": 1.98e9},
+        "slowed": {"power limit": 0.9, "thermal slowdown": 0.6},
+        "temperature_c": 91,
+    }
     ran_on_a_gpu(run, slack_s=0.05, gpu=gpu)
     first, *_ = diagnose([run])
-    assert first.bottleneck == "kernel efficiency" and "thermal slowdown" in first.sentence
-    assert first.share == pytest.approx(1 - 1.2 / 1.98) and "60%" in first.evidence
+    assert first.kind is Kind.CLOCK_LIMITED and first.facts["why"] == "thermal slowdown"
+    assert first.share == pytest.approx(1 - 1.2 / 1.98) and first.facts["limited_share"] == 0.6
     for harmless in ({"power limit": 1.0}, {"thermal slowdown": 0.1}):
         ran_on_a_gpu(run, slack_s=0.05, gpu={**gpu, "slowed": harmless})
         assert "kernel efficiency" not in {f.bottleneck for f in diagnose([run])}
     ran_on_a_gpu(run, slack_s=0.05, gpu={"samples": 0, "why_not": "no library"})
-    (station,) = [f for f in diagnose([run]) if f.bottleneck == PASSES]
-    assert "no library" in station.not_measured
+    (phase,) = [f for f in diagnose([run]) if f.bottleneck == PASSES]
+    assert phase.facts["no_clock"] == "no library" in describe(phase).not_measured
 
 
 def test_a_traced_run_on_a_cpu(train: Callable[..., Path]) -> None:
     run = train(
-        "goal.steps=16", "eval.every_steps=50", "checkpoint.every_steps=0",
-        "trace.every_steps=50", "trace.steps=2",
-    )  # fmt: skip
+        "goal.steps=16",
+        "eval.every_steps=50",
+        "checkpoint.every_steps=0",
+        "trace.every_steps=50",
+        "trace.steps=2",
+    )
     assert [p.name for p in (run / "traces").iterdir()] == ["step-14.rank-0.json.gz"]
     assert kernel_lines(run) == []  # there is no device
-    (station,) = [f for f in diagnose([run]) if f.bottleneck == PASSES]
-    assert "of operations' own time" in station.evidence and "products" in station.evidence
+    (phase,) = [f for f in diagnose([run]) if f.bottleneck == PASSES]
+    assert "products" in phase.facts["in_trace"].facts["families"]
     shares = host_families(run / "traces" / "step-14.rank-0.json.gz")
     assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) > 0
     assert {"products", "attention", "elementwise"} <= shares.keys()
     (run / "traces" / "step-14.rank-0.json.gz").rename(run / "traces" / "trace.json.gz")
     (alone,) = diagnose([run / "traces" / "trace.json.gz"])
-    assert alone.bottleneck == "not measured" and "no event of a device" in alone.sentence
+    assert alone.kind is Kind.TRACE_WITHOUT_DEVICE
 
 
 def test_an_operations_own_time_is_less_its_childrens() -> None:
-    spans = [(0.0, 10.0, "linear"), (1.0, 4.0, "t"), (2.0, 3.0, "view"), (4.0, 9.0, "mm"),
-             (12.0, 13.0, "add")]  # fmt: skip
+    spans = [
+        (0.0, 10.0, "linear"),
+        (1.0, 4.0, "t"),
+        (2.0, 3.0, "view"),
+        (4.0, 9.0, "mm"),
+        (12.0, 13.0, "add"),
+    ]
     own = {"linear": 2.0, "t": 2.0, "view": 1.0, "mm": 5.0, "add": 1.0}
     assert dict(_own(spans)) == own

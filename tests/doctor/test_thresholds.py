@@ -1,4 +1,4 @@
-"""What the judge says exactly at each threshold, and one step to either side of it.
+"""Rules speak exactly at each threshold, and are silent one step to the other side of it.
 
 Every number here is a sum of powers of two, so that a share is the threshold itself and not nearly.
 """
@@ -9,51 +9,57 @@ from typing import Any
 
 import pytest
 
-from headrace.doctor import judge as rules
-from headrace.doctor import physics
-from headrace.doctor.judge import judge
-from headrace.doctor.physics import Use
-from headrace.doctor.window import Window
+from headrace.doctor import physics, rules
+from headrace.doctor.observation import Observation
+from headrace.doctor.physics import binding
+from headrace.doctor.rules import faults
+from headrace.doctor.use import Use
 
 STEPS, STEP_S, WHOLE = 64, 0.125, 2.0**37
-EVEN = Window(
-    step_s=(STEP_S,) * STEPS, loss=(4.0,) * STEPS, grad_norm=(1.0,) * STEPS, useful_share=1.0,
-    reserved_bytes=WHOLE / 2, allocated_bytes=WHOLE / 2, capacity_bytes=WHOLE, device="cuda",
-)  # fmt: skip
+EVEN = Observation(
+    step_s=(STEP_S,) * STEPS,
+    loss=(4.0,) * STEPS,
+    grad_norm=(1.0,) * STEPS,
+    useful_share=1.0,
+    reserved_bytes=WHOLE / 2,
+    allocated_bytes=WHOLE / 2,
+    capacity_bytes=WHOLE,
+    device="cuda",
+    use=Use(computes_s=0.75 * STEP_S, moves_s=0.1875 * STEP_S, host_s=STEP_S / 4),
+)
 """Nothing is wrong in it, and nothing varies."""
-BUSY = Use(computes_s=0.75 * STEP_S, moves_s=0.1875 * STEP_S, host_s=STEP_S / 4)
-"""What its work takes of the device."""
 MORE, LESS = 1 + 2**-20, 1 - 2**-20
 
 
 def lost(count: int, of: int = STEPS) -> dict[str, Any]:
-    """Losses of which `count` are no numbers."""
+    """Return losses of which `count` are no numbers."""
     return {"loss": (*(math.nan,) * count, *(4.0,) * (of - count))}
 
 
 def of_a_step(key: str, share: float) -> dict[str, Any]:
-    """A phase that takes `share` of every step."""
+    """Return a phase that takes `share` of every step."""
     return {key: (share * STEP_S,) * STEPS}
 
 
 def recompiled(steps: int, share: float) -> dict[str, Any]:
-    """So many steps that compile again, for `share` of all the time."""
+    """Return steps that compile again, for `share` of all the time."""
     again_s = share / (1 - share) * STEP_S * STEPS
     return {"recompile_s": (again_s / steps,) * steps}
 
 
 def saving(share: float) -> dict[str, Any]:
-    """A technique without which `share` of the memory would be held."""
+    """Return a technique without which `share` of the memory would be in use."""
     more = share * WHOLE - WHOLE / 2
     return {"savings": {"ckpt": {"bytes": more, "again": 0.25, "moved": 0.0}}}
 
 
 def held(share: float, loose: float = 0.0) -> dict[str, Any]:
-    """So much of the memory reserved, `loose` of it in pieces, where the allocator began anew."""
+    """Return reserved memory, `loose` of it in pieces, where the allocator began anew."""
     return {
-        "reserved_bytes": share * WHOLE, "allocated_bytes": (share - loose) * WHOLE,
+        "reserved_bytes": share * WHOLE,
+        "allocated_bytes": (share - loose) * WHOLE,
         "alloc_retries": 1,
-    }  # fmt: skip
+    }
 
 
 AT: dict[str, tuple[dict[str, Any], str | None]] = {
@@ -68,8 +74,11 @@ AT: dict[str, tuple[dict[str, Any], str | None]] = {
         "interconnect",
     ),
     "communication, below": (of_a_step("communication_s", rules.COMMUNICATION_SHARE * LESS), None),
-    "a late rank": ({"late_s": rules.LATE_SHARE * STEP_S * MORE, "last": 1}, "straggler"),
-    "a rank that is hardly late": ({"late_s": rules.LATE_SHARE * STEP_S * LESS, "last": 1}, None),
+    "a late rank": ({"straggler_s": rules.STRAGGLER_SHARE * STEP_S * MORE, "last": 1}, "straggler"),
+    "a rank that is hardly late": (
+        {"straggler_s": rules.STRAGGLER_SHARE * STEP_S * LESS, "last": 1},
+        None,
+    ),
     "host, ahead by just enough": (of_a_step("slack_s", physics.SLACK_SHARE * MORE), None),
     "host, not ahead": (of_a_step("slack_s", physics.SLACK_SHARE * LESS), "launch"),
     "device dry in half of the steps": (
@@ -108,11 +117,16 @@ AT: dict[str, tuple[dict[str, Any], str | None]] = {
 @pytest.mark.parametrize("case", AT)
 def test_at_its_threshold_a_rule_speaks_or_is_silent(case: str) -> None:
     changes, named = AT[case]
-    found = judge(replace(EVEN, **changes), use=BUSY)[0]
+    seen = replace(EVEN, **changes)
+    found = (faults(seen) or [binding(seen)])[0]
     assert found.bottleneck == (named or "computation"), found
 
 
-@pytest.mark.parametrize(("times", "who"), [(1.0, "rank 3"), (LESS, "changing ranks")])
-def test_a_rank_is_named_from_the_share_on(times: float, who: str) -> None:
-    late = {"late_s": STEP_S / 2, "last": 3, "last_share": rules.SAME_RANK * times}
-    assert who in judge(replace(EVEN, **late), use=BUSY)[0].sentence
+@pytest.mark.parametrize(("times", "same"), [(1.0, True), (LESS, False)])
+def test_a_rank_is_named_from_the_share_on(times: float, same: bool) -> None:
+    late: dict[str, Any] = {
+        "straggler_s": STEP_S / 2,
+        "last": 3,
+        "last_share": rules.SAME_RANK * times,
+    }
+    assert faults(replace(EVEN, **late))[0].facts["same_rank"] is same

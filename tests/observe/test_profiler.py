@@ -8,10 +8,10 @@ import pytest
 import torch
 from tiny import metrics, report
 
+from headrace.doctor.observation import observe, read_rows
 from headrace.doctor.trace.facts import newest
 from headrace.doctor.trace.file import read_trace
 from headrace.doctor.trace.ranks import measure_traces
-from headrace.doctor.window import of_run, read_rows
 from headrace.observe import profiler
 from headrace.observe.profiler import FIRST, KEPT, ProfilerWindows, traces
 
@@ -130,7 +130,7 @@ def test_a_run_leaves_its_steady_speed_alone(train: Callable[..., Path]) -> None
     assert told["signals"]["traces"]["files"] == ["step-14.rank-0.json.gz"]
     assert [row["step"] for row in rows if row.get("traced")] == [11, 12, 13, 14, 15]
     assert told["phase_s"]["trace"] > 0
-    steady = of_run(told, read_rows(run / "metrics.jsonl"))
+    steady = observe(told, read_rows(run / "metrics.jsonl"))
     assert steady.steps == 20 - 2 - 5
     rates = sorted(r["tokens_per_s"] for r in rows[1:] if "traced" not in r and not r["compile_s"])
     assert told["steady_tokens_per_s"] == pytest.approx(sum(rates[6:8]) / 2)
@@ -170,6 +170,6 @@ def test_a_device_is_seen(tmp_path: Path) -> None:
     (rank,) = numbers.ranks
     assert len(rank.steps) == 3 and rank.roof is not None and numbers.idle("sync") > 0
     assert sum(row.share for row in rank.kernels if row.family == "products") > 0.5
-    assert 0.5 < rank.roof.products_best_s / rank.roof.products_s < 1.5
+    assert 0.5 < rank.roof.matmuls_best_s / rank.roof.matmuls_s < 1.5
     bounds = {row.family: row.bound for row in rank.kernels if row.bound}
     assert bounds["products"] == "compute" and bounds["elementwise"] == "bandwidth"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from headrace.data.loader import Loader
-from headrace.doctor.window import read_rows
+from headrace.doctor.observation import read_rows
 from headrace.observe.signals import HostClock, Operations, Signals, TrackedMemory, between_ranks
 from headrace.train import train as training
 

@@ -1,6 +1,6 @@
-"""The newest burst of a run: its files, and the table of its kernels for a reader.
+"""Find the newest profiler window of a run, and list its kernels for a reader.
 
-The verdicts of the same traces are `headrace.doctor.trace.judge`'s; here is no threshold.
+The verdicts on the same traces are those of `headrace.doctor.trace`; here is no threshold.
 """
 
 from pathlib import Path
@@ -11,21 +11,21 @@ from headrace.doctor.trace.ranks import measure_traces
 from headrace.observe.profiler import traces
 
 LONGEST = 12
-"""So many kernels are told."""
+"""Kernels that a reader sees."""
 HEAD = ["kernel", "class", "a step", "share", "bound"]
 
 
 def newest(folder: Path) -> list[Path]:
-    """The traces of the newest burst, one a rank, of a run or of a folder of traces."""
-    found = traces(folder / "traces") or traces(folder)
-    last = max((step for step, _ in found), default=None)
-    return [path for (step, _), path in found.items() if step == last]
+    """Return the traces of the newest window, one a rank, of a run or of a folder of traces."""
+    paths = traces(folder / "traces") or traces(folder)
+    last = max((step for step, _ in paths), default=None)
+    return [path for (step, _), path in paths.items() if step == last]
 
 
 def kernel_lines(folder: Path) -> list[list[str]]:
-    """The longest kernels of the newest burst's first rank, as in HEAD.
+    """Return the longest kernels of the newest window's first rank, as in HEAD.
 
-    Empty where there is no burst that can be read, or no step on a device.
+    There are none without a window that can be read, or without a step on a device.
     """
     paths = newest(folder)
     try:

@@ -1,4 +1,4 @@
-"""What a trace without a device tells: to which operations a CPU's time went.
+"""Share out a CPU's time to operations, in a trace without a device.
 
 An operation's own time is its time less that of the operations which it calls on the same thread.
 Threads of one operation are not in a trace, and neither is what stands between operations; so this
@@ -11,15 +11,15 @@ from typing import Any
 
 from headrace.doctor.trace.file import KINDS, text_of, times_of
 
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear")
+MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear")
 FAMILIES = {"attention": ("attention",), "optimizer": ("_fused_", "_foreach_")}
-"""family -> parts of its operations' names; the first that fits, after products"""
+"""Family -> parts of its operations' names; the first that fits, after MATMULS."""
 
 
 def host_families(path: Path) -> dict[str, float]:
-    """Shares of all operations' own time, the largest first.
+    """Return shares of all operations' own time, the largest first.
 
-    Empty without operations, and where the time of one cannot be read.
+    There are none without operations, or where the time of one cannot be read.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -27,15 +27,15 @@ def host_families(path: Path) -> dict[str, float]:
     spans: dict[Any, list[tuple[float, float, str]]] = {}
     odd: list[Any] = []
 
-    def take(found: dict[str, Any]) -> dict[str, Any] | None:
-        if KINDS.get(str(found.get("cat")).lower()) != "op" or found.get("ph") != "X":
+    def take(event: dict[str, Any]) -> dict[str, Any] | None:
+        if KINDS.get(str(event.get("cat")).lower()) != "op" or event.get("ph") != "X":
             return None
-        if (times := times_of(found)) is None:
-            odd.append(found.get("name"))
+        if (times := times_of(event)) is None:
+            odd.append(event.get("name"))
         else:
             start, spent = times
-            thread = spans.setdefault((str(found.get("pid")), str(found.get("tid"))), [])
-            thread.append((start, start + spent, str(found.get("name"))))
+            thread = spans.setdefault((str(event.get("pid")), str(event.get("tid"))), [])
+            thread.append((start, start + spent, str(event.get("name"))))
         return None
 
     try:
@@ -55,22 +55,22 @@ def host_families(path: Path) -> dict[str, float]:
 
 
 def _own(spans: list[tuple[float, float, str]]) -> list[tuple[str, float]]:
-    """Each operation's name and its time less its children's, on one thread."""
-    found: list[tuple[str, float]] = []
+    """Return each operation's name and its time less its children's, on one thread."""
+    own_times: list[tuple[str, float]] = []
     inside: list[list[Any]] = []  # end, name, own
     for start, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
         while inside and inside[-1][0] <= start:
             _, done, own = inside.pop()
-            found.append((done, own))
+            own_times.append((done, own))
         if inside:
             inside[-1][2] -= min(end, inside[-1][0]) - start  # another tool's may overlap
         inside.append([end, name, end - start])
-    return found + [(name, own) for _, name, own in inside]
+    return own_times + [(name, own) for _, name, own in inside]
 
 
 def _family(name: str) -> str:
     low = name.lower()
-    if low in PRODUCTS:
+    if low in MATMULS:
         return "products"
     for family, parts in FAMILIES.items():
         if any(part in low for part in parts):

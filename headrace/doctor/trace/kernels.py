@@ -1,4 +1,4 @@
-"""What kernels ran: their families, told by names, and the table of the longest.
+"""Sort kernels into families by their names, and list the longest.
 
 Shares in the table are of the kernels' summed time. Kernels may overlap, so the verdicts rest on
 unions of intervals and never on these sums.
@@ -16,42 +16,79 @@ PREFIXES = {
     "triton_tem_": "products",
     "triton_": "elementwise",
 }
-"""how inductor's names begin -> family; the first that fits, before any of FAMILIES"""
+"""How inductor's names begin -> family; the first that fits, before any of FAMILIES."""
 FAMILIES = {
     "collectives": ("nccl", "rccl", "mscclpp", "nvshmem", "cross_device_reduce", "one_shot_all"),
     "attention": (
-        "attention", "fmha", "flash", "cudnn_generated", "sdpa", "attn", "dot_do_o", "convert_dq",
+        "attention",
+        "fmha",
+        "flash",
+        "cudnn_generated",
+        "sdpa",
+        "attn",
+        "dot_do_o",
+        "convert_dq",
     ),
     "products": (
-        "gemm", "nvjet", "cutlass", "matmul", "scaled_mm", "xmma", "splitk", "gemv", "conv2d",
-        "fprop", "dgrad", "wgrad", "implicit_con", "winograd",
+        "gemm",
+        "nvjet",
+        "cutlass",
+        "matmul",
+        "scaled_mm",
+        "xmma",
+        "splitk",
+        "gemv",
+        "conv2d",
+        "fprop",
+        "dgrad",
+        "wgrad",
+        "implicit_con",
+        "winograd",
     ),
     "optimizer": ("adam", "multi_tensor", "lpnorm", "foreach"),
     "copies": ("memcpy", "memset"),
     "elementwise": (
-        "elementwise", "norm", "softmax", "reduce", "rope", "rotary", "swiglu", "silu", "gelu",
-        "cross_entropy", "nll_loss", "embedding", "index", "gather", "scatter", "dropout", "fill",
-        "copy", "cat", "welford", "triton",
+        "elementwise",
+        "norm",
+        "softmax",
+        "reduce",
+        "rope",
+        "rotary",
+        "swiglu",
+        "silu",
+        "gelu",
+        "cross_entropy",
+        "nll_loss",
+        "embedding",
+        "index",
+        "gather",
+        "scatter",
+        "dropout",
+        "fill",
+        "copy",
+        "cat",
+        "welford",
+        "triton",
     ),
-}  # fmt: skip
-"""family -> parts of its kernels' names; the first that fits. Elementwise holds normalisations and
-reductions too: what reads and writes much and computes little"""
+}
+"""Family -> parts of its kernels' names; the first that fits. Elementwise holds normalisations and
+reductions too: what reads and writes much and computes little."""
 MEMORY_FAMILIES = ("elementwise", "optimizer")
-SLOW_PRODUCTS = ("sgemm", "simt", "f32f32_f32f32_f32")
-"""parts of the names of float32 products that run without tensor cores"""
+SLOW_MATMULS = ("sgemm", "simt", "f32f32_f32f32_f32")
+"""Parts of the names of float32 matmuls that run without tensor cores."""
 FASTER = ("tf32", "s1688", "tensorop")
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel of the table.
+    """Hold one kernel of the table.
 
     Args:
-        name: as the trace has it.
-        family: of FAMILIES, or "other".
-        calls: in all steps that were measured.
+        name: its name, as the trace has it.
+        family: its family in FAMILIES, or "other".
+        calls: calls in all steps that were measured.
         total_s: their summed time.
-        share: of all kernels' summed time.
+        share: share of all kernels' summed time.
         bound: "compute", "bandwidth" or "latency" where shapes were recorded; else empty.
         of_roof: the share of the device's highest rate that it reached; None without shapes.
     """
@@ -67,7 +104,7 @@ class KernelRow:
 
 @cache
 def family_of(name: str) -> str:
-    """The family of a kernel."""
+    """Return the family of a kernel."""
     low = name.lower()
     if not any(part in low for part in FAMILIES["collectives"]):
         for prefix, family in PREFIXES.items():
@@ -77,42 +114,47 @@ def family_of(name: str) -> str:
 
 
 @cache
-def is_slow_product(name: str) -> bool:
-    """Whether a kernel is a float32 product without tensor cores."""
+def is_slow_matmul(name: str) -> bool:
+    """Return whether a kernel is a float32 matmul without tensor cores."""
     low = name.lower()
-    return any(p in low for p in SLOW_PRODUCTS) and not any(p in low for p in FASTER)
+    return any(p in low for p in SLOW_MATMULS) and not any(p in low for p in FASTER)
 
 
 def is_memory_bound(event: Event) -> bool:
-    """Whether its family moves much and computes little; a short kernel is all latency instead."""
+    """Return whether its family moves much and computes little; brief kernels are all latency."""
     long = event.end_us - event.start_us >= SHORT_KERNEL_US
     return long and family_of(event.name) in MEMORY_FAMILIES
 
 
-def is_host_copy(event: Event, way: str) -> bool:
-    """Whether a copy goes between host and device; `way` is "HtoD" or "DtoH"."""
-    return event.kind == "copy" and way.lower() in event.name.lower()
+def is_host_copy(event: Event, direction: str) -> bool:
+    """Return whether a copy goes between host and device, in direction "HtoD" or "DtoH"."""
+    return event.kind == "copy" and direction.lower() in event.name.lower()
 
 
 def table(
     events: Sequence[Event], bounds: Mapping[str, tuple[str, float]] | None = None
 ) -> tuple[KernelRow, ...]:
-    """Kernels and copies by name, the longest first; `bounds`: name -> bound, share of the roof."""
+    """Return kernels and copies by name, the longest first.
+
+    Args:
+        events: what ran.
+        bounds: name -> bound, and share of the roof.
+    """
     sums: dict[str, tuple[int, float]] = {}
     for event in events:
         calls, spent_us = sums.get(event.name, (0, 0.0))
         sums[event.name] = calls + 1, spent_us + event.end_us - event.start_us
     whole_us = sum(spent for _, spent in sums.values()) or 1.0
-    told, rows = bounds or {}, []
+    rows = []
     for name, (calls, spent_us) in sums.items():
-        bound, of_roof = told.get(name, ("", None))
+        bound, of_roof = (bounds or {}).get(name, ("", None))
         share = spent_us / whole_us
         rows.append(KernelRow(name, family_of(name), calls, spent_us * 1e-6, share, bound, of_roof))
     return tuple(sorted(rows, key=lambda row: (-row.total_s, row.name)))
 
 
 def short_kernels(events: Sequence[Event]) -> float | None:
-    """The share of kernels shorter than a launch is worth; None without kernels."""
+    """Return the share of kernels briefer than a launch is worth; None without kernels."""
     spent_us = [e.end_us - e.start_us for e in events if e.kind == "kernel"]
-    short = sum(us < SHORT_KERNEL_US for us in spent_us)
-    return short / len(spent_us) if spent_us else None
+    brief = sum(us < SHORT_KERNEL_US for us in spent_us)
+    return brief / len(spent_us) if spent_us else None

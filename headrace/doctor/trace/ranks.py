@@ -1,4 +1,4 @@
-"""One run's traces together: each rank's numbers, and its collectives against the other ranks'.
+"""Measure one run's traces together: each rank's numbers, and its collectives against others.
 
 A collective ends for all ranks at once and begins for each as it arrives. So its transfer is its
 shortest time over the ranks, and what a rank's own took beyond that is waiting for a slower one
@@ -20,18 +20,18 @@ from headrace.doctor.trace.file import read_trace
 from headrace.doctor.trace.times import RankTimes, StepTimes, measure
 
 POINT_TO_POINT = "sendrecv"
-"""In the names of transfers between two ranks, which are no collectives."""
+"""Part of the names of transfers between two ranks, which are no collectives."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Collectives compared over ranks; each list has one number a rank, in the order of the files.
+    """Hold collectives compared over ranks; a tuple has one number a rank, in the files' order.
 
     Args:
-        matched: collectives found on two ranks or more.
-        waited_s: what kernels waited for beyond the shortest time over ranks.
+        matched: collectives that two ranks or more have.
+        waited_s: seconds that kernels waited beyond the shortest time over ranks.
         last: the rank for which the others wait most often.
-        last_share: in this share of the matched collectives.
+        last_share: share of the matched collectives in which they do.
     """
 
     matched: int
@@ -42,9 +42,9 @@ class Ranks:
 
 @dataclass(frozen=True)
 class TraceNumbers:
-    """All that was measured: each rank's steps and kernels, and the ranks against each other.
+    """Hold all that was measured: each rank's steps and kernels, and the ranks compared.
 
-    Where signals of the same run tell how long its steps are without a profiler
+    Where signals of the same run say how long its steps are without a profiler
     (`undisturbed_s`), what a traced step takes beyond that is the profiler's own doing.
     """
 
@@ -53,25 +53,25 @@ class TraceNumbers:
     undisturbed_s: float | None = None
 
     def step_s(self) -> float:
-        """The mean step of the median rank; 0 when none was measured."""
+        """Return the mean step of the median rank in seconds; 0 when none was measured."""
         return median([r.wall_s / len(r.steps) for r in self.ranks if r.steps] or [0.0])
 
     def profiler_s(self) -> float:
-        """What a step took longer for being traced; 0 where nobody knows."""
+        """Return the seconds that a step took longer for being traced; 0 where nobody knows."""
         return max(0.0, self.step_s() - (self.undisturbed_s or self.step_s()))
 
     def share(self, of: Callable[[StepTimes], float]) -> float:
-        """What part of a step something takes: the median over ranks that were measured."""
+        """Return the share of a step that something takes: the median over measured ranks."""
         shares = [sum(map(of, r.steps)) / r.wall_s for r in self.ranks if r.steps]
         return median(shares or [0.0])
 
     def idle(self, cause: str) -> float:
-        """The share of a step without computation for one of times.CAUSES."""
-        return self.share(lambda step: step.idle_s[cause] + step.late_s[cause])
+        """Return the share of a step without computation for one of times.CAUSES."""
+        return self.share(lambda step: step.idle_s[cause] + step.after_s[cause])
 
 
 def measure_traces(paths: Sequence[Path]) -> TraceNumbers:
-    """The numbers of one run's traces, one file a rank, read one after the other.
+    """Return the numbers of one run's traces, one file a rank, read one after the other.
 
     Raises:
         ConfigError: a file cannot be read or was given twice, or two are of one rank.
@@ -82,10 +82,10 @@ def measure_traces(paths: Sequence[Path]) -> TraceNumbers:
         left = [*dict.fromkeys(path.absolute() for path in paths)]
         kept = [next(path for path in paths if path.absolute() == one) for one in left]
         raise ConfigError(f"{twice[0]} was given twice", _command(kept))
-    found = [_measured(path) for path in paths]
-    told = {rank.rank for rank, tells in found if tells}
-    free = (number for number in itertools.count() if number not in told)
-    ranks = tuple(r if tells else replace(r, rank=next(free)) for r, tells in found)
+    measured = [_measured(path) for path in paths]
+    known = {rank.rank for rank, numbered in measured if numbered}
+    free = (number for number in itertools.count() if number not in known)
+    ranks = tuple(r if numbered else replace(r, rank=next(free)) for r, numbered in measured)
     often, count = Counter(r.rank for r in ranks).most_common(1)[0]
     if count > 1:
         names = ", ".join(r.path for r in ranks if r.rank == often)
@@ -100,18 +100,18 @@ def measure_traces(paths: Sequence[Path]) -> TraceNumbers:
 
 
 def _command(paths: Sequence[Path]) -> str:
-    """The command that judges these traces."""
+    """Return the command that judges these traces."""
     return " ".join(["headrace doctor", *map(shell, paths)])
 
 
 def _measured(path: Path) -> tuple[RankTimes, bool]:
-    """One file's numbers, and whether it tells its rank."""
+    """Return one file's numbers, and whether it numbers its rank."""
     trace = read_trace(path)
     return measure(trace), trace.rank is not None
 
 
 def _compare(ranks: Sequence[RankTimes]) -> Ranks:
-    """Waits for a slower rank, in the collectives that several ranks took part in."""
+    """Return the waits for a slower rank, in the collectives that several ranks took part in."""
     sizes = [Counter(c.key[:2] for c in r.collectives) for r in ranks]
     same = {
         kind
@@ -134,6 +134,8 @@ def _compare(ranks: Sequence[RankTimes]) -> Ranks:
             waited[place] += min(spent - shortest, blocking)
     place, often = last.most_common(1)[0] if last else (None, 0)
     return Ranks(
-        len(shared), tuple(waited),
-        None if place is None else ranks[place].rank, often / len(shared) if shared else 0.0,
-    )  # fmt: skip
+        len(shared),
+        tuple(waited),
+        None if place is None else ranks[place].rank,
+        often / len(shared) if shared else 0.0,
+    )

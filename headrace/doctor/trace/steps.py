@@ -1,8 +1,9 @@
-"""Where the steps of a trace lie on the device, and unions of intervals.
+"""Find where the steps of a trace lie on the device, and unite intervals.
 
-A step's window goes from the first kernel that it launched on the busiest stream to the next step's
-first kernel. The host runs ahead, so its own marks would cut the device's work in the wrong place.
-The last step has no such end and is left out, and so is a first one that is still warming up.
+A step on the device goes from the first kernel that it launched on the busiest stream to the next
+step's first kernel. The host runs ahead, so its own marks would cut the device's work in the wrong
+place. The last step has no such end and is left out, and so is a first one that is still warming
+up.
 """
 
 from bisect import bisect_left, bisect_right
@@ -17,7 +18,7 @@ from headrace.doctor.trace.limits import WARM_UP
 
 
 class Union:
-    """A union of intervals in microseconds, with the length covered up to any moment."""
+    """Unite intervals in microseconds, and measure the length covered up to any moment."""
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
         self.starts: list[float] = []
@@ -33,7 +34,7 @@ class Union:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "Union":
-        """Of events."""
+        """Return the union of the times of events."""
         return cls((e.start_us, e.end_us) for e in events)
 
     def _until(self, at: float) -> float:
@@ -41,31 +42,31 @@ class Union:
         return self._before[index] - max(self.ends[index - 1] - at, 0.0) if index else 0.0
 
     def inside(self, low: float, high: float) -> float:
-        """Microseconds covered between two moments."""
+        """Return the microseconds covered between two moments."""
         return self._until(high) - self._until(low) if high > low else 0.0
 
     def clipped(self, low: float, high: float) -> list[tuple[float, float]]:
-        """Its intervals between two moments."""
+        """Return its intervals between two moments."""
         first, last = bisect_right(self.ends, low), bisect_left(self.starts, high)
         spans = zip(self.starts[first:last], self.ends[first:last], strict=True)
         return [(max(s, low), min(e, high)) for s, e in spans]
 
     def gaps(self) -> Iterable[tuple[float, float]]:
-        """What lies between its intervals."""
+        """Return what lies between its intervals."""
         return zip(self.ends, self.starts[1:], strict=False)
 
 
 @dataclass(frozen=True)
-class Window:
-    """One step on the device: from its first kernel to the next step's."""
+class DeviceStep:
+    """Hold when one step ran on the device: from its first kernel to the next step's."""
 
     label: int
     low_us: float
     high_us: float
 
 
-def windows(trace: Trace) -> list[Window]:
-    """The steps on the device; empty when the trace does not tell them apart."""
+def device_steps(trace: Trace) -> list[DeviceStep]:
+    """Return the steps on the device; none where the trace does not mark them."""
     marks = trace.steps
     if not trace.launches or not marks:
         marks = trace.device_steps
@@ -73,25 +74,25 @@ def windows(trace: Trace) -> list[Window]:
     else:
         firsts = _first_kernels(trace)
     places = {mark.start_us: place for place, mark in enumerate(marks)}
-    found = []
+    steps = []
     for (mark, low), (after, high) in pairwise(firsts):
         label, then = (label_of(m, places[m.start_us]) for m in (mark, after))
         if then == label + 1 and high > low:
-            found.append(Window(label, low, high))
-    walls = [w.high_us - w.low_us for w in found]
-    if len(found) > 3 and walls[0] > WARM_UP * median(walls):
-        return found[1:]
-    return found
+            steps.append(DeviceStep(label, low, high))
+    walls = [step.high_us - step.low_us for step in steps]
+    if len(steps) > 3 and walls[0] > WARM_UP * median(walls):
+        return steps[1:]
+    return steps
 
 
 def label_of(mark: Event, place: int) -> int:
-    """The number of a ProfilerStep, or the place of another mark."""
+    """Return the number of a ProfilerStep, or the place of another mark."""
     numbered = STEP.match(mark.name)
     return int(numbered[1]) if numbered else place
 
 
 def _first_kernels(trace: Trace) -> list[tuple[Event, float]]:
-    """When the first kernel that each step launched on the busiest stream began."""
+    """Return when the first kernel began that each step launched on the busiest stream."""
     spent: dict[object, float] = {}
     for event in trace.device:
         if event.kind == "kernel" and family_of(event.name) != "collectives":
@@ -104,9 +105,9 @@ def _first_kernels(trace: Trace) -> list[tuple[Event, float]]:
     )
     calls = [call for call, _ in ran]
     bounds = [*(mark.start_us for mark in trace.steps), float("inf")]
-    found = []
+    firsts = []
     for mark, (low, high) in zip(trace.steps, pairwise(bounds), strict=True):
         begun = [start for _, start in ran[bisect_left(calls, low) : bisect_left(calls, high)]]
         if begun:
-            found.append((mark, min(begun)))
-    return found
+            firsts.append((mark, min(begun)))
+    return firsts

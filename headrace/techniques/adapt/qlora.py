@@ -33,6 +33,7 @@ from headrace.model.lora import (
     over_random_weights,
 )
 from headrace.plan.plan import Plan
+from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import (
     Card,
     Context,
@@ -71,6 +72,7 @@ class Qlora(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = (
         "memory capacity:parameters", "memory capacity:optimizer", "memory capacity:gradients",
     )  # fmt: skip
+    loop_changes: ClassVar[tuple[LoopChange, ...]] = ("8-bit states",)
     card: ClassVar[Card] = Card(
         buys="all that lora buys, and 28 of 32 bits of the adapted linears' weights (derived)",
         costs="making each weight whole twice a step; the model starts off by the error of its "

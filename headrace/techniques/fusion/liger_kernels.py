@@ -31,6 +31,7 @@ from headrace.kernels.launches import since
 from headrace.kernels.liger import rms_norm, silu_mul
 from headrace.model.mlp import SwiGLU
 from headrace.model.norm import RMSNorm
+from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import (
     Card,
     Context,
@@ -79,6 +80,7 @@ class LigerKernels(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = (
         "memory bandwidth:elementwise", "kernel efficiency:elementwise",
     )  # fmt: skip
+    loop_changes: ClassVar[tuple[LoopChange, ...]] = ("Liger kernels",)
     card: ClassVar[Card] = Card(
         buys="H200, plain trunk with it: 1.11x the speed (1b), 1.15x (160m) and 0.92x the memory "
         "(1b), 0.90x (160m); memory of norms and activations: the fp32 copies of norms' inputs and "

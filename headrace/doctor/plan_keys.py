@@ -1,0 +1,75 @@
+"""List the keys of a plan that are worth a try against a finding, beside techniques."""
+
+from collections.abc import Callable, Mapping
+
+from headrace.plan.changes import word
+from headrace.plan.gentler import gentler, usual_rate
+from headrace.plan.plan import Plan
+from headrace.predict.candidates import MICRO, Words
+
+STEP = 3
+"""Factor by which a rate that may be too high is divided, where it is tried alone."""
+
+
+def _more_reading(plan: Plan) -> list[Words]:
+    workers, ahead = plan.data.workers, plan.data.prefetch
+    return [(f"data.workers={max(2, 2 * workers)}",), (f"data.prefetch={2 * ahead}",)]
+
+
+def _gentler(plan: Plan) -> list[Words]:
+    """Return all that is far off at once, which learns; then a lower rate alone, and clipping."""
+    if rate_is_far_off(plan):
+        return [gentler(plan)]
+    lower = (f"optimizer.lr={word(float(f'{plan.optimizer.lr / STEP:.2g}'))}",)
+    changes = [gentler(plan), lower]
+    if not plan.optimizer.clip_norm:
+        changes.append(("optimizer.clip_norm=1.0",))
+    return changes
+
+
+def rate_is_far_off(plan: Plan) -> bool:
+    """Return whether no single step makes the rate one that learns: nothing else alone helps."""
+    return plan.optimizer.lr > STEP**2 * usual_rate(plan)
+
+
+def _other_rates(plan: Plan) -> list[Words]:
+    return [(f"optimizer.lr={word(plan.optimizer.lr * factor)}",) for factor in (2, 0.5)]
+
+
+def _half(plan: Plan) -> list[Words]:
+    return [("model.precision=bf16",)] if plan.model.precision == "fp32" else []
+
+
+KEYS: Mapping[str, Callable[[Plan], list[Words]]] = {
+    "input": _more_reading,
+    "instability": _gentler,
+    "recipe": _other_rates,
+    "computation": _half,
+    "kernel efficiency": _half,
+    "memory bandwidth": _half,
+    "memory capacity": _half,
+}
+"""Bottleneck -> keys of the plan that are worth a try, together where they stand together."""
+OTHER_RUN = "another run: what was learned so far was learned at the old rate"
+KEY_COSTS: Mapping[str, str] = {
+    "data.workers": "cores of the host",
+    "data.prefetch": "memory of the host",
+    "optimizer.lr": OTHER_RUN,
+    "optimizer.betas": OTHER_RUN,
+    "optimizer.weight_decay": OTHER_RUN,
+    "model.init_std": "another run, from other weights",
+    "optimizer.clip_norm": "nothing in time (the norm is measured anyway); large gradients shrink",
+    "schedule.warmup_steps": "steps at a low rate",
+    "model.precision": "products of numbers of 8 significant bits",
+    MICRO: "nothing in the gradients; rounding of their sum",
+}
+KEY_EQUALITY: Mapping[str, str] = {
+    "optimizer.lr": "learning",
+    "optimizer.clip_norm": "learning",
+    "optimizer.betas": "learning",
+    "optimizer.weight_decay": "learning",
+    "schedule.warmup_steps": "learning",
+    "model.init_std": "learning",
+    "model.precision": "approximate",
+}
+"""What a key does to the gradients, where it does not keep them."""
