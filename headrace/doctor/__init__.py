@@ -1,1 +1,1 @@
-"""Where time and memory went."""
+"""Find where time and memory went, and what to change."""

@@ -215,14 +215,14 @@ def advised(
     return replace(advice, no_remedy=NoRemedy.NO_CHANGE)
 
 
-def _by_gain(found: list[Advised]) -> list[Advised]:
+def _by_gain(advised: list[Advised]) -> list[Advised]:
     """Return the findings, what is wrong first, then by what the best remedy of each gains.
 
     A run's bottleneck is the one whose best remedy gains most. What has no forecast stays in its
     place, behind those that have one.
     """
-    wrong = [one for one in found if one.finding.bottleneck in BEFORE_TIME]
-    rest = [one for one in found if one.finding.bottleneck not in BEFORE_TIME]
+    wrong = [one for one in advised if one.finding.bottleneck in BEFORE_TIME]
+    rest = [one for one in advised if one.finding.bottleneck not in BEFORE_TIME]
     return [*wrong, *sorted(rest, key=lambda one: -_best_gain(one))]
 
 

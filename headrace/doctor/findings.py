@@ -180,12 +180,12 @@ _BOTTLENECKS: Mapping[str, tuple[Kind, ...]] = {
     ),
 }
 BOTTLENECK_OF: Mapping[Kind, str] = {
-    kind: bottleneck for bottleneck, kinds in _BOTTLENECKS.items() for kind in kinds
+    kind: bottleneck for bottleneck, members in _BOTTLENECKS.items() for kind in members
 }
 """Bottleneck of each kind; a phase and the largest part of a plan's step name their own."""
-KIND_OF: Mapping[str, Kind] = {bottleneck: kinds[0] for bottleneck, kinds in _BOTTLENECKS.items()}
+KIND_OF: Mapping[str, Kind] = {name: members[0] for name, members in _BOTTLENECKS.items()}
 """Bottleneck -> a kind that names it, for whom the bottleneck alone matters."""
-PHASE_KINDS = (Kind.PHASE, Kind.PEAK_MEMORY, Kind.TOKENS_WITHOUT_TARGET)
+OF_PHASES = (Kind.PHASE, Kind.PEAK_MEMORY, Kind.TOKENS_WITHOUT_TARGET)
 """Kinds that say where time, memory and tokens went, and that nothing is wrong with it."""
 
 

@@ -48,22 +48,22 @@ def _memory(plan: Plan, prediction: Foresight) -> list[Finding]:
         "owner": owner,
     }
 
-    def found(kind: Kind, share: float, **more: Any) -> list[Finding]:
+    def finding(kind: Kind, share: float, **more: Any) -> list[Finding]:
         return [Finding(kind, share, facts | more, "inferred")]
 
     saving = tuple(name for name, t in plan.techniques.items() if saves_memory(t.symptoms))
     micro_batches = plan.rows_per_step // (plan.micro_rows * plan.mesh.data)
     findings: list[Finding] = []
     if prediction.fits != "yes":
-        findings += found(Kind.PLAN_DOES_NOT_FIT, filled, fits=prediction.fits)
+        findings += finding(Kind.PLAN_DOES_NOT_FIT, filled, fits=prediction.fits)
     elif saving and filled < UNUSED:
-        findings += found(Kind.PLAN_SAVES_NEEDLESSLY, 1 - filled, names=saving)
+        findings += finding(Kind.PLAN_SAVES_NEEDLESSLY, 1 - filled, names=saving)
     elif micro_batches > 1 and filled < UNUSED:
         sizes = {"micro_batches": micro_batches, "rows": plan.micro_rows}
-        findings += found(Kind.PLAN_MICRO_BATCHES, 1 - filled, **sizes)
+        findings += finding(Kind.PLAN_MICRO_BATCHES, 1 - filled, **sizes)
     if prediction.step_s is None and prediction.fits == "yes":
         part = prediction.owners.get(owner, 0.0) / max(prediction.peak_bytes, 1.0)
-        findings += found(Kind.PLAN_MEMORY, filled, owner_share=part)
+        findings += finding(Kind.PLAN_MEMORY, filled, owner_share=part)
     return findings
 
 

@@ -190,7 +190,7 @@ class _Asker:
             inferred = bottleneck == LEDGER_FIRST and self.finding.confidence == "inferred"
             if inferred and words[0][0] == "+" and not self.acts_on_all(words[0][1:]):
                 return None  # it is no step that compiles again
-            named = _is_said_to_help(bottleneck, words, self.asking) or words[0][0] not in "+-"
+            named = _names_bottleneck(bottleneck, words, self.asking) or words[0][0] not in "+-"
             return remedy if named and helps(bottleneck, remedy) else None
         return remedy if helps(bottleneck, remedy) else None
 
@@ -235,7 +235,7 @@ def _may_help(bottleneck: str, words: Words, asking: Asking) -> bool:
     """
     if bottleneck in PRICED and not _keeps(words, asking):
         return False
-    if _is_said_to_help(bottleneck, words, asking):
+    if _names_bottleneck(bottleneck, words, asking):
         return True
     return bottleneck in PRICED
 
@@ -245,7 +245,7 @@ def _keeps(words: Words, asking: Asking) -> bool:
     return _equality(asking.catalogue, words) != "learning"
 
 
-def _is_said_to_help(bottleneck: str, words: Words, asking: Asking) -> bool:
+def _names_bottleneck(bottleneck: str, words: Words, asking: Asking) -> bool:
     """Return whether a single change's symptoms, or what it is, name this bottleneck."""
     sign, name = words[0][0], words[0][1:]
     if sign == "+":

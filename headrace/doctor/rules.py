@@ -20,7 +20,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from headrace.core.errors import Diverged, MemoryFull
-from headrace.doctor.findings import PASSES, PHASE_KINDS, Finding, Kind
+from headrace.doctor.findings import OF_PHASES, PASSES, Finding, Kind
 from headrace.doctor.observation import Observation
 from headrace.doctor.physics import INPUT_SHARE, binding, host_is_behind
 from headrace.doctor.series import NEWEST_STEPS, Limits, finite, jumps, relapsed, rises
@@ -250,7 +250,7 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
     for finding in findings:
         same = (n for n, other in enumerate(kept) if other.bottleneck == finding.bottleneck)
         at = next(same, None)
-        if at is None or finding.kind not in PHASE_KINDS:
+        if at is None or finding.kind not in OF_PHASES:
             kept.append(finding)
         else:
             kept[at] = replace(kept[at], beside=(*kept[at].beside, finding))
@@ -428,15 +428,15 @@ def _needless(seen: Observation) -> Finding | None:
     }
     if not needless:
         return None
-    again = sum(saving["again"] for saving in needless.values())
+    work_share = sum(saving["again"] for saving in needless.values())
     facts = {
         "names": tuple(needless),
         "reserved_bytes": reserved,
         "more_bytes": max(saving["bytes"] for saving in needless.values()),
         "capacity_bytes": whole,
-        "work_share": again,
+        "work_share": work_share,
     }
-    return Finding(Kind.NEEDLESS_SAVINGS, max(0.0, again), facts, "inferred")
+    return Finding(Kind.NEEDLESS_SAVINGS, max(0.0, work_share), facts, "inferred")
 
 
 def _memory(seen: Observation) -> Finding | None:

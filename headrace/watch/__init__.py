@@ -1,4 +1,4 @@
-"""`headrace.watch`: the cheap signals of a run, from any PyTorch loop, in three lines.
+"""Read the cheap signals of a run from any PyTorch loop, in three lines: `headrace.watch`.
 
     watched = headrace.watch(model, optimizer, loader)
     for batch in watched.loader: ...                     # train as before
@@ -21,13 +21,13 @@ loader gets a subclass of its own class that times `next`; one that allows none 
 generator) is timed in a wrapper. `close` takes all of it off. Hooks are inert while torch.compile
 traces them and in copies of the model, and none changes a number.
 
-With `trace=FOLDER` a burst of a few steady steps is recorded there as well, see
-headrace/observe/profiler.py; its steps are left out of what is steady, and the doctor reads it
-beside what was saved. What a GPU tells of its clock is read every ten seconds, where nvidia-ml-py
+With `trace=FOLDER` a profiler window of a few steady steps is recorded there as well, see
+headrace/observe/profiler.py; its steps are left out of the steady ones, and the doctor reads it
+beside what was saved. What a GPU reports of its clock is read every ten seconds, where nvidia-ml-py
 is installed.
 
-Left out, and said in the report: exposed communication, kernels, checkpoints (part of "other", but
-of a Trainer, which tells when it has saved).
+Left out, as the report says: exposed communication, kernels, and checkpoints, which are part of
+"other" but for a Trainer, which says when it has saved.
 Steps that are replayed by a CUDA graph or whose `optimizer.step` is compiled are not seen.
 """
 
@@ -44,9 +44,12 @@ from headrace.watch.watched import Watched
 
 
 def watch(
-    model: nn.Module | None = None, optimizer: Any = None, loader: Any = None, *,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    loader: Any = None,
+    *,
     trace: str | Path | None = None,
-) -> Watched:  # fmt: skip
+) -> Watched:
     """Watch a training loop.
 
     Args:
@@ -65,8 +68,8 @@ def watch(
         return Watched(trace)
     if model is None or optimizer is None:
         missing = "a model" if model is None else "an optimizer"
-        told = f"headrace.watch was given no {missing.split()[1]}, and a step cannot be seen"
-        raise ConfigError(f"{told} without {missing}", WATCH)
+        message = f"headrace.watch was given no {missing.split()[1]}, and a step cannot be seen"
+        raise ConfigError(f"{message} without {missing}", WATCH)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"headrace.watch was given a {type(model).__name__}, and its hooks need an nn.Module",

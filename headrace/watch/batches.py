@@ -1,4 +1,4 @@
-"""A loader whose every wait is timed, and what its batches say of their tokens."""
+"""Time every wait for a loader, and count the tokens of its batches."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ Timed = Callable[..., Any]
 
 
 class Batches:
-    """Stands for a loader, or for one pass over it."""
+    """Wrap a loader, or one pass over it."""
 
     def __init__(self, source: Any, timed: Timed) -> None:
         self._source, self._timed = source, timed
@@ -40,7 +40,7 @@ class Batches:
 
 
 def watch_loader(loader: Any, timed: Timed) -> tuple[Any, Callable[[], None]]:
-    """The loader to iterate over, and what undoes it.
+    """Return the loader to iterate over, and what undoes the watching.
 
     It is the same object where its class can have a subclass: then whoever holds it is timed too.
     """
@@ -117,13 +117,13 @@ def _is_loss(value: Tensor) -> bool:
 
 
 def _fields(output: Any) -> Mapping[Any, Any]:
-    """What an output names: the keys of a mapping, or the attributes of an object."""
+    """Return what an output names: the keys of a mapping, or the attributes of an object."""
     if isinstance(output, Mapping):
         return output
     if hasattr(output, "_fields"):
         return dict(zip(output._fields, output, strict=True))
-    found = {k: v for k, v in getattr(output, "__dict__", {}).items() if not k.startswith("_")}
-    return found | {name: getattr(output, name, None) for name in WHOLE}
+    fields = {k: v for k, v in getattr(output, "__dict__", {}).items() if not k.startswith("_")}
+    return fields | {name: getattr(output, name, None) for name in WHOLE}
 
 
 def token_counts(batch: Any) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def token_counts(batch: Any) -> dict[str, Any]:
     """
     if isinstance(batch, Mapping):
         names = {str(key).lower(): value for key, value in batch.items()}
-        ids, labels, mask = (_named(names, kinds) for kinds in (INPUTS, TARGETS, MASKS))
+        ids, labels, mask = (_named(names, known) for known in (INPUTS, TARGETS, MASKS))
         if ids is None:
             only = [value for value in batch.values() if isinstance(value, Mapping | tuple | list)]
             return token_counts(only[0]) if len(batch) == len(only) == 1 else {}
@@ -160,18 +160,18 @@ def token_counts(batch: Any) -> dict[str, Any]:
     return counts if masks else {**counts, "padded": (labels[0] == IGNORED).sum()}
 
 
-def _named(names: Mapping[str, Any], kinds: tuple[str, ...]) -> Tensor | None:
-    found = next((names[name] for name in kinds if name in names), None)
-    return found if _is_whole(found) else None
+def _named(names: Mapping[str, Any], known: tuple[str, ...]) -> Tensor | None:
+    value = next((names[name] for name in known if name in names), None)
+    return value if _is_whole(value) else None
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether it is a tensor of integers or of yes and no."""
+    """Return whether it is a tensor of integers or of yes and no."""
     return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
 
 
 def _is_mask(value: Tensor) -> bool:
-    """Whether it says yes or no of each slot; of integers only where that costs no wait.
+    """Return whether it says yes or no of each slot; of integers only where that costs no wait.
 
     Zeros alone are kinds of tokens (`token_type_ids`): a batch of nothing but padding is none.
     """
@@ -183,9 +183,9 @@ def _is_mask(value: Tensor) -> bool:
 
 
 def _counts(ids: Tensor, labels: Tensor | None, mask: Tensor | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"tokens": ids.numel()}
+    counts: dict[str, Any] = {"tokens": ids.numel()}
     if mask is not None and mask.numel() == ids.numel():
-        found["padded"] = (mask == 0).sum()
+        counts["padded"] = (mask == 0).sum()
     if labels is not None and labels.numel() == ids.numel():
-        found["targets"] = (labels != IGNORED).sum()
-    return found
+        counts["targets"] = (labels != IGNORED).sum()
+    return counts

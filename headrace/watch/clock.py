@@ -1,4 +1,4 @@
-"""The clock of somebody else's steps: signals that never wait."""
+"""Time the steps of another trainer's loop, by signals that never wait."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,27 +11,27 @@ from headrace.observe.signals import Pending, Signals
 WATCH = "headrace.watch(model, optimizer, loader)"
 """How a loop is watched, with the model and the torch.optim.Optimizer that steps."""
 NUMBERS: tuple[str, ...] = ("loss", "grad_norm", "skipped", "targets", "padded")
-"""What may stand on the device until its step is complete."""
+"""Numbers that may stand on the device until their step is complete."""
 MOST_MARKS = 8192
 """Moments without an optimizer step after which they are forgotten: nothing is being trained."""
 
 
 class Clock(Signals):
-    """Signals over phases that hooks mark, from numbers that may be unknown."""
+    """Time phases that hooks mark, with numbers that may be unknown."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.asynchronous = self.cuda
 
     def mark(self, phase: str) -> None:
-        """Phase `phase` begins now; an evaluation may be one."""
+        """Begin a phase now; an evaluation may be one."""
         if len(self._marks) >= MOST_MARKS:
             self._free += [moment for _, moment in self._marks]
             self._marks.clear()
         self._marks.append((phase, self._moment()))
 
     def dry(self) -> bool:
-        """Whether the device has done everything up to the last mark."""
+        """Return whether the device has done everything up to the last mark."""
         return bool(self._marks) and self._marks[-1][1].query()
 
     def rename(self, phase: str, other: str) -> None:
@@ -45,14 +45,14 @@ class Clock(Signals):
 
     @property
     def waiting(self) -> int:
-        """Steps that were not complete at the last `drain`."""
+        """Return how many steps were not complete at the last `drain`."""
         return len(self._pending)
 
     def _named(self, numbers: list[float]) -> dict[str, Any]:
         return dict(zip(NUMBERS, numbers, strict=True))
 
     def _row(self, pending: Pending) -> dict[str, Any]:
-        """Of the numbers only those that are known; `host` holds what was added up on the host."""
+        """Return a row with the known numbers only; `host` holds what was added up on the host."""
         host, losses = pending.facts.pop("host"), pending.facts.pop("losses")
         row = super()._row(pending)
         for name in NUMBERS:
@@ -68,7 +68,7 @@ class Clock(Signals):
 
 
 class Hook:
-    """A hook that does nothing while torch.compile traces it, nor in a copy of its module."""
+    """A hook does nothing while torch.compile traces it, nor in a copy of its module."""
 
     def __init__(self, run: Callable[..., None] | None = None) -> None:
         self.run = run
@@ -83,14 +83,14 @@ class Hook:
 
 
 def autocast_of(device: torch.device) -> str | None:
-    """The dtype of torch.autocast, if what runs now runs in it."""
+    """Return the dtype of torch.autocast, if what runs now runs in it."""
     if not torch.is_autocast_enabled(device.type):
         return None
     return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
 
 
 def with_hooks(optimizer: Any) -> Any:
-    """The optimizer of torch's inside of wrappers such as accelerate's.
+    """Return torch's optimizer from inside of wrappers such as accelerate's.
 
     Raises:
         ConfigError: there is none.
@@ -99,6 +99,6 @@ def with_hooks(optimizer: Any) -> Any:
     while "_optimizer_step_pre_hooks" not in getattr(inner, "__dict__", {}):
         inner = getattr(inner, "optimizer", None)
         if inner is None:
-            told = f"headrace.watch cannot see the steps of a {type(optimizer).__name__}"
-            raise ConfigError(f"{told}, which is no torch.optim.Optimizer", WATCH)
+            message = f"headrace.watch cannot see the steps of a {type(optimizer).__name__}"
+            raise ConfigError(f"{message}, which is no torch.optim.Optimizer", WATCH)
     return inner

@@ -1,4 +1,4 @@
-"""The norm of a step's gradients, read where they lie: no device is waited for."""
+"""Compute the norm of a step's gradients where they lie: no device is waited for."""
 
 import math
 from collections import defaultdict
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 PLAIN = (Tensor, nn.Parameter)
-"""Kinds of gradients that are whole: of a distributed one all ranks would have to be asked."""
+"""Classes of gradients that are whole: a distributed one needs an answer of all ranks."""
 HALF = (torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
 def gradient_norm(optimizer: Any, device: torch.device) -> Tensor | None:
-    """One norm over all gradients as the optimizer meets them, without a loss scaler's factor.
+    """Return one norm over all gradients as the optimizer gets them, without a loss scale.
 
     Args:
         optimizer: one of torch's; parameters without a gradient count for nothing.
@@ -44,11 +44,11 @@ def gradient_norm(optimizer: Any, device: torch.device) -> Tensor | None:
 def _together(
     parts: dict[tuple[torch.device, torch.dtype], list[Tensor]], device: torch.device
 ) -> Tensor:
-    """Of gradients by where they lie and what they are of; the host's part is known at once."""
+    """Return the norm of gradients by device and dtype; the host's part is known at once."""
     there, host = [], 0.0
-    for (where, dtype), held in parts.items():
+    for (where, dtype), gradients in parts.items():
         wide = torch.float32 if dtype in HALF else None
-        norms = torch._foreach_norm(held, 2, wide)  # type: ignore[attr-defined]
+        norms = torch._foreach_norm(gradients, 2, wide)  # type: ignore[attr-defined]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if where.type == "cpu":
             host = math.hypot(host, float(norm))
@@ -61,7 +61,7 @@ def _together(
 
 
 def _dense(gradient: Tensor) -> Tensor | None:
-    """Its numbers as a plain tensor; None where they cannot be had without waiting."""
+    """Return its numbers as a plain tensor; None where they cannot be had without waiting."""
     if type(gradient) not in PLAIN or gradient.device.type not in ("cpu", "cuda"):
         return None
     if gradient.layout is torch.sparse_coo and gradient.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""What was read becomes a report, in the names of a run's report.json where the same is meant."""
+"""Report what was read, in the names of a run's report.json where both mean one thing."""
 
 import math
 import os
@@ -29,7 +29,7 @@ WINDOW_STEPS = 512
 
 @dataclass(frozen=True)
 class Compiled:
-    """What torch's compiler has done in this process so far."""
+    """Hold what torch's compiler has done in this process so far."""
 
     seconds: float = 0.0
     graphs: int = 0
@@ -37,7 +37,7 @@ class Compiled:
 
     @staticmethod
     def now() -> "Compiled":
-        """Its counters; zeros before its first use."""
+        """Return its counters; zeros before its first use."""
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo is None:
             return Compiled()
@@ -46,7 +46,7 @@ class Compiled:
         )
 
     def since(self, before: "Compiled") -> dict[str, Any]:
-        """The difference; none where somebody has set the counters back."""
+        """Return the difference; zeros where somebody has set the counters back."""
         return {
             "compile_s": max(0.0, self.seconds - before.seconds),
             "graphs": max(0, self.graphs - before.graphs),
@@ -55,7 +55,7 @@ class Compiled:
 
 
 class Idle:
-    """What was asked for and does nothing: parameters without a gradient, and torch.compile."""
+    """Find what was asked for and does nothing: parameters without a gradient, torch.compile."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._compiles = is_compiled(model)
@@ -63,13 +63,13 @@ class Idle:
         self._numbers, self._looks = sum(p.numel() for p in self._left), 0
 
     def look(self, step: int) -> None:
-        """Before `step`: at the first ones each, then now and then."""
+        """Look before `step`: at each of the first steps, then now and then."""
         if step < WARMUP_STEPS or step % LOOK_EVERY == 0:
             self._looks += 1
             self._left = [p for p in self._left if p.grad is None]
 
     def report(self) -> dict[str, Any]:
-        """The share of the optimizer's numbers, and names; None where too few steps were seen."""
+        """Return the share of the optimizer's numbers, and names; None after too few steps."""
         if self._looks < WARMUP_STEPS or not self._numbers:
             return {"untrained_share": None, "lost_techniques": None}
         nothing = self._compiles and not Compiled.now().graphs
@@ -80,7 +80,7 @@ class Idle:
 
 
 class Tally:
-    """Rows of steps, summed up."""
+    """Sum up rows of steps."""
 
     def __init__(self) -> None:
         self.rows: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS)
@@ -89,7 +89,7 @@ class Tally:
         self.first_loss: float | None = None
 
     def add(self, row: dict[str, Any]) -> None:
-        """A step that is complete; its row gets the names of metrics.jsonl."""
+        """Add a step that is complete; its row gets the names of metrics.jsonl."""
         counts, tokens = self.counts, row.pop("step_tokens")
         warm = row["step"] > WARMUP_STEPS and "traced" not in row
         counts["steps"] += 1
@@ -128,11 +128,11 @@ class Tally:
     def report(
         self, known: dict[str, Any], clock: Clock, before: dict[str, int] | None
     ) -> dict[str, Any]:
-        """A report.
+        """Return a report.
 
         Args:
             known: what the watch itself knows: status, steps, model, optimizer, loader.
-            clock: of the steps.
+            clock: the clock of the steps.
             before: the allocator's counts when the watch began; None when it never did.
         """
         counts = self.counts
@@ -181,7 +181,7 @@ class Tally:
         return {**report, "not_measured": missing, "rows": [dict(r) for r in self.rows]}
 
     def _waits(self, step_s: float | None) -> dict[str, Any]:
-        """How long steps waited for data, on the host."""
+        """Return how long steps waited for data, on the host."""
         waits_s = [r["wait_s"] for r in self.rows]
         if len(waits_s) < 2:
             names = ("p50_s", "p95_s", "p99_s", "max_s", "epoch_max_s", "stalled_steps")
@@ -197,17 +197,17 @@ class Tally:
         }
 
     def _leads(self) -> dict[str, int] | None:
-        """In how many warm steps the device had run dry; None where the device is the host."""
+        """Return in how many warm steps the device had run dry; None on the host."""
         if not self.counts["lead_steps"]:
             return None
-        found = {f"{name}_steps": self.counts[name] for name in LEADS}
-        return {"steps": self.counts["lead_steps"], **found}
+        dry = {f"{name}_steps": self.counts[name] for name in LEADS}
+        return {"steps": self.counts["lead_steps"], **dry}
 
     def _not_measured(self, report: dict[str, Any], clock: Clock) -> list[str]:
         counts = self.counts
         open_steps, given = report["steps"] - counts["steps"], bool(report.get("loader"))
         read = counts["tokens"] or report["phase_s"].get("input")
-        told = {
+        missing = {
             "checkpoints: no hook sees them": not report.get("trainer"),
             "exposed communication and kernels: no step was traced": not counts["traced"],
             "every step: optimizer.step was never seen": not report["steps"],
@@ -215,24 +215,26 @@ class Tally:
             "the wait for data: no loader was given": not given,
             "the wait for data: nothing was read from the loader given": given and not read,
             "the host's lead: the device is the host": not clock.asynchronous,
-            "forward and backward apart: another wrapper compiled the model, or calls it":
-                counts["forward_steps"] < counts["steps"],
+            "forward and backward apart: another wrapper compiled the model, or calls it": counts[
+                "forward_steps"
+            ]
+            < counts["steps"],
             "wasted tokens: no batch names input_ids and labels": not counts["targets_of"],
             "padding: no batch names input_ids and attention_mask": not counts["padded_of"],
             "loss: neither returned by the model nor noted": report["loss"]["last"] is None,
             "gradient norms: no step's were read, nor noted": not counts["norms"],
             "clipping: no grad_norm and max_norm were noted": not counts["clipped_of"],
-        }  # fmt: skip
-        return [sentence for sentence, missing in told.items() if missing]
+        }
+        return [sentence for sentence, is_missing in missing.items() if is_missing]
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether it was given to torch.compile, or made by it."""
+    """Return whether a model was given to torch.compile, or made by it."""
     return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
 
 
 def describe(model: nn.Module, optimizer: Any, loader: Any, arguments: Any) -> dict[str, Any]:
-    """What a remedy must know of the three, and of a Trainer's arguments if there is one."""
+    """Return what a remedy must know of the three, and of a Trainer's arguments."""
     parameter = next(model.parameters(), torch.empty(0))
     device, cuda = parameter.device, parameter.device.type == "cuda"
     first = optimizer.param_groups[0]
@@ -258,13 +260,13 @@ def describe(model: nn.Module, optimizer: Any, loader: Any, arguments: Any) -> d
 
 
 def allocator(device: torch.device) -> dict[str, int]:
-    """How often the allocator had to give back its cache to go on, and how often it failed."""
+    """Return how often the allocator gave back its cache to go on, and how often it failed."""
     stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
     return {"alloc_retries": stats.get("num_alloc_retries", 0), "ooms": stats.get("num_ooms", 0)}
 
 
 def _pressure(device: torch.device, before: dict[str, int] | None) -> dict[str, Any]:
-    """The device's memory, and what the allocator went through since the watch began."""
+    """Return the device's memory, and the allocator's troubles since the watch began."""
     if device.type != "cuda" or before is None:
         return {"device": device.type, "capacity_bytes": None, "alloc_retries": None, "ooms": None}
     return {
@@ -275,7 +277,7 @@ def _pressure(device: torch.device, before: dict[str, int] | None) -> dict[str, 
 
 
 def _memory(device: torch.device) -> dict[str, Any]:
-    """Peak bytes since the process began, or since its loop set the peaks back."""
+    """Return the peak bytes since the process began, or since its loop set the peaks back."""
     unknown = {"predicted": None, "predicted_at": None}
     if device.type != "cuda":
         import resource  # which not every system has

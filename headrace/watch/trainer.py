@@ -1,4 +1,4 @@
-"""The callback that attaches a watch to a Hugging Face Trainer."""
+"""Attach a watch to a Hugging Face Trainer by a callback."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -7,28 +7,29 @@ from headrace.core.errors import UnsupportedError
 
 
 def trainer_callback(watched: Any) -> Any:
-    """A TrainerCallback that watches while the Trainer trains.
+    """Return a TrainerCallback that watches while the Trainer trains.
 
     The Trainer makes its optimizer and loader itself, so they are known when training begins.
-    Between two steps it says when it has logged, evaluated and saved, so that these are told apart.
+    Between two steps it says when it has logged, evaluated and saved, so that these are timed
+    apart.
 
     Raises:
         UnsupportedError: transformers is not installed.
     """
     if find_spec("transformers") is None:
-        told = "watching a Trainer needs transformers, which is not installed"
-        raise UnsupportedError(told, "pip install 'headrace[hf]'")
+        message = "watching a Trainer needs transformers, which is not installed"
+        raise UnsupportedError(message, "pip install 'headrace[hf]'")
     from transformers import TrainerCallback
 
     def asks(control: Any, what: str) -> bool:
         return getattr(control, f"should_{what}", False)
 
     def after_log(control: Any) -> str:
-        """What a Trainer does next between two steps: it logs, then evaluates, then saves."""
+        """Return what a Trainer does next between steps: it logs, then evaluates, then saves."""
         return "eval" if asks(control, "evaluate") else "other"
 
     class Watching(TrainerCallback):
-        """Attached from the beginning of training to its end."""
+        """Watch from the beginning of training to its end."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **its: Any) -> None:
             loader = its.get("train_dataloader")

@@ -1,8 +1,8 @@
-"""What is watched: hooks on, hooks off, and what each of them notes.
+"""Watch a loop: put hooks on, take them off, and note what each of them sees.
 
 A step is `input` (the wait for a batch), `transfer` (until the forward), `forward`, `backward`
 (until `optimizer.step`), for each micro-batch, then `optimizer`, then `other` until the next batch;
-a forward without gradients between two steps begins an `eval`. A Trainer's callback also tells what
+a forward without gradients between two steps begins an `eval`. A Trainer's callback also says what
 was an evaluation from its beginning, and what a `checkpoint`.
 """
 
@@ -31,7 +31,7 @@ from headrace.watch.trainer import trainer_callback
 
 
 class Watched:
-    """A training loop under watch, and what was read of it so far. Made by `headrace.watch`."""
+    """Watch a training loop, and hold what was read of it so far. `headrace.watch` makes one."""
 
     def __init__(self, trace: str | Path | None = None) -> None:
         self.loader: Any = None
@@ -54,10 +54,10 @@ class Watched:
         """Watch these from now on; what was watched before is let go and forgotten.
 
         Args:
-            model: as `headrace.watch` takes it.
-            optimizer: the same.
-            loader: the same.
-            arguments: a Trainer's, if it is one that trains.
+            model: the model, as `headrace.watch` takes it.
+            optimizer: its optimizer.
+            loader: what batches come from.
+            arguments: the arguments of a Trainer, if one trains.
 
         Raises:
             ConfigError: the optimizer is none of torch's.
@@ -116,14 +116,17 @@ class Watched:
         self.close()
 
     def _look(self, device: torch.device) -> None:
-        """What looks at the device beside the steps: gauges, and one burst if a folder is given."""
+        """Look at the device beside the steps: by gauges, and a profiler window where asked."""
         group = torch.distributed
         rank = group.get_rank() if group.is_available() and group.is_initialized() else 0
         self._gauges = Gauges(device)
         self._profiler_windows = ProfilerWindows(
-            self._folder or Path(), device, every_steps=None if self._folder else 0, rank=rank,
+            self._folder or Path(),
+            device,
+            every_steps=None if self._folder else 0,
+            rank=rank,
             warn=lambda message: warnings.warn(message, stacklevel=2),
-        )  # fmt: skip
+        )
 
     def _hook_model(self, model: nn.Module) -> list[Callable[[], Any]]:
         inside = model._compiled_call_impl  # set by model.compile(), which traces hooks too
@@ -151,9 +154,15 @@ class Watched:
     # --- what a loop says, and what it asks ---
 
     def note(
-        self, *, loss: Any = None, grad_norm: Any = None, max_norm: float | None = None,
-        tokens: int = 0, targets: Any = None, skipped: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        loss: Any = None,
+        grad_norm: Any = None,
+        max_norm: float | None = None,
+        tokens: int = 0,
+        targets: Any = None,
+        skipped: bool = False,
+    ) -> None:
         """Tell what no hook sees, before `optimizer.step`. Tensors are read when they are complete.
 
         Args:
@@ -173,9 +182,9 @@ class Watched:
             return
         given = {"loss": loss, "grad_norm": grad_norm, "targets": targets}
         if spread := [name for name, value in given.items() if hasattr(value, "full_tensor")]:
-            told = f"headrace.watch was given a distributed tensor as {', '.join(spread)}"
+            message = f"headrace.watch was given a distributed tensor as {', '.join(spread)}"
             whole = ", ".join(f"{name}={name}.full_tensor()" for name in spread)
-            raise ConfigError(told, f"watched.note({whole})")
+            raise ConfigError(message, f"watched.note({whole})")
         if loss is not None:
             if not self._noted_loss:
                 self._forget("loss")  # what the model returned
@@ -209,7 +218,7 @@ class Watched:
         self._mark(phase)
 
     def callback(self) -> Any:
-        """A TrainerCallback that watches what a Hugging Face Trainer trains.
+        """Return a TrainerCallback that watches what a Hugging Face Trainer trains.
 
         Raises:
             UnsupportedError: transformers is not installed.
@@ -217,10 +226,14 @@ class Watched:
         return trainer_callback(self)
 
     def report(self) -> dict[str, Any]:
-        """What is known by now, in the names of a run's report.json; waits for nothing."""
+        """Return what is known by now, in the names of a run's report.json; wait for nothing."""
         self._take_rows()
-        known = {"status": self.status, "message": self.message, "error": self.error,
-                 "steps": self._steps}  # fmt: skip
+        known = {
+            "status": self.status,
+            "message": self.message,
+            "error": self.error,
+            "steps": self._steps,
+        }
         before = self._before if self._facts else None
         report = self.tally.report(
             {**known, "wall_s": self._passed_s(), **self._facts}, self._clock, before
@@ -250,12 +263,12 @@ class Watched:
     # --- hooks ---
 
     def _live(self) -> bool:
-        """Whether what happens now is the training that is watched."""
+        """Return whether what happens now is the training that is watched."""
         here = bool(self._undo) and threading.get_ident() == self._thread
         return here and not (self._clock.cuda and torch.cuda.is_current_stream_capturing())
 
     def _timed(self, call: Callable[..., Any], source: Any, *, opens: bool = False) -> Any:
-        """`call(source)`, the wait for it noted."""
+        """Return `call(source)`, and note the wait for it."""
         if not self._live() or not torch.is_grad_enabled():
             return call(source)
         self._begin_step()

@@ -96,7 +96,7 @@ class Recorder:
             self.host(cat, name, begun)
 
     def end_step(self) -> None:
-        """The profiler's mark of a step."""
+        """Write the profiler's mark of a step."""
         self.host("user_annotation", f"ProfilerStep#{self.step}", self.began)
         self.step, self.began = self.step + 1, self.now
 

@@ -92,7 +92,7 @@ def test_a_run_that_waited_for_launches_is_scaled_by_its_host() -> None:
 
 @pytest.mark.parametrize("share", [0.4, 0.9, 1.0, 1.9])
 def test_a_change_that_changes_nothing_gains_nothing(share: float) -> None:
-    """However long the run took, and whatever it waited for."""
+    """It is so however long the run took, and whatever it waited for."""
     one = seen(f"{BARE} +full_checkpoint batch.micro_sequences=8")
     assert one.step_s
     for run in (

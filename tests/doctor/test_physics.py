@@ -131,7 +131,7 @@ def test_no_signal_makes_a_device_busy_that_has_nothing_to_do(
 
 
 def test_a_share_that_the_ledger_left_over_forecasts_nothing_that_it_does_not() -> None:
-    """Of a step four times as long as the ledger can describe, no half of the rest is promised."""
+    """No half of the rest is promised of a step four times as long as the ledger can describe."""
     found = on_h100("small", 0.4, 0.001)
     assert found.verdict is not None and found.verdict.share > 0.9
     known = found.findings[0].remedies

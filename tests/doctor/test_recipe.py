@@ -36,7 +36,7 @@ def run(folder: Path, name: str, curve: list[tuple[float, float]], **other: Any)
 
 
 def sooner(share: float) -> list[tuple[float, float]]:
-    """The curve, with so many of its tokens."""
+    """Return the curve, with a share of its tokens."""
     return [(tokens * share, bits) for tokens, bits in CURVE]
 
 

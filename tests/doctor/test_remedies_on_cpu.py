@@ -28,7 +28,7 @@ TINY: dict[str, Any] = {
 
 
 def plan_of(**tables: Any) -> Plan:
-    """The tiny plan, with tables in the place of its own."""
+    """Return the tiny plan, with tables in the place of its own."""
     return Plan.model_validate({**TINY, **tables}, context={"catalogue": catalogue()})
 
 

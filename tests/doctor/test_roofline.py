@@ -109,7 +109,7 @@ NO_SHAPES = [
 @pytest.mark.parametrize("name", ["aten::mm", "aten::add", "aten::_flash_attention_forward"])
 @pytest.mark.parametrize("dims", NO_SHAPES, ids=lambda dims: repr(dims)[:20])
 def test_shapes_that_no_tensor_has_tell_nothing(name: str, dims: list[Any], tmp_path: Path) -> None:
-    """Real shapes beside them say what they say alone."""
+    """Real shapes beside them give what they give alone."""
     kernel, odd = (GEMM, BEST_US * 1.05, MM), (name, dims, [BF16] * len(dims))
     path = trace(tmp_path / "t.json", kernel, (GEMM, BEST_US, odd))
     (rank,) = measure_traces([path]).ranks
@@ -145,7 +145,7 @@ def test_operations_of_many_kinds() -> None:
     )
     assert flops_back == 2.5 * flops and back_s > best_s
     bmm = Operation("aten::bmm", [[12, 64, 64], [12, 64, 64]], [BF16, BF16], none)
-    assert roof._product((), bmm)[0] == 2 * 12 * 64**3
+    assert roof._matmul((), bmm)[0] == 2 * 12 * 64**3
 
 
 def test_the_newest_window_of_a_folder(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_the_newest_window_of_a_folder(tmp_path: Path) -> None:
     (rank,) = numbers.ranks
     assert rank.path == "step-20.rank-0.json.gz" and numbers.between_ranks.matched == 0
     assert len(rank.steps) == 5 and numbers.step_s() == pytest.approx(9.5e-3, rel=0.02)
-    assert rank.launches == 102 and rank.short_share == pytest.approx(100 / 102)
+    assert rank.launches == 102 and rank.brief_share == pytest.approx(100 / 102)
     assert numbers.share(lambda step: step.exposed_s) == pytest.approx(1 / 9.5, rel=0.03)
     assert numbers.idle("sync") < 0.01
     first = kernel_lines(tmp_path)[0]

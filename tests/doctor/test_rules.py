@@ -1,4 +1,4 @@
-"""Rules name one planted fault of an observation, and nothing in healthy ones."""
+"""One planted fault of an observation is named, and nothing in healthy ones."""
 
 import json
 import math
@@ -203,7 +203,7 @@ def test_a_share_of_the_steps_may_be_lost(lost: int, of: int, name: str) -> None
 
 @pytest.mark.parametrize(("of", "name"), [(180, "instability"), (360, "computation")])
 def test_a_share_of_the_steps_may_jump(of: int, name: str) -> None:
-    """Five norms of gradients jump."""
+    """Five norms of gradients are far above the others."""
     norms = tuple(0.5 + 0.01 * (n % 3) + 9 * (n in range(30, 180, 30)) for n in range(of))
     assert judge(replace(healthy(), grad_norm=norms))[0].bottleneck == name
 

@@ -229,7 +229,7 @@ def test_the_table_and_families(tmp_path: Path) -> None:
     first = rank.kernels[0]
     assert (first.name, first.family, first.calls) == (GEMM, "products", 19 * (STEPS - 1))
     assert sum(row.share for row in rank.kernels) == pytest.approx(1)
-    assert rank.short_share == pytest.approx(50 / 71)
+    assert rank.brief_share == pytest.approx(50 / 71)
     names = {
         REDUCE: "collectives",
         POINTWISE: "elementwise",

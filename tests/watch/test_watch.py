@@ -163,7 +163,7 @@ def test_the_norm_that_is_read_is_torchs_and_a_noted_one_takes_its_place() -> No
 
 
 class Coded(Exception):
-    """As those of libraries of the web."""
+    """Libraries of the web have errors with such codes."""
 
     code = None
 

@@ -192,7 +192,7 @@ def test_on_a_device_nothing_waits(dry: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_norm_of_gradients_of_a_device_is_not_waited_for() -> None:
-    """Of two dtypes there, and with a part of them on the host."""
+    """Gradients have two dtypes there, and a part of them is on the host."""
     card = [nn.Linear(64, 64).cuda(), nn.Linear(64, 64).cuda().bfloat16()]
     for host in ([], [nn.Linear(64, 64)]):
         parameters = [p for module in (*card, *host) for p in module.parameters()]

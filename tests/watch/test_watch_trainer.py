@@ -29,7 +29,7 @@ class Accelerated(torch.optim.Optimizer):
 
 
 def test_a_trainers_callback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The events of a Trainer, in its order, through its own handler."""
+    """It gets the events of a Trainer, in their order, through its own handler."""
     from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
     model, inner, loader = setup()
@@ -72,7 +72,7 @@ def test_a_trainers_callback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_trainer_does_between_steps_is_told_apart(
     monkeypatch: pytest.MonkeyPatch, logs: bool, evaluates: bool, saves: bool
 ) -> None:
-    """Logging 1 s, an evaluation of 2 + 4 s, its own log 8 s, a save with its push 16 s.
+    """Times are logging 1 s, an evaluation of 2 + 4 s, its own log 8 s, a save with its push 16 s.
 
     The callbacks' protocol alone, on a clock that stands still but there.
     """

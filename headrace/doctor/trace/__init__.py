@@ -28,12 +28,12 @@ from typing import Any
 from headrace.doctor.findings import Finding, Kind
 from headrace.doctor.trace.limits import (
     ALARM,
-    BOTH_WAYS,
     BOUND_SHARE,
     FEW_STEPS,
     FUSION_RECOVERS,
     INEFFICIENT,
     MEMORY_BOUND,
+    OFFLOAD_SHARE,
     SAME_RANK,
     SLOW_MATMUL_RECOVERS,
 )
@@ -123,7 +123,7 @@ def _launch(numbers: TraceNumbers) -> Finding | None:
         profiler_share=own_s / traced_s,
         syncs=first.syncs[:2],
         launches=first.launches,
-        short_share=first.short_share or 0,
+        brief_share=first.brief_share or 0,
         profiler_known=bool(numbers.undisturbed_s),
         frames=frames,
         no_loader=unmarked,
@@ -134,7 +134,7 @@ def _host_copies(numbers: TraceNumbers) -> tuple[float, bool]:
     """Return the share of copies to and from the host that nothing hid; whether they offload."""
     there = numbers.share(lambda step: step.to_device_s) + numbers.idle("copies")
     back = numbers.share(lambda step: step.to_host_s)
-    return there + back, back > BOTH_WAYS * (there + back)
+    return there + back, back > OFFLOAD_SHARE * (there + back)
 
 
 def _input(numbers: TraceNumbers) -> Finding | None:

@@ -22,13 +22,23 @@ from headrace.core.files import no_json
 from headrace.core.units import format_bytes
 from headrace.doctor.trace.limits import MOST_BYTES
 
-KINDS = {
-    "kernel": "kernel", "gpu_memcpy": "copy", "memcpy": "copy", "gpu_memset": "set",
-    "memset": "set", "cuda_runtime": "call", "runtime": "call", "cuda_driver": "call",
-    "driver": "call", "cpu_op": "op", "operator": "op", "user_annotation": "mark",
-    "gpu_user_annotation": "on device", "python_function": "frame",
-}  # fmt: skip
-"""Kineto's categories, in lower case -> ours"""
+CATEGORIES = {
+    "kernel": "kernel",
+    "gpu_memcpy": "copy",
+    "memcpy": "copy",
+    "gpu_memset": "set",
+    "memset": "set",
+    "cuda_runtime": "call",
+    "runtime": "call",
+    "cuda_driver": "call",
+    "driver": "call",
+    "cpu_op": "op",
+    "operator": "op",
+    "user_annotation": "mark",
+    "gpu_user_annotation": "on device",
+    "python_function": "frame",
+}
+"""Kineto's categories, in lower case -> ours."""
 DEVICE = ("kernel", "copy", "set")
 ENDINGS = (".json", ".json.gz")
 """How the names of traces end."""
@@ -37,11 +47,11 @@ RECORD = (
     "on_trace_ready=torch.profiler.tensorboard_trace_handler('traces'))"
 )
 """How to record what the doctor can read, as Python runs it."""
-AGAIN = (
+RECORD_AND_JUDGE = (
     f"{RECORD} around the loop, with its step() behind each step; then "
     "headrace doctor traces/*.json"
 )
-"""What a user types whose file is no trace, or no whole one."""
+"""Command for a user whose file is no trace, or no whole one."""
 
 LAUNCH = re.compile(r"Launch|Memcpy|Memset")
 SYNC = re.compile(r"Synchronize$|^(cuda|hip)Memcpy$|^hipMemcpyWithStream$|^cuMemcpy(DtoH|HtoD)_v2$")
@@ -57,16 +67,17 @@ OPTIMIZER = "Optimizer.step#"
 RANK = re.compile(r"rank[-_]?(\d+)", re.I)
 
 LAST_US, LONGEST_US = 2.0**53, 86_400e6
-"""from here on floats do not tell microseconds apart; and a day, which no event of a step takes"""
+"""Times from which floats do not resolve microseconds; and a day, which no event of a step
+takes."""
 APART_US = 600e6
-"""no queue holds a launch for ten minutes, and no two clocks of one trace are so far apart"""
+"""Ten minutes: no queue keeps a launch so long, and no two clocks of one trace differ so much."""
 MOST_RANKS = 2**31
 SHOWN, LISTED = 60, 8
-"""letters of a name, and names, that a message shows"""
+"""Letters of a name, and names, that a message shows."""
 
 
 class Event(NamedTuple):
-    """One complete event.
+    """Hold one complete event.
 
     `call` is the correlation id between a launch and its kernel, or 0; `op` the number of the
     operation that launched it, or 0.
@@ -85,7 +96,7 @@ class Event(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation with its arguments' shapes, types and plain values; lists of tensors nest."""
+    """Hold an operation with its arguments' shapes, types and plain values; lists nest."""
 
     name: str
     dims: list[Any]
@@ -95,12 +106,12 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What the doctor needs of one rank's file.
+    """Hold what the doctor needs of one rank's file.
 
     Args:
         path: the file.
-        rank: from distributedInfo, or the file's name; None when neither tells.
-        world: ranks of the run, as the file tells; None when it does not.
+        rank: its number, from distributedInfo or the file's name; None when neither has one.
+        world: ranks of the run; None when the file does not say.
         device: kernels, copies and memsets of the busiest device, in order of their starts.
         devices: devices that ran something.
         launches: correlation id -> when the call was made.
@@ -114,7 +125,7 @@ class Trace:
         computes_tf32: False when the file says that the device is older than tensor cores for
             float32; True when it says otherwise or nothing.
         operations: number -> what launched kernels, where shapes were recorded.
-        device_name: of the first device that the file tells of; empty when it tells of none.
+        device_name: name of the first device that the file names; empty when it names none.
         odd: events that were left out, for their times are none.
     """
 
@@ -138,7 +149,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """One file.
+    """Return one file's trace.
 
     Raises:
         ConfigError: it is missing, cut short, too large, no JSON, or no trace of torch.profiler.
@@ -150,18 +161,18 @@ def read_trace(path: Path) -> Trace:
         try:
             whole, sieve = _parsed(_mended(text))
         except (ValueError, RecursionError):
-            raise ConfigError(f"{path} {no_json(text, error)}", AGAIN) from None
+            raise ConfigError(f"{path} {no_json(text, error)}", RECORD_AND_JUDGE) from None
     if isinstance(whole, list):  # Chrome allows the bare list
         whole = {"traceEvents": whole}
     of_run = (path.parent / "plan.toml").is_file()
-    remedy = again((path, path.parent), verb="doctor") if of_run else AGAIN
+    remedy = again((path, path.parent), verb="doctor") if of_run else RECORD_AND_JUDGE
     if not isinstance(whole, dict) or not isinstance(whole.get("traceEvents"), list):
         raise ConfigError(f"{path} is JSON, but no trace: it has no list 'traceEvents'", remedy)
-    if not any(c.lower() in KINDS for c in sieve.counts):
-        found = ", ".join(shown(c) for c in sorted(sieve.counts)[:LISTED]) or "none"
+    if not any(c.lower() in CATEGORIES for c in sieve.counts):
+        categories = ", ".join(shown(c) for c in sorted(sieve.counts)[:LISTED]) or "none"
         more = f" and {len(sieve.counts) - LISTED} more" if len(sieve.counts) > LISTED else ""
         raise ConfigError(
-            f"{path} holds no event of torch.profiler (ph 'X'); its categories: {found}{more}",
+            f"{path} holds no event of torch.profiler (ph 'X'); its categories: {categories}{more}",
             remedy,
         )
     return _sorted_out(path, whole, sieve)
@@ -173,13 +184,13 @@ def _parsed(text: str) -> tuple[Any, "_Sieve"]:
 
 
 def shown(name: str, most: int = SHOWN) -> str:
-    """A name as a message shows it: the beginning of a long one, and nothing that steers."""
+    """Return a name as a message shows it: the beginning of a long one, and nothing that steers."""
     cut = name if len(name) <= most else f"{name[: most - 3]}..."
     return "".join(letter if letter.isprintable() else "?" for letter in cut)
 
 
 def times_of(event: dict[str, Any]) -> tuple[float, float] | None:
-    """When an event began and how long it took; None where no clock can have told that."""
+    """Return when an event began and how long it took; None where no clock can say so."""
     both: Any = event.get("ts"), event.get("dur")
     if not all(type(one) in (int, float) for one in both):
         return None
@@ -190,14 +201,14 @@ def times_of(event: dict[str, Any]) -> tuple[float, float] | None:
 
 
 def _mended(text: str) -> str:
-    """Without two faults of Kineto: values left out, and backslashes of Windows as they are."""
+    """Return the text without two faults of Kineto: missing values, and backslashes of Windows."""
     text = re.sub(r'":\s*(?=[,}])', '": null', text)
     escaped = r'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))'
-    return re.sub(escaped + r"|\\", lambda found: found[1] or r"\\", text)
+    return re.sub(escaped + r"|\\", lambda match: match[1] or r"\\", text)
 
 
 def text_of(path: Path) -> str:
-    """The unpacked text of a file.
+    """Return the unpacked text of a file.
 
     Raises:
         ConfigError: it is missing, cut short or too large.
@@ -206,27 +217,27 @@ def text_of(path: Path) -> str:
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
         with gzip.open(path) if packed else path.open("rb") as stream:
-            found = stream.read(MOST_BYTES + 1)
+            data = stream.read(MOST_BYTES + 1)
     except FileNotFoundError:
         there = [file.name for ending in ENDINGS for file in path.parent.glob(f"*{ending}")]
         near = nearest(path.name, there)
-        told = f"There is no trace {path}"
+        message = f"There is no trace {path}"
         if near in there:
             command = again((path, path.parent / near), verb="doctor")
-            raise ConfigError(f"{told}; the nearest is {path.parent / near}", command) from None
-        raise ConfigError(told, AGAIN) from None
+            raise ConfigError(f"{message}; the nearest is {path.parent / near}", command) from None
+        raise ConfigError(message, RECORD_AND_JUDGE) from None
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", AGAIN) from None
-    if len(found) > MOST_BYTES:
+        raise ConfigError(f"{path} cannot be read: {error}", RECORD_AND_JUDGE) from None
+    if len(data) > MOST_BYTES:
         raise ConfigError(
             f"{path} holds more than {format_bytes(MOST_BYTES)} of JSON, the most that is read",
-            AGAIN,
+            RECORD_AND_JUDGE,
         )
-    return found.decode("utf-8-sig", errors="replace")  # tools of Windows put a mark before it
+    return data.decode("utf-8-sig", errors="replace")  # tools of Windows put a mark before it
 
 
 class _Sieve:
-    """Takes events out of the JSON while it is read."""
+    """Take events out of the JSON while it is read."""
 
     def __init__(self) -> None:
         self.kept: list[Event] = []
@@ -235,19 +246,19 @@ class _Sieve:
         self.odd = 0
         self._names: dict[str, str] = {}
 
-    def take(self, found: dict[str, Any]) -> dict[str, Any] | None:
-        """An event is kept or dropped and leaves None; anything else stays as it is."""
-        if "ph" not in found or "name" not in found:
-            return found
-        if found["ph"] == "X" and isinstance(found.get("cat"), str):
-            self.counts[found["cat"]] += 1
-            kind, name = KINDS.get(found["cat"].lower()), found["name"]
+    def take(self, item: dict[str, Any]) -> dict[str, Any] | None:
+        """Keep or drop an event and return None; return anything else as it is."""
+        if "ph" not in item or "name" not in item:
+            return item
+        if item["ph"] == "X" and isinstance(item.get("cat"), str):
+            self.counts[item["cat"]] += 1
+            kind, name = CATEGORIES.get(item["cat"].lower()), item["name"]
             if kind and isinstance(name, str):
                 name = self._names.setdefault(name, name)
                 if kind == "op":
-                    self._keep_shapes(name, found.get("args"))
+                    self._keep_shapes(name, item.get("args"))
                 if _wanted(kind, name):
-                    self._keep(kind, name, found)
+                    self._keep(kind, name, item)
         return None
 
     def _keep_shapes(self, name: str, args: Any) -> None:
@@ -260,34 +271,40 @@ class _Sieve:
                 name, dims, types, values if isinstance(values, list) else []
             )
 
-    def _keep(self, kind: str, name: str, found: dict[str, Any]) -> None:
-        args = found.get("args")
+    def _keep(self, kind: str, name: str, item: dict[str, Any]) -> None:
+        args = item.get("args")
         args = args if isinstance(args, dict) else {}
-        times, call = times_of(found), args.get("correlation", 0)
+        times, call = times_of(item), args.get("correlation", 0)
         if times is None:
             self.odd += 1
             return
         start, spent = times
         group = args.get("Process Group Ranks") or args.get("Process Group Name") or ""
-        thread = (str(found.get("pid")), str(found.get("tid")))  # some versions write "24572"
+        thread = (str(item.get("pid")), str(item.get("tid")))  # some versions write "24572"
         number = args.get("External id", 0)
         self.kept.append(
             Event(
-                kind, name, start, start + spent, thread,
-                call if isinstance(call, int) else 0, _key(args.get("stream", thread[1])),
-                _key(args.get("device", thread[0])), str(group),
+                kind,
+                name,
+                start,
+                start + spent,
+                thread,
+                call if isinstance(call, int) else 0,
+                _key(args.get("stream", thread[1])),
+                _key(args.get("device", thread[0])),
+                str(group),
                 number if isinstance(number, int) else 0,
             )
-        )  # fmt: skip
+        )
 
 
-def _key(found: Any) -> int | str:
-    """What names a stream or a device."""
-    return found if isinstance(found, (int, str)) else str(found)
+def _key(value: Any) -> int | str:
+    """Return what names a stream or a device."""
+    return value if isinstance(value, (int, str)) else str(value)
 
 
 def _wanted(kind: str, name: str) -> bool:
-    """Whether the doctor looks at such an event."""
+    """Return whether the doctor looks at such an event."""
     if kind in DEVICE:
         return True
     if kind == "call":
@@ -300,12 +317,12 @@ def _wanted(kind: str, name: str) -> bool:
 
 
 def _marks(name: str) -> bool:
-    """Whether a name marks a step or a loader; older torch called marks operators."""
+    """Return whether a name marks a step or a loader; older torch called marks operators."""
     return bool(STEP.match(name) or LOADER.search(name)) or name.startswith(OPTIMIZER)
 
 
 def _sorted_out(path: Path, whole: dict[str, Any], sieve: _Sieve) -> Trace:
-    """Events by what they are for."""
+    """Sort events by what they are for."""
     ran: dict[Any, list[Event]] = {}
     host: list[Event] = []
     device_steps: dict[str, Event] = {}
@@ -327,11 +344,11 @@ def _sorted_out(path: Path, whole: dict[str, Any], sieve: _Sieve) -> Trace:
     steps = _steps(host)
     threads = {e.thread for e in [*calls, *steps]}
     holds = [e for e in host if SYNC.search(e.name) or e.name in SYNC_OPS]
-    told = whole.get("distributedInfo")
-    told = told if isinstance(told, dict) else {}
+    info = whole.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
     named = RANK.search(path.name)
-    rank = told.get("rank", int(named[1]) if named else None)
-    world = told.get("world_size")
+    rank = info.get("rank", int(named[1]) if named else None)
+    world = info.get("world_size")
     launchers = {e.op for events in ran.values() for e in events}
     return Trace(
         path=path,
@@ -346,7 +363,7 @@ def _sorted_out(path: Path, whole: dict[str, Any], sieve: _Sieve) -> Trace:
         steps=steps,
         device_steps=list(device_steps.values()),
         counts=sieve.counts,
-        frames=any(KINDS.get(c.lower()) == "frame" for c in sieve.counts),
+        frames=any(CATEGORIES.get(c.lower()) == "frame" for c in sieve.counts),
         computes_tf32=_computes_tf32(whole),
         operations={n: op for n, op in sieve.shaped.items() if n in launchers},
         device_name=next(
@@ -357,37 +374,37 @@ def _sorted_out(path: Path, whole: dict[str, Any], sieve: _Sieve) -> Trace:
 
 
 def _apart(event: Event, launches: dict[int, float]) -> bool:
-    """Whether what the device ran is too far from its launch for both times to be right."""
+    """Return whether what the device ran is too far from its launch for both times to be right."""
     return abs(event.start_us - launches.get(event.call, event.start_us)) > APART_US
 
 
-def _is_number(found: Any) -> bool:
-    """Whether it numbers ranks."""
-    return type(found) is int and 0 <= found < MOST_RANKS
+def _is_number(value: Any) -> bool:
+    """Return whether a value numbers ranks."""
+    return type(value) is int and 0 <= value < MOST_RANKS
 
 
 def _steps(host: list[Event]) -> list[Event]:
-    """The profiler's steps; without them those of the optimizer that steps most often."""
-    found = [e for e in host if STEP.match(e.name)]
-    if found:
-        return found
+    """Return the profiler's steps; without them those of the optimizer that steps most often."""
+    marks = [e for e in host if STEP.match(e.name)]
+    if marks:
+        return marks
     names = Counter(e.name for e in host if e.name.startswith(OPTIMIZER))
     often = max(names, key=lambda name: names[name], default=None)
     return [e for e in host if e.name == often]
 
 
 def _on(threads: set[tuple[str, str]], events: list[Event]) -> list[Event]:
-    """Those of the threads that launch: a thread that pins memory may wait as it likes."""
+    """Return events of the threads that launch: a thread that pins memory may wait as it likes."""
     return [e for e in events if e.thread in threads]
 
 
 def _cards(whole: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the file tells of each device."""
+    """Return what the file says of each device."""
     known = whole.get("deviceProperties") or whole.get("computeProperties")
     return [card for card in known if isinstance(card, dict)] if isinstance(known, list) else []
 
 
 def _computes_tf32(whole: dict[str, Any]) -> bool:
-    """Whether float32 products could run on tensor cores (compute capability 8.0 on)."""
+    """Return whether float32 matmuls could run on tensor cores (compute capability 8.0 on)."""
     majors = [card.get("computeMajor", card.get("major")) for card in _cards(whole)]
     return all(major >= 8 for major in majors if isinstance(major, int))

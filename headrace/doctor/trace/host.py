@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace.doctor.trace.file import KINDS, text_of, times_of
+from headrace.doctor.trace.file import CATEGORIES, text_of, times_of
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear")
 FAMILIES = {"attention": ("attention",), "optimizer": ("_fused_", "_foreach_")}
@@ -28,7 +28,7 @@ def host_families(path: Path) -> dict[str, float]:
     odd: list[Any] = []
 
     def take(event: dict[str, Any]) -> dict[str, Any] | None:
-        if KINDS.get(str(event.get("cat")).lower()) != "op" or event.get("ph") != "X":
+        if CATEGORIES.get(str(event.get("cat")).lower()) != "op" or event.get("ph") != "X":
             return None
         if (times := times_of(event)) is None:
             odd.append(event.get("name"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from headrace.doctor.trace.file import Event
-from headrace.doctor.trace.limits import SHORT_KERNEL_US
+from headrace.doctor.trace.limits import BRIEF_KERNEL_US
 
 PREFIXES = {
     "triton_tem_fused_flex_attention": "attention",
@@ -122,7 +122,7 @@ def is_slow_matmul(name: str) -> bool:
 
 def is_memory_bound(event: Event) -> bool:
     """Return whether its family moves much and computes little; brief kernels are all latency."""
-    long = event.end_us - event.start_us >= SHORT_KERNEL_US
+    long = event.end_us - event.start_us >= BRIEF_KERNEL_US
     return long and family_of(event.name) in MEMORY_FAMILIES
 
 
@@ -153,8 +153,8 @@ def table(
     return tuple(sorted(rows, key=lambda row: (-row.total_s, row.name)))
 
 
-def short_kernels(events: Sequence[Event]) -> float | None:
+def brief_kernels(events: Sequence[Event]) -> float | None:
     """Return the share of kernels briefer than a launch is worth; None without kernels."""
     spent_us = [e.end_us - e.start_us for e in events if e.kind == "kernel"]
-    brief = sum(us < SHORT_KERNEL_US for us in spent_us)
+    brief = sum(us < BRIEF_KERNEL_US for us in spent_us)
     return brief / len(spent_us) if spent_us else None

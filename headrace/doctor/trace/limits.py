@@ -23,7 +23,7 @@ BACK_TO_BACK_US = 5.0
 """Idle time between queued kernels below which it is the device's own cost of a launch."""
 AWAY_US = 1000.0
 """A host that launches nothing for so long was busy with something else than launching."""
-SHORT_KERNEL_US = 10.0
+BRIEF_KERNEL_US = 10.0
 """Time under which TraceLens flags kernels."""
 
 ALARM = 0.05
@@ -46,7 +46,7 @@ WORTH_TELLING = 0.001
 SLOW_MATMUL_RECOVERS = 0.75
 """Share of a float32 matmul's time that tensor cores save: they have 7 to 8 times the rate
 (datasheets of A100 and H100)."""
-BOTH_WAYS = 0.25
+OFFLOAD_SHARE = 0.25
 """Share of host copies leaving the device, before they are called offload rather than input."""
 SAME_RANK = 0.8
 """Share of collectives that wait for one and the same rank, before it is named."""

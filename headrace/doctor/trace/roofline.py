@@ -166,7 +166,7 @@ class Roof:
         if not _real(operation.dims):
             return None
         if operation.name in MATMULS:
-            kind, (flops, computed_s, best_s) = "product", self._product(kernels, operation)
+            kind, (flops, computed_s, best_s) = "product", self._matmul(kernels, operation)
         elif operation.name in MIXERS:
             kind, (flops, computed_s, best_s) = "attention", self._attention(operation)
         elif any(family_of(e.name) in ("products", "attention") for e in kernels):
@@ -182,10 +182,10 @@ class Roof:
         loaded = LOADED if self.machine.kind == "gpu" else 1.0
         return Worked(kernels, kind, spent_s, flops, roof_s, max(loaded * best_s, roof_s), bound)
 
-    def _product(
+    def _matmul(
         self, kernels: tuple[Event, ...], operation: Operation
     ) -> tuple[float, float, float]:
-        """FLOPs, seconds at the peak, and at this shape's best."""
+        """Return FLOPs, seconds at the peak, and at this shape's best."""
         first, second = MATMULS[operation.name]
         (*batch, m, k), (*_, n) = operation.dims[first], operation.dims[second]
         precision = PRECISIONS[operation.types[first]]
@@ -337,8 +337,8 @@ def _moved(operation: Operation) -> float:
 def _bytes(dims: list[Any], kind: Any) -> Iterator[float]:
     """Yield the bytes of a tensor, or of each in a list of them."""
     if isinstance(dims[0], list):
-        kinds = kind if isinstance(kind, list) else ["float"] * len(dims)
-        for inner, one in zip(dims, kinds, strict=False):
+        dtypes = kind if isinstance(kind, list) else ["float"] * len(dims)
+        for inner, one in zip(dims, dtypes, strict=False):
             yield from _bytes(inner, one) if inner else ()
     elif all(isinstance(n, int) for n in dims):
         yield prod(dims) * SIZES.get(kind, 4) if isinstance(kind, str) else prod(dims) * 4

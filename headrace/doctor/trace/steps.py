@@ -18,7 +18,7 @@ from headrace.doctor.trace.limits import WARM_UP
 
 
 class Union:
-    """Unite intervals in microseconds, and measure the length covered up to any moment."""
+    """A union of intervals has their total length, in microseconds, up to any moment."""
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
         self.starts: list[float] = []

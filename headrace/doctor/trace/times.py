@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from headrace.doctor.trace.file import Event, Trace, shown
 from headrace.doctor.trace.kernels import (
     KernelRow,
+    brief_kernels,
     family_of,
     is_host_copy,
     is_memory_bound,
     is_slow_matmul,
-    short_kernels,
     table,
 )
 from headrace.doctor.trace.limits import (
@@ -97,7 +97,7 @@ class RankTimes:
         marks: steps that the trace marks, measured or not.
         steps: those that were measured.
         kernels: the table, the longest first.
-        short_share: share of kernels under SHORT_KERNEL_US; None without kernels.
+        brief_share: share of kernels under BRIEF_KERNEL_US; None without kernels.
         launches: kernels a step.
         collectives: those of the measured steps.
         away_s: idle seconds in which the host launched nothing for long, and a batch followed.
@@ -115,7 +115,7 @@ class RankTimes:
     marks: int
     steps: tuple[StepTimes, ...]
     kernels: tuple[KernelRow, ...]
-    short_share: float | None
+    brief_share: float | None
     launches: float
     collectives: tuple[Collective, ...]
     away_s: float
@@ -272,7 +272,7 @@ def measure(trace: Trace) -> RankTimes:
         marks=len(trace.steps or trace.device_steps),
         steps=_step_times(rank, blocked),
         kernels=table(counted, ceilings.kernels if ceilings else None),
-        short_share=short_kernels(counted),
+        brief_share=brief_kernels(counted),
         launches=kernels / len(rank.steps) if rank.steps else 0.0,
         collectives=_collectives(rank, blocked),
         away_s=rank.away_us * 1e-6,

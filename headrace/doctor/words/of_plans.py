@@ -23,7 +23,7 @@ def _in_fp32(finding: Finding, facts: Any) -> Words:
 
 def _peak(facts: Any) -> str:
     peak, capacity = format_bytes(facts["peak_bytes"]), format_bytes(facts["capacity_bytes"])
-    return f"{peak} of {capacity} foreseen"
+    return f"{peak} of {capacity} predicted"
 
 
 def _does_not_fit(finding: Finding, facts: Any) -> Words:
@@ -52,7 +52,7 @@ def _memory(finding: Finding, facts: Any) -> Words:
 
 
 def _without_time(finding: Finding, facts: Any) -> Words:
-    return "The step's time is not foreseen.", facts["why"], ""
+    return "The step's time is not predicted.", facts["why"], ""
 
 
 def _launch(finding: Finding, facts: Any) -> Words:

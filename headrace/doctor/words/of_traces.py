@@ -7,10 +7,10 @@ from headrace.core.units import format_seconds
 from headrace.doctor.findings import Finding, Kind
 from headrace.doctor.trace.file import RECORD
 from headrace.doctor.trace.limits import (
+    BRIEF_KERNEL_US,
     FEW_STEPS,
     FUSION_RECOVERS,
     NEAR_ROOF,
-    SHORT_KERNEL_US,
     WORTH_TELLING,
 )
 from headrace.doctor.words.described import Describe, Words
@@ -74,7 +74,7 @@ def _launch(finding: Finding, facts: Any) -> Words:
     }
     evidence = (
         f"{_times(facts, parts)}; {facts['launches']:.0f} kernels a step, "
-        f"{facts['short_share']:.0%} of them under {SHORT_KERNEL_US:.0f} us"
+        f"{facts['brief_share']:.0%} of them under {BRIEF_KERNEL_US:.0f} us"
     )
     unknown = [] if facts["profiler_known"] else ["the profiler's own cost on the host"]
     unknown += [FRAMES] * facts["frames"] + [NO_LOADER] * facts["no_loader"]
