@@ -15,13 +15,13 @@ DEVICES = ("cpu", "cuda")
 
 @pytest.fixture(scope="session", autouse=True)
 def data(corpus: Path, prepared_folder: Path) -> None:
-    """The corpus of all tests, shared by all tiny plans."""
+    """Prepare the corpus of all tests, shared by all tiny plans."""
     house.put_data_in(str(corpus), str(prepared_folder))
 
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder, of which the tests that follow find what earlier ones kept there."""
+    """Make a user's folder, in which later tests find what earlier ones kept."""
     return tmp_path_factory.mktemp("home")
 
 
@@ -39,7 +39,7 @@ def device_is_here(request: pytest.FixtureRequest) -> None:
 
 
 def marks_of(device: str, *, slow: bool = False) -> list[pytest.MarkDecorator]:
-    """The marks of a test on `device`."""
+    """Return the marks of a test on `device`."""
     return [pytest.mark.gpu] * (device == "cuda") + [pytest.mark.slow] * slow
 
 
@@ -53,13 +53,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(
             ("device", "variant"),
             [
-                pytest.param(device, variant, id=f"{device}-{variant}",
-                             marks=marks_of(device, slow=variant.dear or
-                                            (variant.turned and device in late)))
+                pytest.param(
+                    device,
+                    variant,
+                    id=f"{device}-{variant}",
+                    marks=marks_of(
+                        device, slow=variant.dear or (variant.turned and device in late)
+                    ),
+                )
                 for device in DEVICES
                 for name in house.names_on(device)
                 for variant in house.variants(name, device)
             ],
-        )  # fmt: skip
+        )
     elif "device" in metafunc.fixturenames:
         metafunc.parametrize("device", [pytest.param(d, marks=marks_of(d)) for d in DEVICES])

@@ -22,7 +22,7 @@ result once."""
 BAND_BF16 = 0.05
 """L2 distance of a gradient in bf16 from the fp32 reference's, over the reference's norm."""
 BANDS = {"bf16": BAND_BF16, "fp16": BAND_BF16 / 2**3}
-"""The same by precision. fp16 rounds the same operands and results to 3 bits more than bf16, so it
+"""This band by precision. fp16 rounds the same operands and results to 3 bits more than bf16, so it
 moves them an eighth as far."""
 UNIT_FP32, UNIT_BF16 = 2.0**-23, 2.0**-9
 """What a nudge moves a weight by: a unit in its last place, and the most that bf16 rounds by."""
@@ -30,14 +30,14 @@ UNIT_FP32, UNIT_BF16 = 2.0**-23, 2.0**-9
 
 @dataclass
 class Result:
-    """What a step computed, before its update."""
+    """Hold what a step computed, before its update."""
 
     loss: float
     gradients: dict[str, Tensor]
 
 
 def gradients_of(build: Build) -> dict[str, Tensor]:
-    """Every parameter's gradient by name, fp32 on the host."""
+    """Return every parameter's gradient by name, fp32 on the host."""
     return {
         name: torch.zeros(()) if p.grad is None else p.grad.float().cpu()
         for name, p in build.model.named_parameters()
@@ -46,7 +46,7 @@ def gradients_of(build: Build) -> dict[str, Tensor]:
 
 
 def take_step(build: Build, rows: Sequence[Row], *, index: int = 0) -> Result:
-    """One step of the run's own `step`."""
+    """Take one step of the run's own `step`."""
     micros = make_micros(
         rows, micro_rows=build.plan.batch.micro_sequences, segments=build.mask.document
     )
@@ -88,13 +88,16 @@ def at_the_update(build: Build, look: Callable[[], None]) -> Iterator[None]:
 
 
 def reference(
-    build: Build, rows: Sequence[Row], *, documents: bool = False,
+    build: Build,
+    rows: Sequence[Row],
+    *,
+    documents: bool = False,
     more: Callable[[Build, Tensor, Tensor, Tensor], Tensor] | None = None,
-) -> Result:  # fmt: skip
-    """The plain trunk on each row, or on each document as a row of its own: no batch at all.
+) -> Result:
+    """Run the plain baseline on each row, or on each document as a row of its own: no batch at all.
 
     Args:
-        build: of the trunk alone, in fp32.
+        build: of the baseline alone, in fp32.
         rows: the batch.
         documents: whether documents are blind to each other.
         more: (build, ids, logits, targets) of a row -> what its loss has beside cross-entropy.
@@ -120,7 +123,7 @@ def reference(
 
 
 def distances(found: Result, wanted: Result, *, by_norm: bool = False) -> dict[str, float]:
-    """Of the loss and every gradient: largest difference over the largest number, or L2."""
+    """Return how far loss and gradients are off: largest difference over largest number, or L2."""
     assert found.gradients.keys() == wanted.gradients.keys()
     off: dict[str, float] = {"loss": abs(found.loss - wanted.loss) / abs(wanted.loss)}
     for name, right in wanted.gradients.items():
@@ -134,9 +137,12 @@ def distances(found: Result, wanted: Result, *, by_norm: bool = False) -> dict[s
 
 
 def assert_equal(
-    found: Result, wanted: Result, *, band: float | None = None,
+    found: Result,
+    wanted: Result,
+    *,
+    band: float | None = None,
     nudged: Callable[[float], Result] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Loss and every gradient agree: within TOLERANCE_FP32 by number, or within `band` by L2.
 
     Args:

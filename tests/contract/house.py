@@ -82,7 +82,7 @@ BESIDE: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
         COMPILE: {"backend": "eager"},
         "sequence_length_schedule": {"until": 9.0},
     },  # all of a test's steps
-    ("rope", "any"): {MODEL: {"position": "none"}},  # which it rewrites: the trunk rotates too
+    ("rope", "any"): {MODEL: {"position": "none"}},  # which it rewrites: the baseline rotates too
     ("tf32", "cuda"): {MODEL: {"precision": "fp32"}},
 }
 """(technique, device or "any") -> what its plan must have beside it, or there is nothing that it
@@ -121,14 +121,27 @@ DEAR = {
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "grouped": {"dim": 32, "heads": 4, "kv_heads": 1, "ffn": 22, "vocab": 307},
     "tied": {
-        "dim": 32, "heads": 4, "kv_heads": 2, "ffn": 20, "vocab": 311, "tied_embeddings": True,
-        "qk_norm": True, "position": "none", "activation": "relu2",
+        "dim": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn": 20,
+        "vocab": 311,
+        "tied_embeddings": True,
+        "qk_norm": True,
+        "position": "none",
+        "activation": "relu2",
     },
     "gpt2": {
-        "dim": 40, "heads": 5, "ffn": 27, "vocab": 313, "norm": "layer_norm", "bias": True,
-        "activation": "gelu", "position": "learned",
+        "dim": 40,
+        "heads": 5,
+        "ffn": 27,
+        "vocab": 313,
+        "norm": "layer_norm",
+        "bias": True,
+        "activation": "gelu",
+        "position": "learned",
     },
-}  # fmt: skip
+}
 """Decoders that differ in everything, with sizes that divide nothing."""
 
 LAYERS = 2
@@ -143,11 +156,16 @@ def context_on(device: str, plan: Plan | None = None) -> Context:
     asked = plan.model.precision
     if device == "cuda" and not torch.cuda.is_available():
         return Context(
-            plan=plan, device="cuda", device_name="NVIDIA H200",
-            capability=(9, 0), torch=(2, 13),
-            has_triton=True, has_compiler=True, ranks=1,
+            plan=plan,
+            device="cuda",
+            device_name="NVIDIA H200",
+            capability=(9, 0),
+            torch=(2, 13),
+            has_triton=True,
+            has_compiler=True,
+            ranks=1,
             precision="bf16" if asked == "auto" else asked,
-        )  # fmt: skip
+        )
     return make_context(plan, torch.device(device))
 
 
@@ -170,7 +188,7 @@ def model_keys(name: str, device: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Variant:
-    """A technique with knobs."""
+    """A variant is a technique with knobs."""
 
     name: str
     knobs: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -182,7 +200,7 @@ class Variant:
         return "-".join([self.name, *(f"{k}={v}" for k, v in self.knobs.items())])
 
     def technique(self) -> Technique[Build]:
-        """The technique."""
+        """Return the technique."""
         return CATALOGUE.find(self.name).model_validate(dict(self.knobs))
 
     def companions(self, device: str) -> list[Technique[Build]]:
@@ -191,7 +209,7 @@ class Variant:
 
 
 def knob_choices(technique: type[Technique[Any]]) -> Iterator[tuple[str, Any]]:
-    """Every choice of a Literal, both of a bool, the closed bounds of a number and the next."""
+    """Yield all choices of a Literal, both of a bool, closed bounds of a number and the next."""
     for key, info in technique.model_fields.items():
         if typing.get_origin(info.annotation) is Literal:
             yield from ((key, choice) for choice in typing.get_args(info.annotation))
@@ -209,8 +227,11 @@ def choices(name: str, device: str) -> list[Variant]:
     """The technique as it is on a tiny model, and with each other choice of each knob."""
     technique = CATALOGUE.find(name)
     plain = tiny_knobs(name, device)
-    others = [(device, other, *knob) for other, knobs in beside(name, device).items()
-              for knob in knobs.items()]  # fmt: skip
+    others = [
+        (device, other, *knob)
+        for other, knobs in beside(name, device).items()
+        for knob in knobs.items()
+    ]
     dear_beside = not DEAR.isdisjoint(others)
     found = [Variant(name, plain, dear_beside)]
     for key, choice in knob_choices(technique):
@@ -222,7 +243,7 @@ def choices(name: str, device: str) -> list[Variant]:
 
 
 def variants(name: str, device: str) -> list[Variant]:
-    """Its choices that run on `device`."""
+    """Return the choices of a technique that run on `device`."""
     return [v for v in choices(name, device) if refusal(v, device) is None]
 
 
@@ -257,7 +278,7 @@ def compiles(variant: Variant, device: str) -> bool:
 
 
 def names_on(device: str) -> list[str]:
-    """Techniques that run on `device`."""
+    """Return the techniques that run on `device`."""
     return [n for n in CATALOGUE.techniques if variants(n, device)]
 
 
@@ -272,21 +293,28 @@ def put_data_in(corpus: str, prepared: str) -> None:
 
 
 def make_plan(
-    *techniques: Technique[Any], shape: str = "grouped", precision: str = "auto",
-    micro_rows: int = 0, device: str = "cpu", **keys: Any,
-) -> Plan:  # fmt: skip
+    *techniques: Technique[Any],
+    shape: str = "grouped",
+    precision: str = "auto",
+    micro_rows: int = 0,
+    device: str = "cpu",
+    **keys: Any,
+) -> Plan:
     """A tiny plan; `keys` are set in it, tables key by key."""
     values: dict[str, Any] = {
         "device": device,
         "model": {
-            "layers": LAYERS, "vocab_multiple": 1, "init_std": 0.2, "precision": precision,
+            "layers": LAYERS,
+            "vocab_multiple": 1,
+            "init_std": 0.2,
+            "precision": precision,
             **SHAPES[shape],
         },
         "data": {**_FOLDERS, "vocab": 300, "sequence_length": LENGTH, "workers": 0},
         "batch": {"tokens": ROWS * LENGTH, "micro_sequences": micro_rows},
         "optimizer": {"clip_norm": 0.0, "eps": 1e-3, "lr": 1e-2},
         "goal": {"steps": 4},
-    }  # fmt: skip
+    }
     for key, value in keys.items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, Mapping) else value
     mesh = MeshConfig.model_validate(values.pop("mesh", {}))
@@ -305,8 +333,12 @@ def plan_of(*variants: Variant, device: str = "cpu", **keys: Any) -> Plan:
 
 
 def plan_without(variant: Variant, device: str = "cpu", **keys: Any) -> Plan:
-    """The same plan without the technique. In fp32 where it asks for a precision: fp16 is refused
-    without a scale of the loss, and TF32 is less than fp32."""
+    """Return the same plan without the technique.
+
+    It is in fp32 where the technique asks for a precision: fp16 is refused without a scale of the
+    loss,
+    and TF32 is less than fp32.
+    """
     model = model_keys(variant.name, device)
     fp32 = {"precision": "fp32"} if "precision" in model else {}
     keys["model"] = {**model, **fp32, **keys.get("model", {})}
@@ -333,7 +365,7 @@ def prepared_of(plan: Plan) -> Prepared:
 
 
 def build_of(plan: Plan, *, until: Stage = Stage.STEP) -> Build:
-    """The build of a plan, ready for `step`."""
+    """Return the build of a plan, ready for `step`."""
     device = torch.device(plan.device)
     build = make_build(plan, prepared_of(plan), World(), device, until=until)
     if device.type != "cpu":
@@ -344,7 +376,7 @@ def build_of(plan: Plan, *, until: Stage = Stage.STEP) -> Build:
 def random_build(
     plan: Plan, *, of: Mapping[str, Tensor] = MappingProxyType({}), nudged: float = 0.0
 ) -> Build:
-    """The build with every parameter off its starting value, so that all of them matter.
+    """Return a build with every parameter off its starting value, so that all of them matter.
 
     Args:
         plan: the plan.
@@ -367,17 +399,21 @@ def random_build(
     return build
 
 
-def trunk_reference(
-    shape: str, rows: Sequence[Row], *, documents: bool, device: str,
+def baseline_reference(
+    shape: str,
+    rows: Sequence[Row],
+    *,
+    documents: bool,
+    device: str,
     model: Mapping[str, Any] = MappingProxyType({}),
-) -> Result:  # fmt: skip
-    """`reference` of a trunk made for it in fp32, `model` over the shape's sizes."""
+) -> Result:
+    """Run `reference` on a baseline made for it in fp32, `model` over the shape's sizes."""
     plan = make_plan(shape=shape, device=device, model={**model, "precision": "fp32"})
     return reference(random_build(plan), rows, documents=documents)
 
 
 def run_python(code: str, *argv: str) -> subprocess.CompletedProcess[str]:
-    """A program in a process of its own."""
+    """Run a program in a process of its own."""
     return subprocess.run(
         [sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False
     )

@@ -14,8 +14,13 @@ from headrace.core.errors import HeadraceError
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
 
-H200: dict[str, Any] = {"device": "cuda", "device_name": "NVIDIA H200", "capability": (9, 0),
-                        "has_triton": True, "has_compiler": True}  # fmt: skip
+H200: dict[str, Any] = {
+    "device": "cuda",
+    "device_name": "NVIDIA H200",
+    "capability": (9, 0),
+    "has_triton": True,
+    "has_compiler": True,
+}
 PLACES: dict[str, dict[str, Any]] = {
     "cpu": {"has_triton": True, "has_compiler": True},
     "bare cpu": {"has_triton": False, "has_compiler": False},
@@ -29,13 +34,23 @@ PLACES: dict[str, dict[str, Any]] = {
 """What a place has that differs from here."""
 BASE = ("goal.steps=4", "device=cpu", "model.vocab=512", "schedule.steps=40")
 MOVES = {
-    "device=cuda": "H200", "an NVIDIA GPU": "H200", "an Ampere GPU or newer": "H200",
-    "an Ampere GPU": "H200", "newer": "H200", "an Ada": "H200", "Hopper GPU": "H200",
-    "device=cpu": "cpu", "Linux": "cpu",
-    "pip install triton": "tools", "pip install triton on a GPU": "tools",
-    "install g++": "tools", "clang++": "tools", "install g++ or clang++": "tools",
-    "pip install -U torch": "tools", "pip install torch": "H200",
-}  # fmt: skip
+    "device=cuda": "H200",
+    "an NVIDIA GPU": "H200",
+    "an Ampere GPU or newer": "H200",
+    "an Ampere GPU": "H200",
+    "newer": "H200",
+    "an Ada": "H200",
+    "Hopper GPU": "H200",
+    "device=cpu": "cpu",
+    "Linux": "cpu",
+    "pip install triton": "tools",
+    "pip install triton on a GPU": "tools",
+    "install g++": "tools",
+    "clang++": "tools",
+    "install g++ or clang++": "tools",
+    "pip install -U torch": "tools",
+    "pip install torch": "H200",
+}
 """Words of a remedy that are no change of a plan, and the place that they lead to."""
 
 
@@ -49,9 +64,8 @@ class Asked:
     base: tuple[str, ...] = BASE
 
     def plan(self) -> Plan:
-        """The plan, or a ConfigError."""
-        return Plan.read("", catalogue(), overrides=[*self.base, *self.overrides],
-                         with_=self.with_)  # fmt: skip
+        """Return the plan, or a ConfigError."""
+        return Plan.read("", catalogue(), overrides=[*self.base, *self.overrides], with_=self.with_)
 
     def context(self, plan: Plan) -> Context:
         """The place where it would run."""
@@ -76,7 +90,7 @@ class Asked:
         return self.refusal()[0]
 
     def after(self, way: str, technique: str) -> Asked | None:
-        """The same as one way of a remedy makes it; None where that is prose."""
+        """Change the question as one remedy says; return None where the remedy is prose."""
         if way in ("leave it out", "leave it"):
             return self._drop(technique)
         if way in MOVES:

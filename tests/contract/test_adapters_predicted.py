@@ -17,10 +17,15 @@ def adapters(targets: tuple[str, ...]) -> Variant:
 
 @pytest.mark.parametrize(
     "targets",
-    [EVERY, *(pytest.param(some, marks=pytest.mark.slow) for some in
-              (EVERY[:1], EVERY[1:2], EVERY[2:3], EVERY[:3]))],
+    [
+        EVERY,
+        *(
+            pytest.param(some, marks=pytest.mark.slow)
+            for some in (EVERY[:1], EVERY[1:2], EVERY[2:3], EVERY[:3])
+        ),
+    ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize(
     ("name", "knobs"),
     [

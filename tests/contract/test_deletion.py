@@ -1,4 +1,4 @@
-"""Deletion: a technique is what can be deleted, and the trunk still trains.
+"""Deletion: a technique is what can be deleted, and the baseline still trains.
 
 All of them are hidden at once, in a process where importing one is an error; any is missing beside
 any other, and the rest are still found.
@@ -56,11 +56,11 @@ found = evaluate(build, plan.eval.tokens)
 assert found.loss_nats == after["val"][-1]["loss_nats"]
 assert write_report(folder).stat().st_size > 1000
 assert not [name for name in sys.modules if name.startswith("headrace.techniques.")]
-print("the trunk stands alone")
+print("the baseline stands alone")
 """
 
 
-def test_the_trunk_trains_evaluates_resumes_and_reports_alone(tmp_path: Path) -> None:
+def test_the_baseline_trains_evaluates_resumes_and_reports_alone(tmp_path: Path) -> None:
     plan = house.make_plan(
         directory=str(tmp_path / "runs"), micro_rows=2, checkpoint={"every_steps": 2}
     )
@@ -68,7 +68,7 @@ def test_the_trunk_trains_evaluates_resumes_and_reports_alone(tmp_path: Path) ->
     file.write_text(plan.to_toml())
     ended = house.run_python(TRUNK_ALONE, str(file))
     assert ended.returncode == 0, ended.stderr
-    assert "the trunk stands alone" in ended.stdout
+    assert "the baseline stands alone" in ended.stdout
 
 
 def test_nothing_outside_of_techniques_imports_one() -> None:

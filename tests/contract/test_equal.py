@@ -1,6 +1,6 @@
-"""Equal: loss and every gradient of a technique are the plain trunk's, whatever it stands beside.
+"""Compare loss and every gradient of a technique with the plain baseline's, beside anything.
 
-The reference is the trunk on single rows, or on single documents where documents are masked: no
+The reference is the baseline on single rows, or on single documents where documents are masked: no
 batch, no accumulation, no technique. An `exact` technique has its gradients and, after updates, its
 weights. A `learning` or `approximate` one is compared with itself under plain conditions; where it
 only touches what follows the gradient, or says which tokens see each other, its gradients have the
@@ -10,9 +10,9 @@ alone moves the reference's gradients by more (a norm of what is nearly zero, a 
 run is in fp32 too if it can be.
 
 What `house.BESIDE` puts beside a technique changes no reference while it is exact itself: the plain
-trunk is more than the companion, which might be wrong in the same way. A companion that learns
-otherwise has no trunk's gradients. An `exact` technique beside it changes none of its gradients, so
-the reference is the companion under plain conditions.
+baseline is more than the companion, which might be wrong in the same way. A companion that learns
+otherwise has no baseline's gradients. An `exact` technique beside it changes none of its gradients,
+so the reference is the companion under plain conditions.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from headrace.core.errors import ConfigError
 from headrace.plan.technique import check_claims
 
 AFTER_THE_GRADIENT = {"routes", "after_update", "values", "state", "weights_for_eval", "mask"}
-"""Sockets that leave the trunk's gradients as they are, and the mask, which the reference knows."""
+"""Sockets that leave the baseline's gradients alone, and the mask, which the reference knows."""
 MOVED = 1.01
 """Times the weights of a case that is tried again: no number stays on the border where it was."""
 
@@ -41,13 +41,15 @@ AXES: dict[str, tuple[Any, ...]] = {
     "compile": (None, "model", "block"),
     "shape": tuple(SHAPES),
 }
-COMPILED = ({"packing": True, "micro_rows": 2, "ignored": True, "compile": "block"},
-            {"packing": False, "micro_rows": 0, "ignored": True, "compile": "model"})  # fmt: skip
+COMPILED = (
+    {"packing": True, "micro_rows": 2, "ignored": True, "compile": "block"},
+    {"packing": False, "micro_rows": 0, "ignored": True, "compile": "model"},
+)
 """Compiling takes seconds: outside of the slow tests each technique has one of these cases."""
 
 
 def whole_cross(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every combination."""
+    """Return every combination."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
@@ -76,7 +78,7 @@ def can_stand_together(*techniques: Technique[Any]) -> bool:
 
 
 def techniques_of(variant: Variant, case: dict[str, Any], device: str) -> dict[str, Any]:
-    """The technique and what the case crosses it with, by name."""
+    """Return the technique and what the case crosses it with, by name."""
     knobs = house.beside(variant.name, device)
     if case["packing"]:
         knobs[PACKING] = {}
@@ -92,9 +94,12 @@ def allowed(case: dict[str, Any], device: str) -> bool:
     techniques = techniques_of(case["variant"], case, device).values()
     try:
         plan = house.make_plan(
-            *techniques, shape=case["shape"], device=device, micro_rows=case["micro_rows"],
+            *techniques,
+            shape=case["shape"],
+            device=device,
+            micro_rows=case["micro_rows"],
             model=house.model_keys(case["variant"].name, device),
-        )  # fmt: skip
+        )
     except ConfigError:
         return False
     context = house.context_on(device, plan)
@@ -109,24 +114,35 @@ def cases(device: str, *, slow: bool) -> list[Any]:
     cover = pairwise_cover({**axes, "compile": (None,)}, lambda case: allowed(case, device))
     shapes = itertools.cycle(SHAPES)
     for number, variant in enumerate(plain):
-        choices = [{"variant": variant, **COMPILED[(number + k) % 2], "shape": next(shapes)}
-                   for k in range(2 * len(SHAPES))]  # fmt: skip
+        choices = [
+            {"variant": variant, **COMPILED[(number + k) % 2], "shape": next(shapes)}
+            for k in range(2 * len(SHAPES))
+        ]
         cover += [case for case in choices if allowed(case, device)][:1]
     knobs = [
-        {"variant": v, "packing": False, "micro_rows": 2, "ignored": True, "compile": None,
-         "shape": "tied"}
+        {
+            "variant": v,
+            "packing": False,
+            "micro_rows": 2,
+            "ignored": True,
+            "compile": None,
+            "shape": "tied",
+        }
         for name in house.names_on(device)
         for v in house.variants(name, device)[1:]
-    ]  # fmt: skip
+    ]
     cover += [c for c in knobs if allowed(c, device)]
     cheap = {**axes, "variant": [v for v in plain if not v.dear]}
     rest = [c for c in whole_cross(cheap) if allowed(c, device) and c not in cover] if slow else []
     return [
-        pytest.param({**case, "device": device}, id="-".join([device, *map(str, case.values())]),
-                     marks=[pytest.mark.gpu] * (device == "cuda")
-                     + [pytest.mark.slow] * (case["variant"].dear or number >= len(cover)))
+        pytest.param(
+            {**case, "device": device},
+            id="-".join([device, *map(str, case.values())]),
+            marks=[pytest.mark.gpu] * (device == "cuda")
+            + [pytest.mark.slow] * (case["variant"].dear or number >= len(cover)),
+        )
         for number, case in enumerate([*cover, *rest])
-    ]  # fmt: skip
+    ]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -137,16 +153,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @lru_cache(maxsize=64)
-def trunk(shape: str, ignored: bool, documents: bool, device: str, of: str) -> Result:
+def baseline(shape: str, ignored: bool, documents: bool, device: str, of: str) -> Result:
     rows = house.make_rows(SHAPES[shape]["vocab"], ignored=ignored)
     model = house.model_keys(of, device)
-    return house.trunk_reference(shape, rows, documents=documents, device=device, model=model)
+    return house.baseline_reference(shape, rows, documents=documents, device=device, model=model)
 
 
 def run_case(
-    case: dict[str, Any], *, alone: bool = False, nudged: float = 0.0, fp32: bool = False,
+    case: dict[str, Any],
+    *,
+    alone: bool = False,
+    nudged: float = 0.0,
+    fp32: bool = False,
     of: Mapping[str, Tensor] = MappingProxyType({}),
-) -> tuple[Any, Result, dict[str, Tensor]]:  # fmt: skip
+) -> tuple[Any, Result, dict[str, Tensor]]:
     """Take a step; `alone` uncompiled on one whole micro-batch, in fp32 on the host, and without
     what is exact. From the weights `of` another run, which may hold some in bf16 that a host does
     not. The third is what it began with."""
@@ -157,10 +177,12 @@ def run_case(
         del techniques[variant.name]
     asked = {"precision": "auto" if alone else "fp32"} if alone or fp32 else {}
     plan = house.make_plan(
-        *techniques.values(), shape=case["shape"], micro_rows=given["micro_rows"],
+        *techniques.values(),
+        shape=case["shape"],
+        micro_rows=given["micro_rows"],
         device="cpu" if alone else device,
         model={**house.model_keys(variant.name, device), **asked},
-    )  # fmt: skip
+    )
     build = house.random_build(plan, of=of, nudged=nudged)
     start = {name: p.detach().cpu().clone() for name, p in build.model.named_parameters()}
     rows = house.make_rows(SHAPES[case["shape"]]["vocab"], ignored=case["ignored"])
@@ -175,7 +197,7 @@ def runs_in_fp32(case: dict[str, Any]) -> bool:
 def assert_same_weights(
     build: Any, found: Result, case: dict[str, Any], band: float | None
 ) -> None:
-    """Where gradients are freed in the backward pass: the weights after a step are the trunk's."""
+    """Compare weights after a step where gradients are freed in the backward pass."""
     packing = [Variant(PACKING).technique()] if case["packing"] else []
     plan = house.make_plan(*packing, shape=case["shape"], device=case["device"])
     plain = house.random_build(plan)
@@ -196,7 +218,7 @@ def test_gradients_equal_the_reference(case: dict[str, Any]) -> None:
         assert_same_weights(build, found, case, band)
         return
     documents, name = build.mask.document, case["variant"].name
-    right = trunk(case["shape"], case["ignored"], documents, case["device"], name)
+    right = baseline(case["shape"], case["ignored"], documents, case["device"], name)
     touched = {*technique.claims, *technique.composes}
     others = case["variant"].companions(case["device"])
     learns = "learning" in {t.equality for t in (technique, *others)}
@@ -237,10 +259,13 @@ def exact_variants() -> list[Any]:
 
 
 @pytest.mark.parametrize(("variant", "device"), exact_variants())
-def test_weights_follow_the_trunks(variant: Variant, device: str) -> None:
-    """Three clipped steps of two micro-batches or more with an `exact` technique end at the trunk's
-    weights, or at those of what stands beside it and learns otherwise. In half precision, where a
-    GPU's technique has no other, both sides are, and within its band."""
+def test_weights_follow_the_baselines(variant: Variant, device: str) -> None:
+    """Compare weights after three clipped steps of two micro-batches or more.
+
+    An `exact` technique ends at the baseline's weights, or at those of what stands beside it and
+    learns otherwise. Both sides run in half precision where a GPU's technique has no other, and
+    agree within its band.
+    """
     rows = [house.make_rows(SHAPES["grouped"]["vocab"], ignored=True, seed=n) for n in range(3)]
     keys: dict[str, Any] = {"micro_rows": 2, "optimizer": {"clip_norm": 0.3}}
     keys = keys if house.fits(variant, device=device, **keys) else {}

@@ -40,7 +40,7 @@ class Wide(TorchDispatchMode):
 
 
 def wide_products(variant: house.Variant, device: str) -> set[str]:
-    """The fp32 products of one step in bf16."""
+    """Return the fp32 matmuls of one step in bf16."""
     plan = house.plan_of(variant, device=device, precision="bf16")
     build, wide = house.build_of(plan), Wide()
     micros = build.loader.step(0).micros

@@ -1,4 +1,4 @@
-"""The first step beside the plain trainer's: right combinations pass, faults end the run."""
+"""Compare the first step with the plain trainer's: right combinations pass, faults end the run."""
 
 import json
 import math
@@ -113,7 +113,7 @@ def test_a_fault_beside_what_is_approximate_ends_the_run(names: tuple[str, ...],
 
 
 def test_where_rounding_alone_goes_as_far_nothing_was_compared() -> None:
-    """A model whose loss hangs on the last bits of its states, on both sides."""
+    """Take a model whose loss hangs on the last bits of its states, on both sides."""
 
     def chaos(build: Build) -> None:
         def wrap(f: Any, layer: int) -> Any:
@@ -243,9 +243,13 @@ def test_what_is_no_number_and_what_is_there_alone_is_apart(found: First, says: 
     wanted = First(2.0, 5.0, {"a": 3.0, "b": 4.0})
     technique = SimpleNamespace(equality="exact", band=0.0, claims=("parts.head",), composes=())
     build: Any = SimpleNamespace(
-        plan=SimpleNamespace(techniques={"one": technique}), notes={}, optimizers={}, tell=print,
-        context=SimpleNamespace(precision="fp32"), world=SimpleNamespace(any=bool),
-    )  # fmt: skip
+        plan=SimpleNamespace(techniques={"one": technique}),
+        notes={},
+        optimizers={},
+        tell=print,
+        context=SimpleNamespace(precision="fp32"),
+        world=SimpleNamespace(any=bool),
+    )
     again = lambda draw: "no memory"  # noqa: E731
     if not says:
         compare(build, found, wanted, again)

@@ -135,8 +135,9 @@ def _left_by(plan: Plan) -> tuple[str, str, str]:
     build = house.random_build(plan)
     micros = house.make_micros(
         house.make_rows(build.config.vocab - 7, ignored=False),
-        micro_rows=plan.batch.micro_sequences, segments=build.mask.document,
-    )  # fmt: skip
+        micro_rows=plan.batch.micro_sequences,
+        segments=build.mask.document,
+    )
     compiled = any("compiled" in t.composes for t in plan.techniques.values())
     operations = Operations()
     with house.flags_of(build):

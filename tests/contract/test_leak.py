@@ -1,7 +1,7 @@
 """The leak test: change document A, and document B's logits and gradients do not move.
 
-Not within a tolerance: not at all. It runs on the trunk's attention with each kernel that torch has
-for it here, and on every technique that fills `parts.attend`.
+Not within a tolerance: not at all. It runs on the baseline's attention with each kernel that torch
+has for it here, and on every technique that fills `parts.attend`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -26,12 +26,14 @@ DOCUMENTS = ((0, 5), (5, 6), (6, LENGTH))
 
 
 def backends() -> list[object]:
-    """(device, technique or None, kernel or None)."""
+    """Return (device, technique or None, kernel or None) of every backend."""
     found = []
     for device in ("cpu", "cuda"):
         mark = [pytest.mark.gpu] * (device == "cuda")
-        found += [pytest.param(device, None, kernel, marks=mark, id=f"{device}-{kernel.name}")
-                  for kernel in KERNELS[device]]  # fmt: skip
+        found += [
+            pytest.param(device, None, kernel, marks=mark, id=f"{device}-{kernel.name}")
+            for kernel in KERNELS[device]
+        ]
         found += [
             pytest.param(device, variant, None, marks=mark, id=f"{device}-{variant}")
             for name in house.names_on(device)
@@ -67,7 +69,7 @@ def rows_with(own: int, *, changed: int | None) -> list[Row]:
 
 
 def look(build: Build, rows: list[Row], own: int) -> dict[str, Tensor]:
-    """Document `own`'s logits, the gradients of its embeddings, and those of all parameters."""
+    """Return logits of document `own`, gradients of its embeddings, and of all parameters."""
     kept: list[Tensor] = []
     watch = build.model.embed.register_forward_hook(lambda m, i, out: kept.append(out))
     kept_logits: list[Tensor] = []
@@ -78,9 +80,12 @@ def look(build: Build, rows: list[Row], own: int) -> dict[str, Tensor]:
         build.model.zero_grad()
         with build.autocast():
             loss = build.model(
-                work.ids_BT, work.targets_BT, work.rows,
-                objective=build.objective, scale=torch.ones((), device=build.device),
-            )  # fmt: skip
+                work.ids_BT,
+                work.targets_BT,
+                work.rows,
+                objective=build.objective,
+                scale=torch.ones((), device=build.device),
+            )
         kept[0].retain_grad()
         loss.backward()
     finally:

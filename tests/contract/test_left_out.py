@@ -29,15 +29,18 @@ def test_left_out_on_a_gpu(name: str) -> None:
 def test_one_gpu_tries_all_that_needs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """What its own plan can give a technique to act on is there (`house.BESIDE`)."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # an H200 stands in
-    whole = {name: house.left_out(name, "cuda") for name in house.CATALOGUE.techniques
-             if not house.variants(name, "cuda")}  # fmt: skip
+    whole = {
+        name: house.left_out(name, "cuda")
+        for name in house.CATALOGUE.techniques
+        if not house.variants(name, "cuda")
+    }
     assert {name for name, why in whole.items() if "is not installed" not in why} == (
         MESHED | OF_A_CPU
     )
 
 
 # What is beside float8_linear are sizes, which its kernels ask for and the plan does not. What is
-# beside rope it rewrites: where the trunk rotates it runs, and has nothing of its own to show.
+# beside rope it rewrites: where the baseline rotates it runs, and has nothing of its own to show.
 UNASKED = {"float8_linear", "rope"}
 
 

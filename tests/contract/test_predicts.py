@@ -45,16 +45,23 @@ TRUNKS: dict[str, dict[str, Any]] = {
     "qk_norm": {"qk_norm": True},
     "qk_norm-grouped": {"qk_norm": True, "kv_heads": 2},
     "qk_norm-learned": {"qk_norm": True, "kv_heads": 2, "position": "learned"},
-    "gpt2": {"norm": "layer_norm", "position": "learned", "activation": "gelu", "bias": True,
-             "tied_embeddings": True},
+    "gpt2": {
+        "norm": "layer_norm",
+        "position": "learned",
+        "activation": "gelu",
+        "bias": True,
+        "tied_embeddings": True,
+    },
     "gelu_tanh": {"activation": "gelu_tanh", "bias": True},
     "wide-heads": {"head_dim": 24, "norm": "layer_norm"},
     "tied": {"tied_embeddings": True, "position": "none"},
-}  # fmt: skip
+}
 CPU_VARIANTS = [
-    v for name in house.names_on("cpu") for v in house.variants(name, "cpu")
+    v
+    for name in house.names_on("cpu")
+    for v in house.variants(name, "cpu")
     if not house.compiles(v, "cpu")
-]  # fmt: skip
+]
 SMALL = {"rows": 1, "vocab": 307}
 """Sizes at which the update is the peak."""
 COMPOSED: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
@@ -67,24 +74,28 @@ COMPOSED: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
     "a frozen mixer": ({"lora": {"targets": ("mlp.gate_up",)}, "linear_attention": {}}, {}),
     "frozen gates": ({"lora": {"targets": ("mixer.qkv",)}, "linear_attention": {}}, {}),
     "frozen strengths": (
-        {"lora": {"targets": ("mixer.qkv",)}, "linear_attention": {"rule": "gated_delta"}}, {},
+        {"lora": {"targets": ("mixer.qkv",)}, "linear_attention": {"rule": "gated_delta"}},
+        {},
     ),
     "corrections that run again": ({"lora": {}, "selective_checkpoint": {}}, {}),
     "one that is corrected": (
-        {"qlora": {"targets": ("mlp.down",)}, "selective_checkpoint": {"save": "matmul"}}, {},
+        {"qlora": {"targets": ("mlp.down",)}, "selective_checkpoint": {"save": "matmul"}},
+        {},
     ),
     "corrections that are not kept": (
-        {"lora": {}, "selective_checkpoint": {"save": "attention"}}, {},
+        {"lora": {}, "selective_checkpoint": {"save": "attention"}},
+        {},
     ),
     "a taught chunk": (
-        {"distillation": {}, "chunked_cross_entropy": {"chunk_tokens": 128}}, {"vocab": 2048},
+        {"distillation": {}, "chunked_cross_entropy": {"chunk_tokens": 128}},
+        {"vocab": 2048},
     ),
     "a taught chunk that is capped": (
         {"distillation": {}, "chunked_cross_entropy": {"chunk_tokens": 128}},
         {"vocab": 2048, "logit_cap": 30.0},
     ),
     "two terms": ({"distillation": {}, "z_loss": {}}, {"vocab": 2048}),
-}  # fmt: skip
+}
 """Techniques that change what each other hold, and sizes that show it."""
 
 GPU_LENGTH, GPU_ROWS = 512, 8
@@ -95,19 +106,21 @@ POOLED = {"cuda_graphs": "replays allocate nothing: what they use stays in a poo
 
 
 def sized(*, layers: int = 4, rows: int = ROWS, **model: Any) -> dict[str, Any]:
-    """Keys of a plan."""
+    """Return keys of a plan."""
     return {
         "model": {**SIZES, **model, "layers": layers},
-        "data": {"sequence_length": LENGTH}, "batch": {"tokens": rows * LENGTH},
-    }  # fmt: skip
+        "data": {"sequence_length": LENGTH},
+        "batch": {"tokens": rows * LENGTH},
+    }
 
 
 def sized_for_a_gpu(*, layers: int = 4, **model: Any) -> dict[str, Any]:
-    """The same where an allocator is read."""
+    """Return such keys where an allocator is read."""
     return {
         "model": {**GPU_SIZES, **model, "layers": layers},
-        "data": {"sequence_length": GPU_LENGTH}, "batch": {"tokens": GPU_ROWS * GPU_LENGTH},
-    }  # fmt: skip
+        "data": {"sequence_length": GPU_LENGTH},
+        "batch": {"tokens": GPU_ROWS * GPU_LENGTH},
+    }
 
 
 def plan_of(*variants: Variant, **sizes: Any) -> Plan:
@@ -115,7 +128,7 @@ def plan_of(*variants: Variant, **sizes: Any) -> Plan:
 
 
 class Traced:
-    """The second step of a plan under the tracker: kept at the loss, and the peak, in bytes."""
+    """Run the second step of a plan under the tracker: kept at the loss, and the peak, in bytes."""
 
     def __init__(self, plan: Plan) -> None:
         build = house.build_of(plan)
@@ -162,9 +175,10 @@ def traced(plan: Plan) -> Traced:
 
 def kept_by_layers(ledger: Ledger) -> float:
     return sum(
-        line.bytes for line in ledger.memory.values()
+        line.bytes
+        for line in ledger.memory.values()
         if line.layer is not None and "loss" in line.instants
-    )  # fmt: skip
+    )
 
 
 def check_against_trace(*variants: Variant, **model: Any) -> None:
@@ -179,7 +193,7 @@ def check_against_trace(*variants: Variant, **model: Any) -> None:
 
 
 @pytest.mark.parametrize("model", TRUNKS.values(), ids=TRUNKS)
-def test_the_trunks_memory(model: dict[str, Any]) -> None:
+def test_the_baselines_memory(model: dict[str, Any]) -> None:
     check_against_trace(**model)
 
 
@@ -205,7 +219,7 @@ def test_the_matrices_that_are_predicted_are_the_models(variant: Variant) -> Non
 
 
 def stands_in(variant: Variant, model: str) -> bool:
-    """Whether a technique can run in that trunk; some need a rotation."""
+    """Whether a technique can run in that baseline; some need a rotation."""
     try:
         plan = plan_of(variant, **TRUNKS[model])
     except ConfigError:
@@ -217,13 +231,14 @@ def stands_in(variant: Variant, model: str) -> bool:
 @pytest.mark.parametrize(
     ("variant", "model"),
     [
-        pytest.param(variant, model, id=f"{model}-{variant}",
-                     marks=[pytest.mark.slow] * variant.turned)
+        pytest.param(
+            variant, model, id=f"{model}-{variant}", marks=[pytest.mark.slow] * variant.turned
+        )
         for model in ("headrace", "qk_norm-learned")
         for variant in CPU_VARIANTS
         if stands_in(variant, model)
     ],
-)  # fmt: skip
+)
 def test_a_techniques_memory(variant: Variant, model: str) -> None:
     check_against_trace(variant, **TRUNKS[model])
 
@@ -266,12 +281,15 @@ def test_accumulation_holds_gradients_all_the_time() -> None:
 
 @knobs_are_slow
 def test_an_edit_has_the_measured_sign(variant: Variant) -> None:
-    trunk, edited = traced(house.plan_without(variant, **sized())), traced(plan_of(variant))
+    baseline, edited = traced(house.plan_without(variant, **sized())), traced(plan_of(variant))
     for measured, predicted in (
-        (edited.kept - trunk.kept, kept_by_layers(edited.ledger) - kept_by_layers(trunk.ledger)),
-        (edited.peak - trunk.peak, edited.ledger.peak()[1] - trunk.ledger.peak()[1]),
+        (
+            edited.kept - baseline.kept,
+            kept_by_layers(edited.ledger) - kept_by_layers(baseline.ledger),
+        ),
+        (edited.peak - baseline.peak, edited.ledger.peak()[1] - baseline.ledger.peak()[1]),
     ):
-        matters = max(abs(measured), abs(predicted)) > 0.01 * trunk.peak
+        matters = max(abs(measured), abs(predicted)) > 0.01 * baseline.peak
         assert not matters or np.sign(measured) == np.sign(predicted)
 
 
@@ -290,7 +308,7 @@ def test_prediction_is_pure_and_edits_only_with_reason(device: str, variant: Var
 
 
 class Allocated:
-    """The same two instants of a second step, by the allocator of a GPU, under the run's flags."""
+    """Read these two instants of a second step from a GPU's allocator, under the run's flags."""
 
     def __init__(self, plan: Plan) -> None:
         gc.collect()  # what earlier builds held is no part of this one
@@ -315,13 +333,13 @@ class Allocated:
 
 @pytest.fixture
 def workspaces() -> None:
-    """The libraries' own memory, taken by a first step and kept from then on."""
+    """Let a first step take the libraries' own memory, which they keep from then on."""
     Allocated(house.make_plan(device="cuda", **sized_for_a_gpu(layers=1)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", TRUNKS.values(), ids=TRUNKS)
-def test_the_trunks_memory_on_a_gpu(model: dict[str, Any], workspaces: None) -> None:
+def test_the_baselines_memory_on_a_gpu(model: dict[str, Any], workspaces: None) -> None:
     deep, flat = (
         Allocated(house.make_plan(device="cuda", **sized_for_a_gpu(layers=n, **model)))
         for n in (4, 2)
@@ -336,16 +354,16 @@ def test_the_trunks_memory_on_a_gpu(model: dict[str, Any], workspaces: None) -> 
 @pytest.mark.parametrize("name", [n for n in house.names_on("cuda") if n not in POOLED])
 def test_an_edit_has_the_measured_sign_on_a_gpu(name: str, workspaces: None) -> None:
     variant, sizes = house.variants(name, "cuda")[0], sized_for_a_gpu()
-    trunk = Allocated(house.plan_without(variant, "cuda", **sizes))
+    baseline = Allocated(house.plan_without(variant, "cuda", **sizes))
     edited = Allocated(house.plan_of(variant, device="cuda", **sizes))
-    measured = edited.peak - trunk.peak
-    predicted = edited.ledger.peak()[1] - trunk.ledger.peak()[1]
-    matters = max(abs(measured), abs(predicted)) > 0.02 * trunk.peak
+    measured = edited.peak - baseline.peak
+    predicted = edited.ledger.peak()[1] - baseline.ledger.peak()[1]
+    matters = max(abs(measured), abs(predicted)) > 0.02 * baseline.peak
     assert not matters or np.sign(measured) == np.sign(predicted), (measured, predicted)
 
 
 def counted_flops(plan: Plan) -> tuple[float, Ledger]:
-    """FLOPs per token of one step's forward and backward, and the ledger."""
+    """Count FLOPs per token of one step's forward and backward; return them with the ledger."""
     build = house.build_of(plan)
     rows = [Row(np.arange(LENGTH + 1), np.array([5, 20])) for _ in range(plan.rows_per_step)]
     (micro,) = house.make_micros(rows, micro_rows=0, segments=build.mask.document)
@@ -360,7 +378,7 @@ def counted_flops(plan: Plan) -> tuple[float, Ledger]:
 
 
 @pytest.mark.parametrize("model", TRUNKS.values(), ids=TRUNKS)
-def test_the_trunks_flops(model: dict[str, Any]) -> None:
+def test_the_baselines_flops(model: dict[str, Any]) -> None:
     counted, ledger = counted_flops(plan_of(layers=2, **model))
     assert ledger.flops_per_token() == pytest.approx(counted, rel=1e-6)
 

@@ -54,10 +54,12 @@ QUICK = {("bf16_parameters", "model"), ("stochastic_depth", "block")}
 def run_of(*techniques: Technique[Any], of: str, scope: str, device: str, **keys: Any) -> Plan:
     """A run with two evaluations, of as many blocks as the scope needs."""
     return house.make_plan(
-        *techniques, device=device, model={"layers": LAYERS[scope], **house.model_keys(of, device)},
+        *techniques,
+        device=device,
+        model={"layers": LAYERS[scope], **house.model_keys(of, device)},
         eval={"every_steps": STEPS // 2, "tokens": 4 * house.LENGTH},
         **{"goal": {"steps": STEPS}, **keys},
-    )  # fmt: skip
+    )
 
 
 def plan_of(name: str, scope: str, device: str, **keys: Any) -> Plan | None:
@@ -93,21 +95,27 @@ def compilations(plan: Plan) -> Counter[str]:
     files = [(m.co_filename or "", m) for m in found]
     return Counter(
         f"{Path(file).name}:{m.co_firstlineno} {m.co_name}"
-        for file, m in files if file.startswith(PACKAGE)
-    )  # fmt: skip
+        for file, m in files
+        if file.startswith(PACKAGE)
+    )
 
 
 def cases() -> list[Any]:
     """Every technique that can stand beside a compiler, on each device and in each scope."""
     return [
-        pytest.param(device, name, scope, id=f"{device}-{name}-{scope}",
-                     marks=[pytest.mark.gpu] * (device == "cuda")
-                     + [pytest.mark.slow] * ((name, scope) not in QUICK))
+        pytest.param(
+            device,
+            name,
+            scope,
+            id=f"{device}-{name}-{scope}",
+            marks=[pytest.mark.gpu] * (device == "cuda")
+            + [pytest.mark.slow] * ((name, scope) not in QUICK),
+        )
         for device in ("cpu", "cuda")
         for name in house.names_on(device)
         for scope in LAYERS
         if plan_of(name, scope, device) is not None
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("device", "name", "scope"), cases())
@@ -140,9 +148,15 @@ def test_a_count_in_compiled_code_is_found(tmp_path: Path) -> None:
     toy = house.toy("counting", Stage.CHECKPOINT, counting, composes=("block_forward",))
     compiler = Variant(COMPILE, {"backend": "eager"}).technique()
     plan = run_of(
-        toy, compiler, of=COMPILE, scope="model", device="cpu", micro_rows=3,
-        goal={"steps": 2}, directory=str(tmp_path),
-    )  # fmt: skip
+        toy,
+        compiler,
+        of=COMPILE,
+        scope="model",
+        device="cpu",
+        micro_rows=3,
+        goal={"steps": 2},
+        directory=str(tmp_path),
+    )
     assert max(compilations(plan).values()) >= 4 > MOST
 
 

@@ -23,19 +23,30 @@ ALWAYS_THERE = {"torch", "numpy", "pydantic", "headrace", *sys.stdlib_module_nam
 
 
 def contexts() -> list[Context]:
-    """Places of every kind: three devices, old and new GPUs, with and without compilers."""
+    """Return places of every kind: three devices, old and new GPUs, with and without compilers."""
     base = house.context_on("cpu", house.make_plan())
-    places = [("cpu", "cpu", None), ("mps", "mps", None), ("cuda", "NVIDIA H200", (9, 0)),
-              ("cuda", "Tesla V100", (7, 0))]  # fmt: skip
+    places = [
+        ("cpu", "cpu", None),
+        ("mps", "mps", None),
+        ("cuda", "NVIDIA H200", (9, 0)),
+        ("cuda", "Tesla V100", (7, 0)),
+    ]
     return [
         replace(
-            base, device=device, device_name=name, capability=capability, has_triton=tools,
-            has_compiler=tools, precision=precision, ranks=ranks, torch=version,
+            base,
+            device=device,
+            device_name=name,
+            capability=capability,
+            has_triton=tools,
+            has_compiler=tools,
+            precision=precision,
+            ranks=ranks,
+            torch=version,
         )
         for (device, name, capability), tools, precision, ranks, version in itertools.product(
             places, (False, True), ("fp32", "bf16"), (1, 2), ((2, 11), (2, 13))
         )
-    ]  # fmt: skip
+    ]
 
 
 def refusals(name: str) -> list[tuple[Context, Unsupported]]:

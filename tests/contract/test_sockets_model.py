@@ -46,7 +46,7 @@ def test_weights_are_real_then_stored_then_sharded_block_by_block() -> None:
         build.shard.append(shard)
 
     packed = toy("packed", Stage.MATERIALIZE, fill, composes=("storage", "shard"))
-    build, trunk = house.build_of(house.make_plan(packed)), house.build_of(house.make_plan())
+    build, baseline = house.build_of(house.make_plan(packed)), house.build_of(house.make_plan())
     names = [n for n, _ in build.model.named_parameters()]
     inner = [[n for n in names if n.startswith(f"blocks.{i}.")] for i in range(house.LAYERS)]
     outer = [n for n in names if not n.startswith("blocks.")]
@@ -55,7 +55,7 @@ def test_weights_are_real_then_stored_then_sharded_block_by_block() -> None:
         *map(sorted_run, split_at_modules(expected))
     ]
     for (name, ours), plain in zip(
-        build.model.named_parameters(), trunk.model.parameters(), strict=True
+        build.model.named_parameters(), baseline.model.parameters(), strict=True
     ):
         assert ours.equal(plain.bfloat16().float()), name
 
@@ -77,8 +77,12 @@ def sorted_run(run: list[str]) -> list[str]:
 
 def freezing(prefix: str) -> Technique[Build]:
     """Freeze what begins with `prefix`."""
-    return toy("freeze", Stage.LINEAR, lambda b: b.frozen.append(lambda n: n.startswith(prefix)),
-               composes=("frozen",))  # fmt: skip
+    return toy(
+        "freeze",
+        Stage.LINEAR,
+        lambda b: b.frozen.append(lambda n: n.startswith(prefix)),
+        composes=("frozen",),
+    )
 
 
 def thaw(build: Build) -> None:
@@ -99,7 +103,7 @@ def test_frozen_holds_after_splits_and_has_no_optimizer_state(
     build = house.random_build(plan)
     before = {n: p.detach().clone() for n, p in build.model.named_parameters()}
     found = house.take_step(build, ROWS_PLAIN)
-    right = house.trunk_reference("grouped", ROWS_PLAIN, documents=False, device="cpu")
+    right = house.baseline_reference("grouped", ROWS_PLAIN, documents=False, device="cpu")
     frozen = {n for n in before if n.startswith(prefix)}
     assert frozen
     held = {n for route in build.routed.values() for n in route}
@@ -166,7 +170,7 @@ class Average:
 
 
 def averaging(decay: float, made: list[Average]) -> Technique[Build]:
-    """The average as a technique."""
+    """Return the average as a technique."""
 
     def fill(build: Build) -> None:
         average = Average(build, decay)
@@ -175,8 +179,7 @@ def averaging(decay: float, made: list[Average]) -> Technique[Build]:
         build.after_update.append(average.update)
         build.weights_for_eval.append(average.swapped)
 
-    return toy("average", Stage.STEP, fill,
-               composes=("state", "after_update", "weights_for_eval"))  # fmt: skip
+    return toy("average", Stage.STEP, fill, composes=("state", "after_update", "weights_for_eval"))
 
 
 def test_weights_for_eval_are_swapped_in_and_out() -> None:
@@ -194,9 +197,12 @@ def test_weights_for_eval_are_swapped_in_and_out() -> None:
 def test_state_is_saved_and_restored(tmp_path: Path) -> None:
     made: list[Average] = []
     plan = house.make_plan(
-        averaging(0.9, made), directory=str(tmp_path), micro_rows=2,
-        eval={"every_steps": 2, "tokens": 4 * LENGTH}, checkpoint={"every_steps": 2},
-    )  # fmt: skip
+        averaging(0.9, made),
+        directory=str(tmp_path),
+        micro_rows=2,
+        eval={"every_steps": 2, "tokens": 4 * LENGTH},
+        checkpoint={"every_steps": 2},
+    )
     folder = train.run(plan, progress=Progress())
     first = metrics(folder)
     assert first[1]["val_loss_nats"] != first[3]["val_loss_nats"]
@@ -225,7 +231,7 @@ def test_after_update_follows_a_plain_average() -> None:
 
 
 def in_order(first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The units of source 0 as they lie."""
+    """Return the units of source 0 as they lie."""
     return np.zeros(count, dtype=np.int64), np.arange(first, first + count)
 
 
@@ -245,7 +251,7 @@ def test_order_says_which_rows_come_next() -> None:
 
 
 class Padded:
-    """A document's first tokens in a row of its own, the rest padding."""
+    """Put a document's first tokens in a row of its own; the rest is padding."""
 
     def __init__(self, shards: Any, sequence_length: int, kept: int) -> None:
         self.shards, self.sequence_length, self.kept = shards, sequence_length, kept
@@ -264,9 +270,11 @@ class Padded:
 def test_pack_makes_the_rows_and_its_padding_counts_as_waste(tmp_path: Path) -> None:
     kept = 5
     padded = toy(
-        "padded", Stage.DATA, claims=("pack",),
+        "padded",
+        Stage.DATA,
+        claims=("pack",),
         apply=lambda b: setattr(b, "pack", lambda b, shards: Padded(shards, LENGTH, kept)),
-    )  # fmt: skip
+    )
     packing = Variant(house.PACKING).technique()
     plan = house.make_plan(padded, packing, directory=str(tmp_path), micro_rows=2, guard=False)
     report = RunFolder(train.run(plan, progress=Progress())).read("report")

@@ -28,7 +28,7 @@ ROWS_IGNORED = house.make_rows(VOCAB, ignored=True)
 
 
 def real(name: str, **knobs: Any) -> Technique[Build]:
-    """A real technique with the knobs of tiny models."""
+    """Return a real technique with the knobs of tiny models."""
     return Variant(name, {**tiny_knobs(name, "cpu"), **knobs}).technique()
 
 
@@ -38,15 +38,17 @@ BESIDE: dict[str, tuple[Technique[Build], ...]] = {
     "checkpointed": (real("selective_checkpoint"),),
     "compiled": (real(COMPILE),),
     "all": (
-        real("chunked_cross_entropy"), real("selective_checkpoint"), real(COMPILE, scope="block"),
+        real("chunked_cross_entropy"),
+        real("selective_checkpoint"),
+        real(COMPILE, scope="block"),
     ),
-}  # fmt: skip
+}
 """What each socket is used beside."""
 beside = pytest.mark.parametrize("others", BESIDE.values(), ids=BESIDE)
 
 
 def built(*techniques: Technique[Build], micro_rows: int = 2, **keys: Any) -> Build:
-    """A toy's build with three micro-batches, the first without targets."""
+    """Return a toy's build with three micro-batches, the first without targets."""
     return house.random_build(house.make_plan(*techniques, micro_rows=micro_rows, **keys))
 
 
@@ -64,9 +66,10 @@ def test_terms_add_to_the_objective(others: tuple[Technique[Build], ...]) -> Non
     term = toy("z", Stage.STEP, lambda build: build.terms.append(z_loss), composes=("terms",))
     found = house.take_step(built(term, *others), ROWS_IGNORED)
     right = house.reference(
-        built(), ROWS_IGNORED,
+        built(),
+        ROWS_IGNORED,
         more=lambda build, ids, logits, targets: z_loss(logits, targets, None, Vocabulary()),
-    )  # fmt: skip
+    )
     house.assert_equal(found, right)
 
 
@@ -74,14 +77,14 @@ class Balanced(SwiGLU):
     """A network that keeps a sum over its tokens, as a router keeps its balance loss."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
+        """Map [B, T, D] to [B, T, D]."""
         y_BTD = super().forward(x_BTD)
         self.balance = 0.1 * y_BTD.square().sum()
         return y_BTD
 
 
 def all_balances(build: Build) -> Tensor:
-    """The sum over blocks of what the last forward kept."""
+    """Add up what the last forward kept, over blocks."""
     return torch.stack([block.mlp.balance for block in build.model.blocks.values()]).sum()
 
 
@@ -107,13 +110,13 @@ TABLE_VV = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5))
 
 
 def distilled(logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Vocabulary) -> Tensor:
-    """Cross-entropy with the teacher's distribution, in reductions over the vocabulary only."""
+    """Compute cross-entropy with the teacher's distribution, by reductions over the vocabulary."""
     seen_NV = vocabulary.sum(extras["teacher"].softmax(-1) * logits_NV)
     return (vocabulary.logsumexp(logits_NV) - seen_NV)[targets_N != IGNORE].sum()
 
 
 def teach(build: Build, works: Any) -> list[Work]:
-    """Each micro-batch with its teacher's logits, one row a token."""
+    """Give each micro-batch its teacher's logits, one row a token."""
     return [work._replace(extras={"teacher": TABLE_VV[work.ids_BT.flatten()]}) for work in works]
 
 
@@ -127,11 +130,12 @@ def test_enrich_gives_the_objective_what_it_needs(others: tuple[Technique[Build]
     teacher = toy("teacher", Stage.STEP, use_teacher, composes=("enrich", "terms"))
     found = house.take_step(built(teacher, *others), ROWS_IGNORED)
     right = house.reference(
-        built(), ROWS_IGNORED,
+        built(),
+        ROWS_IGNORED,
         more=lambda build, ids, logits, targets: distilled(
             logits, targets, {"teacher": TABLE_VV[ids]}, Vocabulary()
         ),
-    )  # fmt: skip
+    )
     house.assert_equal(found, right)
 
 
@@ -222,8 +226,12 @@ def test_engine_sync_reduce_and_clip_are_called_in_order() -> None:
 
 
 def test_values_set_the_learning_rate_of_every_route() -> None:
-    slow = toy("slow", Stage.SCHEDULE, lambda build: build.values.update(lr=lambda step: 0.0),
-               composes=("values",))  # fmt: skip
+    slow = toy(
+        "slow",
+        Stage.SCHEDULE,
+        lambda build: build.values.update(lr=lambda step: 0.0),
+        composes=("values",),
+    )
     build = built(slow, real("muon"))
     before = [p.clone() for p in build.model.parameters()]
     house.take_step(build, ROWS_IGNORED)
@@ -244,8 +252,9 @@ def test_block_forward_wraps_in_the_order_of_stages() -> None:
 
             return wrapped
 
-        return toy(name, stage, lambda build: build.wrap_blocks(name, wrap),
-                   composes=("block_forward",))  # fmt: skip
+        return toy(
+            name, stage, lambda build: build.wrap_blocks(name, wrap), composes=("block_forward",)
+        )
 
     build = built(
         wrapping("gate", Stage.GATE), wrapping("again", Stage.CHECKPOINT), micro_rows=ROWS
@@ -288,8 +297,13 @@ def test_a_skipped_step_leaves_everything_as_it_was(
         build.recover = lambda build, step, metrics: recovered.append(step)
 
     spoil.steps = 0  # type: ignore[attr-defined]
-    patient = toy("patient", Stage.STEP, fill, claims=("recover",),
-                  composes=("enrich", "terms", "after_update"))  # fmt: skip
+    patient = toy(
+        "patient",
+        Stage.STEP,
+        fill,
+        claims=("recover",),
+        composes=("enrich", "terms", "after_update"),
+    )
     plan = house.make_plan(patient, *others, micro_rows=2, directory=str(tmp_path))
     report = RunFolder(train.run(plan, progress=Progress())).read("report")
     assert finite_flags == [1.0, 0.0, 1.0, 1.0]

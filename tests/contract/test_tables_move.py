@@ -26,9 +26,14 @@ from headrace.plan.plan import (
 )
 
 TABLES = {
-    "data": DataConfig, "goal": Goal, "batch": Batch, "eval": EvalConfig,
-    "checkpoint": CheckpointConfig, "trace": TraceConfig, "hardware": HardwareConfig,
-}  # fmt: skip
+    "data": DataConfig,
+    "goal": Goal,
+    "batch": Batch,
+    "eval": EvalConfig,
+    "checkpoint": CheckpointConfig,
+    "trace": TraceConfig,
+    "hardware": HardwareConfig,
+}
 QUIET = ("goal.steps=30", "eval.every_steps=100", "checkpoint.every_steps=0")
 LONG = (*QUIET, "trace.every_steps=20")
 OTHER = "data.directory=elsewhere"
@@ -40,7 +45,8 @@ TURNED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "data.validation": ((), ("data.validation=0.2",)),
     "data.text_key": (
-        ("data.sources=rows.jsonl",), ("data.sources=rows.jsonl", "data.text_key=body"),
+        ("data.sources=rows.jsonl",),
+        ("data.sources=rows.jsonl", "data.text_key=body"),
     ),
     "data.tokenizer": ((), ("data.tokenizer=own.json",)),
     "data.vocab": ((), ("data.vocab=290",)),
@@ -66,7 +72,7 @@ TURNED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trace.every_steps": (QUIET, LONG),
     "trace.steps": (LONG, (*LONG, "trace.steps=2")),
     "hardware.dollars_per_hour": ((), ("hardware.dollars_per_hour=1",)),
-}  # fmt: skip
+}
 """Each key with the overrides of two runs that differ in it."""
 ELSEWHERE = {
     "data.lossy_tokenizer": "tests/data/test_lossless.py",
@@ -76,7 +82,7 @@ ELSEWHERE = {
 
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two other texts, rows with two fields, and a tokenizer."""
+    """Write two other texts, rows with two fields, and a tokenizer."""
     from headrace.data.tokenizer import train_tokenizer
 
     monkeypatch.chdir(tmp_path)
@@ -156,9 +162,13 @@ def test_every_key_moves_something(key: str, left_by: Callable[..., dict[str, An
 def test_traces_without_room_are_told_and_what_is_told_makes_room(
     left_by: Callable[..., dict[str, Any]], tiny_plan: Callable[..., Plan]
 ) -> None:
-    """Evaluations and checkpoints come too often."""
-    keys = ("goal.steps=30", "trace.every_steps=20", "eval.every_steps=4",
-            "checkpoint.every_steps=4")  # fmt: skip
+    """Let evaluations and checkpoints come too often."""
+    keys = (
+        "goal.steps=30",
+        "trace.every_steps=20",
+        "eval.every_steps=4",
+        "checkpoint.every_steps=4",
+    )
     (doubt,) = [one for one in doubts_of(tiny_plan(*keys)) if "trace" in one.reason]
     assert doubt.remedy.text == "eval.every_steps=5 checkpoint.every_steps=5"
     assert not left_by(*keys)["traces"][0]
@@ -169,6 +179,7 @@ def test_traces_without_room_are_told_and_what_is_told_makes_room(
 
 def test_how_many_checkpoints_are_kept(left_by: Callable[..., dict[str, Any]]) -> None:
     for kept in (1, 3):
-        found = left_by(f"checkpoint.keep_last={kept}", "checkpoint.keep_best=false",
-                        "checkpoint.every_steps=2")  # fmt: skip
+        found = left_by(
+            f"checkpoint.keep_last={kept}", "checkpoint.keep_best=false", "checkpoint.every_steps=2"
+        )
         assert len(found["saved"]) == kept and not found["best"]

@@ -43,10 +43,10 @@ def test_keeps_names_and_blocks(device: str, variant: Variant) -> None:
     witness = toy("aaa", Stage.MODEL, lambda build: seen.extend(build.model.blocks.values()))
     plan = house.plan_of(variant, device=device)
     build = house.build_of(plan.replaced(techniques={"aaa": witness, **plan.techniques}))
-    trunk = house.build_of(house.plan_without(variant, device))
+    baseline = house.build_of(house.plan_without(variant, device))
     if not any(claim.startswith(OTHER_MODELS) for claim in variant.technique().claims):
         assert [n for n, _ in build.model.named_parameters() if not n.endswith(ADAPTERS)] == [
-            n for n, _ in trunk.model.named_parameters()
+            n for n, _ in baseline.model.named_parameters()
         ]
     blocks = list(build.model.blocks.values())
     assert len(blocks) == len(seen) == house.LAYERS
@@ -81,7 +81,7 @@ def test_touching_an_undeclared_socket_is_a_bug(socket: str) -> None:
         house.build_of(house.make_plan(sly))
 
 
-def test_replacing_a_value_of_the_trunks_is_noticed() -> None:
+def test_replacing_a_value_of_the_baselines_is_noticed() -> None:
     sly = toy("sly", Stage.SCHEDULE, lambda build: build.values.update(lr=lambda step: 0.5))
     with pytest.raises(AssertionError, match=r"sly touched undeclared .*values"):
         house.build_of(house.make_plan(sly))
@@ -109,23 +109,24 @@ def test_an_excluded_technique_is_named_with_the_reason() -> None:
 
 
 class Doubled(nn.Linear):
-    """A linear of twice the value, with the same weight name."""
+    """Compute twice a linear's value, with the same weight name."""
 
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
 
 
 def double(linear: nn.Linear) -> nn.Linear:
-    """`linear` as a Doubled over the same parameters."""
+    """Return `linear` as a Doubled over the same parameters."""
     new = Doubled(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
     new.weight, new.bias = linear.weight, linear.bias
     return new
 
 
 def replacing(name: str, *linears: str) -> Technique[Build]:
-    """A toy that doubles linears."""
-    return toy(name, Stage.LINEAR, lambda b: b.replace_linears(name, linears, double),
-               composes=("linear",))  # fmt: skip
+    """Return a toy that doubles linears."""
+    return toy(
+        name, Stage.LINEAR, lambda b: b.replace_linears(name, linears, double), composes=("linear",)
+    )
 
 
 def test_a_linear_has_one_owner_and_a_model_several() -> None:
@@ -135,8 +136,9 @@ def test_a_linear_has_one_owner_and_a_model_several() -> None:
     build = house.build_of(plan)
     kinds = {n: type(m) for n, m in build.model.named_modules() if isinstance(m, nn.Linear)}
     assert {n for n, kind in kinds.items() if kind is Doubled} == {
-        "blocks.0.mlp.down", "blocks.1.mlp.down",
-    }  # fmt: skip
+        "blocks.0.mlp.down",
+        "blocks.1.mlp.down",
+    }
     assert build.filled["linear"] == ["one", "two"]
 
     clash = house.make_plan(

@@ -39,9 +39,12 @@ def run(plan: Plan, **how: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 @pytest.mark.knobs_slow
 def test_trains_resumes_and_reports(device: str, variant: Variant, tmp_path: Path) -> None:
     plan = house.plan_of(
-        variant, device=device, directory=str(tmp_path), **SHORT,
+        variant,
+        device=device,
+        directory=str(tmp_path),
+        **SHORT,
         micro_rows=2 if house.fits(variant, device=device, micro_rows=2) else 0,
-    )  # fmt: skip
+    )
     plan = house.with_weights(plan, tmp_path)
     report, rows = run(plan)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -74,7 +77,7 @@ def test_is_active_after_a_step(device: str, variant: Variant) -> None:
 
 
 def test_is_not_active_when_its_effect_is_gone(device: str, variant: Variant) -> None:
-    """Its `apply` has run and left its notes, but it is the trunk that then takes the step, or
+    """Its `apply` has run and left its notes, but it is the baseline that then takes the step, or
     what must stand beside it alone."""
     technique = variant.technique()
     build = house.build_of(house.plan_without(variant, device))

@@ -15,7 +15,7 @@ WAITS = {"optimizer_offload"}
 
 
 class Reads(TorchDispatchMode):
-    """Notes which line of ours made the host read a number out of a tensor."""
+    """Note which line of ours made the host read a number out of a tensor."""
 
     supports_higher_order_operators = True
 
@@ -36,14 +36,17 @@ def test_a_step_never_waits_for_the_device(device: str, variant: Variant) -> Non
         return  # a graph that read a number would break there, which `fullgraph` forbids
     once = "clip" in technique.claims  # it updates inside of the one backward pass
     plan = house.plan_of(
-        variant, device=device, micro_rows=0 if once else 3,
+        variant,
+        device=device,
+        micro_rows=0 if once else 3,
         optimizer={"clip_norm": 0.0 if once else 1.0},
-    )  # fmt: skip
+    )
     build = house.build_of(plan)
     micros = make_micros(
-        make_rows(build.config.vocab - 7, ignored=True), micro_rows=build.plan.micro_rows,
+        make_rows(build.config.vocab - 7, ignored=True),
+        micro_rows=build.plan.micro_rows,
         segments=build.mask.document,
-    )  # fmt: skip
+    )
     with house.flags_of(build):
         step(build, micros, 0)
         with Reads() as reads:

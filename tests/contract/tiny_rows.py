@@ -1,4 +1,4 @@
-"""A batch for a tiny model: rows with documents, ignored and uneven targets."""
+"""Make a batch for a tiny model: rows with documents, ignored and uneven targets."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ ROWS, LENGTH = 6, 14
 
 
 def make_rows(vocab: int, *, ignored: bool, seed: int = 0) -> list[Row]:
-    """Rows whose documents begin anywhere, one of them at a row's first token."""
+    """Make rows whose documents begin anywhere, one of them at a row's first token."""
     random = np.random.default_rng(seed)
     starts = [[0, 5], [], [1, 2, 12], [7], [4, 9], [LENGTH - 1, LENGTH]]
     rows = []
@@ -36,6 +36,6 @@ def make_micros(rows: Sequence[Row], *, micro_rows: int, segments: bool) -> list
 
 
 def documents_of(row: Row) -> list[slice]:
-    """The row's documents as slices of its inputs."""
+    """Return the row's documents as slices of its inputs."""
     inner = [int(s) for s in row.starts if 0 < s < LENGTH]
     return [slice(a, b) for a, b in itertools.pairwise([0, *inner, LENGTH])]

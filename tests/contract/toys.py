@@ -8,16 +8,20 @@ from headrace.plan.technique import Context, Evidence, Stage, Supported, Techniq
 
 
 def toy(
-    name: str, stage: Stage, apply: Callable[[Build], Any], *,
-    claims: tuple[str, ...] = (), composes: tuple[str, ...] = (),
+    name: str,
+    stage: Stage,
+    apply: Callable[[Build], Any],
+    *,
+    claims: tuple[str, ...] = (),
+    composes: tuple[str, ...] = (),
     excludes: Mapping[str, str] | None = None,
     answer: Supported | Unsupported = Supported(),  # noqa: B008
     active: bool = True,
-) -> Technique[Build]:  # fmt: skip
+) -> Technique[Build]:
     """A technique that does `apply` and fills what it says."""
 
     class Toy(Technique[Build]):
-        """A toy."""
+        """Do nothing; it is a toy."""
 
         @classmethod
         def name(cls) -> str:

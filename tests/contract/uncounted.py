@@ -10,7 +10,7 @@ from headrace.kernels.chunked_loss import has_native
 
 
 def whole_attention(q: Any, k: Any, *args: Any, **kwargs: Any) -> int:
-    """Two products of [T, K] x [K, T] and [T, T] x [T, K] for each head."""
+    """Count two matmuls of [T, K] x [K, T] and [T, T] x [T, K] for each head."""
     rows, heads, length, width = q
     return 4 * rows * heads * length * k[2] * width
 

@@ -1,4 +1,4 @@
-"""The trunk's cut: every token but the first is a target exactly once."""
+"""The baseline's cut: every token but the first is a target exactly once."""
 
 from collections.abc import Callable
 

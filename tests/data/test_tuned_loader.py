@@ -74,7 +74,7 @@ def ids(loader: Loader, steps: range) -> torch.Tensor:
         {"wait_share": 1e-9},
     ],
 )
-def test_the_stream_is_the_trunks(
+def test_the_stream_is_the_baselines(
     packer: Cut, tuned: Callable[..., TunedLoader], options: dict[str, Any]
 ) -> None:
     steps = range(2 * WINDOW_STEPS + 2)

@@ -82,7 +82,7 @@ class Composition:
         """Return the plan.
 
         Args:
-            alone: without its mesh and what computes the same as the trunk.
+            alone: without its mesh and what computes the same as the baseline.
             device: where; on a GPU compilation is inductor's.
             scale: times which sizes and rows' lengths are larger.
         """

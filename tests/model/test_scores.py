@@ -1,4 +1,4 @@
-"""What the trunk's backend does to scores, one query at a time; and who refuses such a mask."""
+"""What the baseline's backend does to scores, one query at a time; and who refuses such a mask."""
 
 import math
 from collections.abc import Callable

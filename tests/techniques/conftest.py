@@ -1,4 +1,4 @@
-"""A tiny build with techniques, and batches for it."""
+"""Build tiny plans with techniques, and make batches for them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ STATE_LINES = ("parameters", "gradients", "optimizer")
 
 @pytest.fixture
 def make_tiny(tiny_plan: Callable[..., Plan]) -> Callable[..., Build]:
-    """The build of the tiny plan, two layers deep, with `key=value` overrides."""
+    """Return what builds the tiny plan, two layers deep, with `key=value` overrides."""
 
     def make(*overrides: str) -> Build:
         plan = tiny_plan("model.layers=2", "model.init_std=0.2", *overrides)
@@ -30,7 +30,7 @@ def make_tiny(tiny_plan: Callable[..., Plan]) -> Callable[..., Build]:
 
 @pytest.fixture
 def batch() -> Callable[[Build], list[Micro]]:
-    """The first step's micro-batches."""
+    """Return the first step's micro-batches."""
 
     def first(build: Build) -> list[Any]:
         return build.loader.step(0).micros

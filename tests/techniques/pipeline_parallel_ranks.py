@@ -46,19 +46,21 @@ class Case:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def plan(self, mesh: Mapping[str, int], pipeline: Knobs, beside: Knobs) -> Plan:
-        """The plan on a mesh."""
+        """Return the plan on a mesh."""
         names = {**pipeline, **beside}
         techniques = [CATALOGUE.find(n).model_validate(dict(k)) for n, k in names.items()]
         plan = make_plan(
-            shape=self.shape, precision=self.precision, micro_rows=self.micro_rows,
+            shape=self.shape,
+            precision=self.precision,
+            micro_rows=self.micro_rows,
             **{"model": {"layers": LAYERS}, **self.more},
-        )  # fmt: skip
+        )
         # A mesh and what splits along it come together.
         return plan.replaced(mesh=MeshConfig(**mesh), techniques={t.name(): t for t in techniques})
 
 
 def moved(build: Build) -> Build:
-    """Every parameter off its starting value, as the reference's."""
+    """Move every parameter off its starting value, as the reference's."""
     with torch.no_grad():
         for name, parameter in build.model.named_parameters():
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -68,7 +70,7 @@ def moved(build: Build) -> Build:
 
 
 def piped(case: Case, chunks: int, data: int = 1) -> Build:
-    """This rank's build."""
+    """Return this rank's build."""
     mesh = {"pipeline": dist.get_world_size() // data, "data": data}
     knobs = {"schedule": "1f1b" if chunks == 1 else "interleaved", "chunks": chunks}
     plan = case.plan(mesh, {"pipeline_parallel": knobs}, case.beside)
@@ -76,7 +78,7 @@ def piped(case: Case, chunks: int, data: int = 1) -> Build:
 
 
 def alone(case: Case) -> Build:
-    """The trunk in this process, without what stands beside."""
+    """The baseline in this process, without what stands beside."""
     return house.random_build(case.plan({}, {}, {}))
 
 
@@ -87,11 +89,11 @@ def mine_of(whole: Result, build: Build) -> Result:
 
 
 def one_step(case: Case, chunks: int) -> None:
-    """Loss and every gradient of every rank, and that the ranks together hold every parameter."""
-    build, trunk = piped(case, chunks), alone(case)
+    """Compare loss and every gradient; check that the ranks together hold every parameter."""
+    build, baseline = piped(case, chunks), alone(case)
     rows = make_rows(build.config.vocab, ignored=case.ignored)
     packed = "document_packing" in case.beside
-    wanted = house.reference(trunk, rows, documents=packed)
+    wanted = house.reference(baseline, rows, documents=packed)
     found = house.take_step(build, rows)
     assert_equal(found, mine_of(wanted, build))
     held = build.world.gather(sorted(found.gradients))
@@ -112,7 +114,7 @@ def one_step(case: Case, chunks: int) -> None:
 
 
 def train_on(build: Build, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and norms of some steps with the optimizer and clipping, then the weights."""
+    """Return losses and norms of some steps with the optimizer and clipping, then the weights."""
     told = []
     for index in range(steps):
         rows = make_rows(build.config.vocab, ignored=False, seed=index)
@@ -125,11 +127,11 @@ def train_on(build: Build, steps: int) -> tuple[list[float], dict[str, torch.Ten
 
 def several_steps(case: Case, chunks: int) -> None:
     """Clipping counts each number once, and both copies of a tied embedding stay the same."""
-    build, trunk = piped(case, chunks), alone(case)
+    build, baseline = piped(case, chunks), alone(case)
     found, weights = train_on(build, 3)
-    wanted, reference = train_on(trunk, 3)
+    wanted, reference = train_on(baseline, 3)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-5, atol=0)
-    assert min(wanted[1::2]) > trunk.plan.optimizer.clip_norm > 0, "nothing was clipped"
+    assert min(wanted[1::2]) > baseline.plan.optimizer.clip_norm > 0, "nothing was clipped"
     for name, weight in weights.items():
         torch.testing.assert_close(weight, reference[name], rtol=0, atol=2e-5)
     if build.config.tied_embeddings:
@@ -138,19 +140,19 @@ def several_steps(case: Case, chunks: int) -> None:
 
 
 def evaluates(case: Case, chunks: int) -> None:
-    """Validation through the pipeline is the trunk's."""
-    build, trunk = piped(case, chunks), alone(case)
-    found, wanted = evaluate(build), evaluate(trunk)
+    """Validation through the pipeline is the baseline's."""
+    build, baseline = piped(case, chunks), alone(case)
+    found, wanted = evaluate(build), evaluate(baseline)
     assert found.loss_nats == pytest.approx(wanted.loss_nats, rel=1e-6)
     assert (found.tokens, found.bytes) == (wanted.tokens, wanted.bytes)
     assert all(p.grad is None for p in build.model.parameters())
 
 
 def with_replicas(case: Case, chunks: int) -> None:
-    """Two pipelines, each with half of the rows."""
-    build, trunk = piped(case, chunks, data=2), alone(case)
+    """Run two pipelines, each with half of the rows."""
+    build, baseline = piped(case, chunks, data=2), alone(case)
     rows = make_rows(build.config.vocab, ignored=case.ignored)[: build.plan.rows_per_step]
-    wanted = house.reference(trunk, rows)
+    wanted = house.reference(baseline, rows)
     half = len(rows) // 2
     place = build.world.place("data")
     found = house.take_step(build, rows[place * half : (place + 1) * half])
@@ -162,9 +164,9 @@ def with_replicas(case: Case, chunks: int) -> None:
 
 def low_precision(case: Case, chunks: int) -> None:
     """Activations cross borders in their own dtype, so that nothing is rounded on the way."""
-    build, trunk = piped(case, chunks), alone(case)
+    build, baseline = piped(case, chunks), alone(case)
     rows = make_rows(build.config.vocab, ignored=case.ignored)
-    wanted = house.take_step(trunk, rows)
+    wanted = house.take_step(baseline, rows)
     assert_equal(house.take_step(build, rows), mine_of(wanted, build))
     (pipe,) = (t for t in build.techniques if t.name() == "pipeline_parallel")
     numbers = pipe.active(build).numbers
@@ -175,8 +177,8 @@ def low_precision(case: Case, chunks: int) -> None:
 def with_auxiliary(case: Case, chunks: int) -> None:
     """Losses that layers keep in a forward pass, as routers do, on every stage."""
     results = []
-    build, trunk = piped(case, chunks), alone(case)
-    for each in (build, trunk):
+    build, baseline = piped(case, chunks), alone(case)
+    for each in (build, baseline):
         kept: list[torch.Tensor] = []
 
         def take(build: Build, kept: list[torch.Tensor] = kept) -> torch.Tensor:

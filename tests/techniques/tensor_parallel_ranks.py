@@ -28,17 +28,36 @@ from headrace.train.evaluate import evaluate
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "grouped": {"dim": 24, "heads": 8, "head_dim": 6, "kv_heads": 4, "ffn": 20, "vocab": 307},
     "tied": {
-        "dim": 32, "heads": 4, "kv_heads": 4, "ffn": 20, "vocab": 311, "tied_embeddings": True,
-        "qk_norm": True, "position": "none", "activation": "relu2",
+        "dim": 32,
+        "heads": 4,
+        "kv_heads": 4,
+        "ffn": 20,
+        "vocab": 311,
+        "tied_embeddings": True,
+        "qk_norm": True,
+        "position": "none",
+        "activation": "relu2",
     },
     "gpt2": {
-        "dim": 40, "heads": 4, "ffn": 28, "vocab": 313, "norm": "layer_norm", "bias": True,
-        "activation": "gelu", "position": "learned",
+        "dim": 40,
+        "heads": 4,
+        "ffn": 28,
+        "vocab": 313,
+        "norm": "layer_norm",
+        "bias": True,
+        "activation": "gelu",
+        "position": "learned",
     },
     "biased": {
-        "dim": 24, "heads": 4, "ffn": 12, "vocab": 309, "bias": True, "qk_norm": True, "layers": 3,
+        "dim": 24,
+        "heads": 4,
+        "ffn": 12,
+        "vocab": 309,
+        "bias": True,
+        "qk_norm": True,
+        "layers": 3,
     },
-}  # fmt: skip
+}
 """Decoders that divide over two and four ranks and differ in everything else."""
 STEPS = 5
 DEVICE = torch.device("cpu")
@@ -46,7 +65,7 @@ DEVICE = torch.device("cpu")
 
 @contextmanager
 def worlds(ranks: int, corpus: str, prepared: str) -> Iterator[World]:
-    """This rank's place, with `ranks` tensor ranks."""
+    """Open this rank's place, with `ranks` tensor ranks."""
     torch.set_num_threads(1)
     put_data_in(corpus, prepared)
     with open_world(split_plan("grouped", ranks).mesh, DEVICE) as world:
@@ -54,10 +73,13 @@ def worlds(ranks: int, corpus: str, prepared: str) -> Iterator[World]:
 
 
 def split_plan(
-    shape: str, ranks: int, sequence: bool = True, others: Mapping[str, Any] | None = None,
+    shape: str,
+    ranks: int,
+    sequence: bool = True,
+    others: Mapping[str, Any] | None = None,
     **keys: Any,
-) -> Plan:  # fmt: skip
-    """A tiny plan over `ranks` tensor ranks; one rank is the plain trunk with the same keys."""
+) -> Plan:
+    """A tiny plan over `ranks` tensor ranks; one rank is the plain baseline with the same keys."""
     knobs = {**(others or {}), **({"tensor_parallel": {"sequence": sequence}} if ranks > 1 else {})}
     techniques = {n: CATALOGUE.find(n).model_validate(k) for n, k in knobs.items()}
     model = {"layers": 2, "vocab_multiple": 1, "init_std": 0.2, "precision": "fp32"}
@@ -67,7 +89,7 @@ def split_plan(
 
 
 def build_in(world: World, plan: Plan) -> Build:
-    """A build with every parameter off its starting value, the same ones in every layout."""
+    """Return a build with every parameter off its starting value, equal in every layout."""
     build = make_build(plan, prepare(plan), world, DEVICE)
     with torch.no_grad():
         for name, parameter in build.model.named_parameters():
@@ -78,12 +100,12 @@ def build_in(world: World, plan: Plan) -> Build:
 
 
 def whole(build: Build, result: Result) -> Result:
-    """The result with every gradient put together from the ranks' parts."""
+    """Return the result with every gradient put together from the ranks' parts."""
     return Result(result.loss, {n: build.whole(n, g) for n, g in result.gradients.items()})
 
 
 def equals(ranks: int, corpus: str, prepared: str, cases: list[Mapping[str, Any]]) -> None:
-    """Each case: losses and gradients of a step, weights after five, validation, evidence."""
+    """Compare losses and gradients of a step, weights after five, validation, and evidence."""
     with worlds(ranks, corpus, prepared) as world:
         for case in cases:
             try:
@@ -94,9 +116,15 @@ def equals(ranks: int, corpus: str, prepared: str, cases: list[Mapping[str, Any]
 
 
 def _equal(
-    world: World, ranks: int, shape: str, sequence: bool = True, ignored: bool = True,
-    others: Mapping[str, Any] | None = None, beside: Mapping[str, Any] | None = None, **keys: Any,
-) -> None:  # fmt: skip
+    world: World,
+    ranks: int,
+    shape: str,
+    sequence: bool = True,
+    ignored: bool = True,
+    others: Mapping[str, Any] | None = None,
+    beside: Mapping[str, Any] | None = None,
+    **keys: Any,
+) -> None:
     """Split against whole.
 
     Args:

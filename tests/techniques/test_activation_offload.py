@@ -66,9 +66,12 @@ def offload_of(
     layers = [int(name) for name in build.model.blocks]
     sends = frozenset(layers[: len(layers) - keep_last])
     offload = Offload(
-        transfer, min_bytes=min_bytes, sends=sends, last=layers[-1],
+        transfer,
+        min_bytes=min_bytes,
+        sends=sends,
+        last=layers[-1],
         step=lambda: build.now.get("step", 0.0),
-    )  # fmt: skip
+    )
     build.wrap_blocks("offload", offload.wrap)
     return offload
 
@@ -212,9 +215,15 @@ def test_refuses_a_host_a_whole_graph_and_nothing_to_send(make_tiny: Make) -> No
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 LARGE = (
-    "device=cuda", "model.layers=8", "model.dim=1024", "model.heads=8", "model.ffn=4096",
-    "data.sequence_length=512", "batch.tokens=16384", "optimizer.clip_norm=0",
-)  # fmt: skip
+    "device=cuda",
+    "model.layers=8",
+    "model.dim=1024",
+    "model.heads=8",
+    "model.ffn=4096",
+    "data.sequence_length=512",
+    "batch.tokens=16384",
+    "optimizer.clip_norm=0",
+)
 ON = "techniques.activation_offload.min_bytes=65536"
 GPU_CASES = {**CASES, "compiled": ("techniques.torch_compile.scope=block",)}
 
@@ -283,7 +292,7 @@ class Timed(Transfer):
 @pytest.mark.alone
 @needs_gpu
 def test_copies_overlap_with_computation(make_tiny: Make) -> None:
-    """Together they take much less than one after the other."""
+    """Copies and computation together take much less than one after the other."""
     took, copied = [], 0.0
     for on in (False, True):
         build = make_tiny(*LARGE)

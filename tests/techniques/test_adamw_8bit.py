@@ -1,4 +1,4 @@
-"""8-bit AdamW against torchao's codes, fp32 AdamW, its own mask, shards and checkpoints."""
+"""Compare 8-bit AdamW with torchao's codes and fp32 AdamW; check its mask, shards, checkpoints."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +35,7 @@ def matrix(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def run(p: nn.Parameter, optimizer: Any, steps: range = range(STEPS)) -> None:
-    """The same gradients, of very different sizes in rows, for every optimizer."""
+    """Give every optimizer the same gradients, of very different sizes in rows."""
     for index in steps:
         whole = matrix(*p.shape, seed=index + 1) * matrix(p.size(0), 1, seed=index + 50)
         p.grad = whole
@@ -78,7 +78,7 @@ def test_it_follows_adamw() -> None:
 
 @pytest.mark.parametrize("columns", [512, 300, 20])
 def test_each_number_is_stored_as_the_nearest_level(columns: int) -> None:
-    """Of its block's largest magnitude, by search through all levels."""
+    """Compare each code with a search through all levels, over its block's largest magnitude."""
     for signed in (True, False):
         table = torch.tensor(levels(signed))
         values = matrix(6, columns) if signed else matrix(6, columns).square()
@@ -192,9 +192,11 @@ def test_shards_of_rows_hold_the_same_state(zygote: Any, tmp_path: Path) -> None
 
 def test_large_matrices_come_here_and_the_rest_stays(make_tiny: Callable[..., Build]) -> None:
     build = make_tiny(
-        "techniques.adamw_8bit.smallest=600", "optimizer.weight_decay=0.3", "optimizer.eps=1e-6",
+        "techniques.adamw_8bit.smallest=600",
+        "optimizer.weight_decay=0.3",
+        "optimizer.eps=1e-6",
         "optimizer.betas=[0.8, 0.9]",
-    )  # fmt: skip
+    )
     taken = build.routed["adamw_8bit"]
     for name, value in {"weight_decay": 0.3, "eps": 1e-6, "betas": (0.8, 0.9)}.items():
         assert build.optimizers["adamw_8bit"].param_groups[0][name] == value
@@ -226,7 +228,7 @@ TAKEN[TAKEN.index(("adapters", 1 << 20))] = ("adapters", 640)  # beyond all of t
 def test_its_bytes_are_predicted(
     make_tiny: Callable[..., Build], states: Callable[[Build], Any], beside: str, smallest: int
 ) -> None:
-    """Of the matrices that it takes: large enough, and left by all others."""
+    """Take the matrices that are large enough and that no other technique takes."""
     build = make_tiny(f"techniques.adamw_8bit.smallest={smallest}", *MATRICES[beside])
     held, predicted = states(build)
     assert predicted == held
@@ -240,14 +242,20 @@ def test_its_bytes_are_predicted(
         (["techniques.lora.rank=2", "techniques.mixture_of_experts={}"], 96, "smallest=96"),
         (["techniques.lora={rank = 2, targets = ['mixer.out']}"], 32, "smallest=32"),
         (["techniques.lora.rank=1"], 64, "smallest=16"),  # 10 bytes a number of rows of one
-        (["techniques.lora={rank = 1, targets = ['mlp.gate_up']}", "model.ffn=64"], 128,
-         "techniques.lora.rank=2 techniques.adamw_8bit.smallest=1"),
+        (
+            ["techniques.lora={rank = 1, targets = ['mlp.gate_up']}", "model.ffn=64"],
+            128,
+            "techniques.lora.rank=2 techniques.adamw_8bit.smallest=1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_adapters_too_small_for_it_are_refused_with_what_works(
-    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]], beside: list[str],
-    most: int, works: str,
-) -> None:  # fmt: skip
+    make_tiny: Callable[..., Build],
+    batch: Callable[[Build], list[Micro]],
+    beside: list[str],
+    most: int,
+    works: str,
+) -> None:
     with pytest.raises(UnsupportedError, match=f"at most {most} numbers") as told:
         make_tiny(*beside, "techniques.adamw_8bit={}")
     remedy = told.value.remedy.text.removesuffix(" (or --without adamw_8bit)")
@@ -287,11 +295,15 @@ SPLIT = ["techniques.tensor_parallel={}", "techniques.adamw_8bit={}"]
         (2, (512, 768), ["techniques.chunked_mlp={}"], "384 of the 768 columns of mlp.down", 1),
         (2, (512, 768), ["techniques.mixture_of_experts={}"], "", 2),  # seen when it is built
     ],
-)  # fmt: skip
+)
 def test_columns_that_ranks_cannot_share_in_whole_blocks_are_refused(
-    tiny_plan: Callable[..., Plan], ranks: int, model: tuple[int, int], beside: list[str],
-    found: str, works: int,
-) -> None:  # fmt: skip
+    tiny_plan: Callable[..., Plan],
+    ranks: int,
+    model: tuple[int, int],
+    beside: list[str],
+    found: str,
+    works: int,
+) -> None:
     """With the next number of ranks that can: there nothing is refused."""
     dim, ffn = model
     sizes = [f"model.dim={dim}", "model.heads=16", f"model.ffn={ffn}", "model.kv_heads=16"]
@@ -315,7 +327,7 @@ def test_columns_that_ranks_cannot_share_in_whole_blocks_are_refused(
 def test_what_is_built_is_refused_likewise(
     make_tiny: Callable[..., Build], beside: list[str], ffn: int, refused: bool
 ) -> None:
-    """By how the ranks hold a matrix, whoever made it."""
+    """It depends on how the ranks hold a matrix, whoever made it."""
     build = make_tiny("techniques.adamw_8bit.smallest=256", f"model.ffn={ffn}", *beside)
     end = ".down" if beside else ".down.weight"
     named = {n: p for n, p in build.routed["adamw_8bit"].items() if n.endswith(end)}
@@ -344,8 +356,10 @@ def test_a_checkpoint_holds_the_codes(train: Callable[..., Path]) -> None:
     prefix = "optimizer/embed.weight/"
     kinds = {n.removeprefix(prefix): saved.shape_of(n)[1] for n in saved.names_under(prefix)}
     assert kinds["exp_avg_codes"] == kinds["exp_avg_sq_codes"] == torch.uint8
-    assert kinds.keys() == {"step", *(f"{m}_{part}" for m in ("exp_avg", "exp_avg_sq")
-                                      for part in ("codes", "scales"))}  # fmt: skip
+    assert kinds.keys() == {
+        "step",
+        *(f"{m}_{part}" for m in ("exp_avg", "exp_avg_sq") for part in ("codes", "scales")),
+    }
 
 
 def test_a_rank_restores_its_own_scales_and_keeps_no_others(

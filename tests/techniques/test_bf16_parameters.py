@@ -30,7 +30,7 @@ ROUNDINGS = ["master", "stochastic"]
 
 
 def optimizer_of(build: Build, p: nn.Parameter, rounding: str, *, fused: bool = False) -> Bf16AdamW:
-    """The optimizer over one matrix."""
+    """Return the optimizer over one matrix."""
     shape = tuple(p.shape)
 
     def noise(name: str) -> Noise:
@@ -50,8 +50,14 @@ def test_a_master_is_torchs_adamw_to_the_bit(make_tiny: Make) -> None:
     p, optimizer, draw = start("master", build)
     config = build.plan.optimizer
     right = nn.Parameter(p.detach().float())
-    reference = torch.optim.AdamW([right], lr=config.lr, betas=config.betas, eps=config.eps,
-                                  weight_decay=config.weight_decay, fused=True)  # fmt: skip
+    reference = torch.optim.AdamW(
+        [right],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
     for _ in range(30):
         p.grad = torch.randn(p.shape, generator=draw).bfloat16()
         right.grad = p.grad.float()
@@ -96,7 +102,7 @@ def test_a_masked_step_changes_nothing(make_tiny: Make, rounding: str) -> None:
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_one_kernel_is_the_same_as_slices(make_tiny: Make, rounding: str) -> None:
-    """Clipping, moments, a masked step in between, the rest and the noise, on odd sizes."""
+    """Compare clipping, moments, a masked step in between, the rest and the noise, on odd sizes."""
     ends = []
     for fused in (False, True):
         p, _, draw = start(rounding, build := make_tiny("optimizer.weight_decay=0.1"))
@@ -201,8 +207,11 @@ def test_a_checkpoint_holds_16_bits_and_resumes_exactly(
 
 def test_the_loss_falls_as_with_fp32_weights(make_tiny: Make) -> None:
     ends = {}
-    for name, keys in {"fp32": ["model.precision=bf16"], "master": [ON.format("master")],
-                       "stochastic": [ON.format("stochastic")]}.items():  # fmt: skip
+    for name, keys in {
+        "fp32": ["model.precision=bf16"],
+        "master": [ON.format("master")],
+        "stochastic": [ON.format("stochastic")],
+    }.items():
         build = make_tiny("optimizer.lr=3e-3", *keys)
         micros = build.loader.step(0).micros
         losses = [float(step(build, micros, n)[0]) for n in range(1, 31)]
@@ -235,9 +244,12 @@ def test_compiled_code_is_traced_again_beside_gradients_that_were_added_up(
 ) -> None:
     """Other lengths in a later micro-batch, and an evaluation, with fp32 sums in `grad`."""
     build = make_tiny(
-        ON.format("master"), "batch.micro_sequences=4", "techniques.torch_compile.fullgraph=true",
-        "techniques.torch_compile.backend=aot_eager", f"techniques.torch_compile.scope={scope}",
-    )  # fmt: skip
+        ON.format("master"),
+        "batch.micro_sequences=4",
+        "techniques.torch_compile.fullgraph=true",
+        "techniques.torch_compile.backend=aot_eager",
+        f"techniques.torch_compile.scope={scope}",
+    )
     plain = make_tiny(ON.format("master"), "batch.micro_sequences=4")
     whole, *_ = batch(build)
     half = replace(
@@ -256,9 +268,15 @@ def test_compiled_code_is_traced_again_beside_gradients_that_were_added_up(
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize(
     "beside",
-    ["", "lora={rank = 2}", "qlora={rank = 2, base = 'int8'}", "mixture_of_experts={experts = 4}",
-     "linear_attention={rule = 'gated_delta'}", "short_convolution={between = 1}"],
-)  # fmt: skip
+    [
+        "",
+        "lora={rank = 2}",
+        "qlora={rank = 2, base = 'int8'}",
+        "mixture_of_experts={experts = 4}",
+        "linear_attention={rule = 'gated_delta'}",
+        "short_convolution={between = 1}",
+    ],
+)
 def test_its_bytes_are_predicted_beside_adapters(
     make_tiny: Make, states: Callable[[Build], tuple[Any, Any]], beside: str, rounding: str
 ) -> None:

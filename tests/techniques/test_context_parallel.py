@@ -116,12 +116,14 @@ def test_every_token_is_on_one_rank_with_all_that_is_its_own(ranks: int, documen
 
 
 def apply_to(work: Work, rank: int, ranks: int) -> Any:
-    """A build of the sockets that it touches, after `apply`."""
+    """Return a build of the sockets that it touches, after `apply`."""
     group = SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
     build = SimpleNamespace(
         world=SimpleNamespace(group=lambda axis: group if axis == "context" else None),
-        parts=SimpleNamespace(attend=None), place=lambda build, micro: work, notes={},
-    )  # fmt: skip
+        parts=SimpleNamespace(attend=None),
+        place=lambda build, micro: work,
+        notes={},
+    )
     TECHNIQUE.apply(build)  # type: ignore[arg-type]
     return build
 
@@ -158,7 +160,7 @@ def test_a_mask_carries_documents_only_where_they_are_asked_for() -> None:
 
 
 def ledger_of(plan: Plan, length: int, ranks: int, **keys: Any) -> Ledger:
-    """The trunk's, on a mesh of so many context ranks."""
+    """Return the baseline's ledger on a mesh of so many context ranks."""
     model = plan.model.model_copy(update={"vocab": 300, **keys})
     ledger = trunk_ledger(model, rows=3, length=length, precision="bf16", device="cuda")
     return replace(ledger, sizes={**ledger.sizes, "context_ranks": ranks})
@@ -166,7 +168,7 @@ def ledger_of(plan: Plan, length: int, ranks: int, **keys: Any) -> Ledger:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_keeps_what_rows_of_its_own_tokens_would(tiny_plan: Make, ranks: int) -> None:
-    """Line by line the trunk's ledger of rows as long as a rank's part, and the ring beside it."""
+    """Compare line by line with the baseline's ledger of rows as long as a rank's part."""
     plan = tiny_plan("model.kv_heads=2", "model.qk_norm=true")
     found = TECHNIQUE.predict(ledger_of(plan, 64, ranks))
     right = ledger_of(plan, 64 // ranks, ranks)

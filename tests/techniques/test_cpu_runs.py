@@ -1,4 +1,4 @@
-"""Threads, cores and kept memory of a run on a CPU: set, read from the process, put back."""
+"""Set threads, cores and kept memory of a CPU run, read them from the process, put them back."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -29,9 +29,16 @@ def take_steps(build: Build, count: int = 1) -> None:
 
 def on(device: str) -> Context:
     return Context(
-        plan=None, device=device, device_name=device, capability=None, torch=(2, 11),
-        has_triton=False, has_compiler=True, ranks=1, precision="fp32",
-    )  # fmt: skip
+        plan=None,
+        device=device,
+        device_name=device,
+        capability=None,
+        torch=(2, 11),
+        has_triton=False,
+        has_compiler=True,
+        ranks=1,
+        precision="fp32",
+    )
 
 
 @contextmanager

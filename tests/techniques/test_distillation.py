@@ -28,9 +28,11 @@ def test_divergence_equals_torchs(temperature: float) -> None:
     taught = 3 * torch.randn(11, 29)
     twin = logits.detach().double().requires_grad_()
     right = F.kl_div(
-        (twin / temperature).log_softmax(-1), (taught.double() / temperature).log_softmax(-1),
-        reduction="none", log_target=True,
-    ).sum(-1)  # fmt: skip
+        (twin / temperature).log_softmax(-1),
+        (taught.double() / temperature).log_softmax(-1),
+        reduction="none",
+        log_target=True,
+    ).sum(-1)
     found = divergence(logits, taught, temperature, Vocabulary())
     torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
     found.sum().backward()
@@ -46,7 +48,7 @@ class Half(Vocabulary):
         self.whole, self.taught, self.columns = whole, taught, columns
 
     def _complete(self, mine: Tensor, whole: Tensor) -> Tensor:
-        """The value of an all-reduce, with the gradient of this rank's own part."""
+        """Return the value of an all-reduce, with the gradient of this rank's own part."""
         return mine + (whole - mine).detach()
 
     def logsumexp(self, logits_NV: Tensor) -> Tensor:
@@ -79,7 +81,7 @@ def test_gradients_are_right_on_shards_of_the_vocabulary() -> None:
 
 @pytest.fixture
 def teacher(make_tiny: Callable[..., Build], tmp_path: Path) -> tuple[Path, Build]:
-    """A wider model of another seed, in Hugging Face format, and as we hold it."""
+    """Make a wider model of another seed, in Hugging Face format, and as we hold it."""
     build = make_tiny("model.dim=24", "model.heads=3", "seed=9", "model.tied_embeddings=true")
     state = {n: p.detach() for n, p in build.model.named_parameters()}
     tokenizer = tmp_path / "tokenizer.json"
@@ -89,7 +91,7 @@ def teacher(make_tiny: Callable[..., Build], tmp_path: Path) -> tuple[Path, Buil
 
 
 def reference(build: Build, micros: list[Micro], teacher: Build, weight: float, heat: float) -> Any:
-    """Loss and gradients from whole logits and torch's own losses."""
+    """Compute loss and gradients from whole logits and torch's own losses."""
     total, targets = torch.zeros(()), 0
     for micro in micros:
         work = build.place(build, micro)
@@ -109,7 +111,7 @@ def reference(build: Build, micros: list[Micro], teacher: Build, weight: float, 
 
 
 def ignoring(micros: list[Micro]) -> list[Micro]:
-    """The first micro-batch without targets, the others unevenly."""
+    """Leave the first micro-batch without targets, and the others with uneven ones."""
     for place, micro in enumerate(micros):
         draw = torch.Generator().manual_seed(place)
         lost = torch.rand(micro.targets_BT.shape, generator=draw) < (0.2 * place if place else 1.0)
@@ -120,16 +122,19 @@ def ignoring(micros: list[Micro]) -> list[Micro]:
 @pytest.mark.parametrize(
     "more",
     [
-        (), ("techniques.chunked_cross_entropy.chunk_tokens=7",),
+        (),
+        ("techniques.chunked_cross_entropy.chunk_tokens=7",),
         ("techniques.torch_compile.backend=aot_eager",),
         ("techniques.document_packing={}", "techniques.sequence_length_schedule.start=8"),
     ],
     ids=["plain", "chunked", "compiled", "packed"],
-)  # fmt: skip
+)
 def test_loss_and_gradients_equal_whole_softmaxes(
-    more: tuple[str, ...], teacher: tuple[Path, Build], make_tiny: Callable[..., Build],
+    more: tuple[str, ...],
+    teacher: tuple[Path, Build],
+    make_tiny: Callable[..., Build],
     batch: Callable[[Build], list[Micro]],
-) -> None:  # fmt: skip
+) -> None:
     path, wide = teacher
     knobs = (f"teacher='{path}'", "weight=0.7", "temperature=1.5")
     with_ = ("batch.micro_sequences=2", "optimizer.clip_norm=0", *more)

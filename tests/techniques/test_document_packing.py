@@ -58,9 +58,11 @@ def test_evidence_beside_prefixes_that_show_every_target(
     make_tiny: Callable[..., Build], seed: int
 ) -> None:
     build = make_tiny(
-        "techniques.document_packing={}", "techniques.prefix_lm.tokens=15",
-        "batch.micro_sequences=1", f"seed={seed}",
-    )  # fmt: skip
+        "techniques.document_packing={}",
+        "techniques.prefix_lm.tokens=15",
+        "batch.micro_sequences=1",
+        f"seed={seed}",
+    )
     (technique,) = (t for t in build.techniques if t.name() == "document_packing")
     assert technique.active(build).active
     build.model.mask = replace(build.model.mask, document=False)
@@ -71,8 +73,12 @@ def test_evidence_beside_prefixes_that_show_every_target(
 def test_its_evidence_stands_beside_experts(make_tiny: Callable[..., Build], seed: int) -> None:
     """They multiply all documents' tokens together: another document may round a sum otherwise."""
     build = make_tiny(
-        f"seed={seed}", "techniques.document_packing={}", "techniques.mixture_of_experts.experts=5",
-        "techniques.mixture_of_experts.expert_ffn=7", "data.sequence_length=9", "batch.tokens=9",
-    )  # fmt: skip
+        f"seed={seed}",
+        "techniques.document_packing={}",
+        "techniques.mixture_of_experts.experts=5",
+        "techniques.mixture_of_experts.expert_ffn=7",
+        "data.sequence_length=9",
+        "batch.tokens=9",
+    )
     evidence = build.plan.techniques["document_packing"].active(build)
     assert evidence.active, evidence.detail

@@ -31,7 +31,7 @@ from headrace.train.train import step
 NAME = "dynamic_batch"
 ON = f"techniques.{NAME}={{}}"
 ROWS = 8
-"""Of a step of the tiny plan."""
+"""Tokens of a step of the tiny plan."""
 FULL = "CUDA out of memory. Tried to allocate 1.00 GiB."
 
 
@@ -57,7 +57,7 @@ def run_out(build: Build, most: int, *, forward: bool = True, after: int = 0) ->
 
 
 def ran(plan: Plan, **how: Any) -> Path:
-    """The folder of a run."""
+    """Run a plan and return its folder."""
     folder = trainer.run(plan, progress=Progress(), **how)
     assert folder is not None
     return folder
@@ -90,9 +90,10 @@ def test_a_run_that_shrinks_is_the_smaller_run(
     plan = tiny_plan(ON, "name=mine", *short)
     with monkeypatch.context() as patched:
         patched.setattr(
-            trainer, "make_build",
+            trainer,
+            "make_build",
             lambda *a, **k: run_out(make_build(*a, **k), 2, after=after, forward=not after),
-        )  # fmt: skip
+        )
         mine = ran(plan)
     before, found = report(small), report(mine)
     numbers = found["techniques"][NAME]["numbers"]
@@ -119,29 +120,41 @@ EXPERTS = "techniques.mixture_of_experts={experts=4}"
 CHECKPOINT = "techniques.selective_checkpoint={}"
 BESIDE: dict[str, tuple[bool, tuple[str, ...]]] = {
     "experts": (
-        True, (EXPERTS, CHECKPOINT, "techniques.z_loss={}", "techniques.document_packing={}"),
+        True,
+        (EXPERTS, CHECKPOINT, "techniques.z_loss={}", "techniques.document_packing={}"),
     ),
     "compiled": (
-        True, ('techniques.torch_compile={backend="aot_eager", scope="block"}', EXPERTS,
-               "techniques.distillation={}"),
+        True,
+        (
+            'techniques.torch_compile={backend="aot_eager", scope="block"}',
+            EXPERTS,
+            "techniques.distillation={}",
+        ),
     ),
     "short rows": (
-        False, ("techniques.sequence_length_schedule={start=4}", "techniques.fp16_loss_scaling={}",
-                "techniques.stochastic_depth={rate=0.6}"),
+        False,
+        (
+            "techniques.sequence_length_schedule={start=4}",
+            "techniques.fp16_loss_scaling={}",
+            "techniques.stochastic_depth={rate=0.6}",
+        ),
     ),
     "twice": (
-        False, ("techniques.sophia={every=1}", "techniques.chunked_cross_entropy={chunk_tokens=7}"),
+        False,
+        ("techniques.sophia={every=1}", "techniques.chunked_cross_entropy={chunk_tokens=7}"),
     ),
     "bf16": (False, ("techniques.bf16_parameters={}",)),
-}  # fmt: skip
+}
 """(whether the forward pass runs out of memory, or the backward pass; what else is on)"""
 
 
 @pytest.mark.parametrize(("forward", "more"), BESIDE.values(), ids=BESIDE)
 def test_steps_are_those_of_smaller_micro_batches(
-    more: tuple[str, ...], forward: bool, make_tiny: Callable[..., Build],
+    more: tuple[str, ...],
+    forward: bool,
+    make_tiny: Callable[..., Build],
     batch: Callable[[Build], list[Micro]],
-) -> None:  # fmt: skip
+) -> None:
     """To the bit, whatever an interrupted pass has left behind."""
     right, mine = make_tiny("batch.micro_sequences=4", *more), make_tiny(ON, *more)
     short = "sequence_length_schedule" in mine.plan.techniques  # four rows of each
@@ -159,9 +172,10 @@ def test_steps_are_those_of_smaller_micro_batches(
 
 
 def test_micro_batches_above_what_fits_are_no_evidence(
-    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]],
+    make_tiny: Callable[..., Build],
+    batch: Callable[[Build], list[Micro]],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     build = make_tiny(ON)
     step(build, batch(build), 0)
     technique, size = build.plan.techniques[NAME], build.notes[NAME]
@@ -174,9 +188,12 @@ def test_micro_batches_above_what_fits_are_no_evidence(
 
 def test_the_same_random_numbers_come_again() -> None:
     build: Any = SimpleNamespace(
-        auxiliary=[], compiled=[], device=torch.device("cpu"), model=torch.nn.Linear(1, 1),
+        auxiliary=[],
+        compiled=[],
+        device=torch.device("cpu"),
+        model=torch.nn.Linear(1, 1),
         tell=lambda text: None,
-    )  # fmt: skip
+    )
     drawn: list[float] = []
 
     def inner(build: Any, works: Any, objective: Any, scale: Any) -> Tensor:
@@ -320,17 +337,24 @@ def test_a_child_process_runs_out_of_memory_for_this_one(
 ) -> None:
     """Under a limit that one row fits into and two do not."""
     plan = tiny_plan(
-        ON, "data.sequence_length=256", "batch.tokens=512", "model.vocab=60000", "model.dim=2",
-        "model.heads=1", "model.ffn=2", "data.workers=0",
-    )  # fmt: skip
+        ON,
+        "data.sequence_length=256",
+        "batch.tokens=512",
+        "model.vocab=60000",
+        "model.dim=2",
+        "model.heads=1",
+        "model.ffn=2",
+        "data.workers=0",
+    )
     monkeypatch.setattr(dynamic_batch, "free_bytes", lambda device: 350_000_000)
     told: list[str] = []
     build = make_build(plan, prepare(plan), World(), torch.device("cpu"), tell=told.append)
     build.loader.close()
     assert told == [
-        f"{NAME} tries micro-batches of 2 rows", f"{NAME} tries micro-batches of 1 rows",
+        f"{NAME} tries micro-batches of 2 rows",
+        f"{NAME} tries micro-batches of 1 rows",
         "batch.micro_sequences=1 fits",
-    ]  # fmt: skip
+    ]
     assert build.plan.micro_rows == 1
 
 
@@ -359,14 +383,19 @@ on_a_gpu = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 WIDE = (
-    ON, "device=cuda", "model.precision=fp32", "model.vocab=8192", "data.sequence_length=256",
-    "batch.tokens=16384", "eval.tokens=1024",
-)  # fmt: skip
+    ON,
+    "device=cuda",
+    "model.precision=fp32",
+    "model.vocab=8192",
+    "data.sequence_length=256",
+    "batch.tokens=16384",
+    "eval.tokens=1024",
+)
 """64 rows whose logits take 1.6 GB, a row 25 MB."""
 
 
 def made_on_gpu(plan: Plan, told: list[str] | None = None) -> Build:
-    """The build of a plan on the first GPU."""
+    """Return the build of a plan on the first GPU."""
     tell = (told if told is not None else []).append
     return make_build(plan, prepare(plan), World(), torch.device("cuda", 0), tell=tell)
 

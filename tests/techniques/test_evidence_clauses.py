@@ -107,9 +107,11 @@ def test_an_expandable_segment_of_others_is_no_evidence(monkeypatch: pytest.Monk
     assert segments._bytes_inside([elsewhere], [probe]) == 0
     assert not segments._new_memory_grows(torch.device("cpu"))
     run = left(
-        device=torch.device("cuda"), notes={"expandable_segments": {"grows": False}}, optimizers={},
+        device=torch.device("cuda"),
+        notes={"expandable_segments": {"grows": False}},
+        optimizers={},
         model=torch.nn.Linear(1, 1),
-    )  # fmt: skip
+    )
     assert ExpandableSegments().active(run).active is False
     run.notes["expandable_segments"]["grows"] = True
     assert ExpandableSegments().active(run).active is True
@@ -153,9 +155,10 @@ def test_every_block_has_the_groups_of_keys_of_all_ranks(
         str(i): left(mixer=left(qkv=left(weight=torch.empty(n, 1)))) for i, n in enumerate(rows)
     }
     run = left(
-        config=left(heads=4, resolved_head_dim=8), model=left(blocks=blocks),
+        config=left(heads=4, resolved_head_dim=8),
+        model=left(blocks=blocks),
         world=left(size=lambda axis: ranks),
-    )  # fmt: skip
+    )
     assert Gqa().active(run).active is active
 
 
@@ -180,9 +183,14 @@ SUM, DELTA = {fla.SUM: 2}, {fla.GATED_DELTA: 2}
     ],
 )
 def test_linear_attention_is_of_its_rule_its_kernels_and_its_chunks(
-    monkeypatch: pytest.MonkeyPatch, rule: str, kernels: str, kinds: tuple[type[Any], ...],
-    more: int, launched: dict[str, int], active: bool,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
+    kernels: str,
+    kinds: tuple[type[Any], ...],
+    more: int,
+    launched: dict[str, int],
+    active: bool,
+) -> None:
     monkeypatch.setattr(linear_attention, "since", lambda before, prefix: launched)
     technique: Any = linear_attention.LinearAttention.model_validate(
         {"rule": rule, "kernels": kernels}
@@ -228,7 +236,7 @@ def test_a_backend_that_visits_no_block_is_no_evidence(
     assert not technique.active(build).active
 
     def but_the_first(*given: Any) -> torch.Tensor:
-        """Of the last block of queries no weight falls on the first block, which all see."""
+        """Put no weight of the last block of queries on the first block, which all see."""
         weight = whole(*given)
         weight[:, -2:, :, 0] = 0
         return weight
@@ -266,9 +274,11 @@ def test_documents_are_attended_by_the_operation_and_its_kernel(
     monkeypatch.setattr(varlen_attention, "kernels_of", lambda *given: names)
     backend = left(forwards=1, starts_S1=None, prepare=lambda *given: None)
     run = left(
-        model=left(attend=backend), config=HEADS, device=torch.device("cpu"),
+        model=left(attend=backend),
+        config=HEADS,
+        device=torch.device("cpu"),
         context=left(precision="bf16"),
-    )  # fmt: skip
+    )
     assert varlen_attention.VarlenAttention().active(run).active is active
 
 

@@ -32,7 +32,7 @@ def test_documents_are_marked_and_their_own_loss_moves(make_tiny: Callable[..., 
     whole = build.engine
 
     def leaks(build: Build, works: Any, *given: Any) -> Any:
-        """Of all ids, a little more than nothing."""
+        """Add a little more than nothing of all ids."""
         return whole(build, works, *given).double() + 1e-9 * works[0].ids_BT.double().sum()
 
     build.engine = leaks
@@ -44,10 +44,14 @@ def test_documents_are_marked_and_their_own_loss_moves(make_tiny: Callable[..., 
 @pytest.mark.parametrize(
     ("ahead", "here", "device", "copied", "active"),
     [
-        (3, 0, None, 0, True), (3, 1, None, 0, False), (0, 3, None, 0, False),
-        (0, 0, None, 0, False), (3, 0, "cuda", 8, True), (3, 0, "cuda", 0, False),
+        (3, 0, None, 0, True),
+        (3, 1, None, 0, False),
+        (0, 3, None, 0, False),
+        (0, 0, None, 0, False),
+        (3, 0, "cuda", 8, True),
+        (3, 0, "cuda", 0, False),
     ],
-)  # fmt: skip
+)
 def test_rows_are_read_ahead_and_copied_and_not_by_the_training_thread(
     ahead: int, here: int, device: str | None, copied: int, active: bool
 ) -> None:
@@ -58,13 +62,22 @@ def test_rows_are_read_ahead_and_copied_and_not_by_the_training_thread(
 
 @pytest.mark.parametrize(
     ("before", "elsewhere", "files", "active"),
-    [(1, False, 1, True), (3, False, 1, False), (None, False, 1, False), (1, True, 1, False),
-     (1, False, 0, False)],
-)  # fmt: skip
+    [
+        (1, False, 1, True),
+        (3, False, 1, False),
+        (None, False, 1, False),
+        (1, True, 1, False),
+        (1, False, 0, False),
+    ],
+)
 def test_graphs_were_kept_or_found_by_this_run_in_its_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before: int | None, elsewhere: bool,
-    files: int, active: bool,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    before: int | None,
+    elsewhere: bool,
+    files: int,
+    active: bool,
+) -> None:
     """The process has 3 hits, and so many of them before the run."""
     hit = f"{next(iter(compile_cache.KINDS))}_hit"
     counted = dict.fromkeys(compile_cache.counted(), 0)
@@ -92,9 +105,13 @@ def test_graphs_were_kept_or_found_by_this_run_in_its_folder(
     ],
 )
 def test_recordings_are_this_runs_and_have_run(
-    monkeypatch: pytest.MonkeyPatch, before: int | None, warm: set[int], begun: int,
-    recorded: int, active: bool,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    before: int | None,
+    warm: set[int],
+    begun: int,
+    recorded: int,
+    active: bool,
+) -> None:
     """The first micro-batches of a run warm up, and later ones replay what was recorded."""
     roots = {0: [left(children={})] * recorded}
     manager = left(roots=roots, ids_to_funcs={1: 1}, warmed_up_functions=warm)
@@ -151,9 +168,13 @@ def test_rows_came_and_were_trained_in_buckets(
     ],
 )
 def test_cudnn_was_asked_in_each_step_of_this_run(
-    monkeypatch: pytest.MonkeyPatch, timed: int, plain: int, here: bool, before: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    timed: int,
+    plain: int,
+    here: bool,
+    before: dict[str, int],
     active: bool | None,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(cudnn_autotune, "libraries", lambda before: before)
     modules = [bare(CausalConvolution)] if here else []
     noted = {"seen": {"timed": timed, "plain": plain}, "before": before}
@@ -164,10 +185,13 @@ def test_cudnn_was_asked_in_each_step_of_this_run(
 @pytest.mark.parametrize(
     ("held", "whole", "calls", "sent", "active"),
     [
-        (4, 8, 2, 64, True), (8, 8, 2, 64, False), (0, 0, 2, 64, False), (4, 8, 0, 0, False),
+        (4, 8, 2, 64, True),
+        (8, 8, 2, 64, False),
+        (0, 0, 2, 64, False),
+        (4, 8, 0, 0, False),
         (4, 8, 2, 0, False),
     ],
-)  # fmt: skip
+)
 def test_rows_are_cut_and_something_goes_round(
     held: int, whole: int, calls: int, sent: int, active: bool
 ) -> None:
@@ -183,7 +207,7 @@ class Slice:
         self.nbytes, self._here = whole, here
 
     def to_local(self) -> Any:
-        """The part."""
+        """Return the part."""
         return left(nbytes=self._here)
 
 
@@ -210,9 +234,10 @@ def test_a_stage_holds_a_part_runs_it_and_sends(
 ) -> None:
     line = left(messages=messages, rank=0, ranks=2, bytes=8)
     run = left(
-        notes={"pipeline_parallel": left(line=line, actions=actions)}, config=left(layers=2),
+        notes={"pipeline_parallel": left(line=line, actions=actions)},
+        config=left(layers=2),
         model=left(blocks=range(held)),
-    )  # fmt: skip
+    )
     assert pipeline_parallel.PipelineParallel().active(run).active is active
 
 
@@ -232,9 +257,12 @@ def test_a_rank_holds_its_own_part_and_meets_its_peers(
     held = {"w": torch.ones(rows, 2)}
     cut = left(split={"tensor": 0}, shape=(whole, 2), offsets=lambda world: ((0, 0), (4, 2)))
     run = left(
-        notes={"tensor_parallel": left(calls=calls)}, world=left(), compiled=compiled,
-        model=left(named_parameters=held.items), layouts={"w": cut},
-    )  # fmt: skip
+        notes={"tensor_parallel": left(calls=calls)},
+        world=left(),
+        compiled=compiled,
+        model=left(named_parameters=held.items),
+        layouts={"w": cut},
+    )
     assert tensor_parallel.TensorParallel().active(run).active is active
 
 
@@ -249,13 +277,13 @@ def test_a_teacher_that_read_nothing_taught_nothing() -> None:
 
 
 class Few:
-    """Stored numbers."""
+    """Hold stored numbers."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
     def numel(self) -> int:
-        """How many."""
+        """Return how many there are."""
         return 8
 
 

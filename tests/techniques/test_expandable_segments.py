@@ -1,4 +1,4 @@
-"""Expandable segments: the allocator's settings in and after a run, and where tensors lie."""
+"""Read the allocator's settings in and after a run, and where tensors lie."""
 
 import sys
 from collections.abc import Callable

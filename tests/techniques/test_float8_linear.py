@@ -1,4 +1,4 @@
-"""fp8 linears against three products of operands that an independent function rounds."""
+"""Compare fp8 linears with three matmuls of operands that an independent function rounds."""
 
 from collections.abc import Callable
 from typing import Any
@@ -64,7 +64,7 @@ def test_its_products_are_those_of_rounded_operands(make_tiny: Make, recipe: str
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_gpus_products_are_those_of_rounded_operands(make_tiny: Make, recipe: str) -> None:
-    """The same three products from the matrix units, to the rounding of results to bf16."""
+    """Compare these three matmuls from the matrix units, to the rounding of results to bf16."""
     sizes = ["model.dim=64", "model.ffn=96", "model.heads=4", "model.kv_heads=2"]
     build = make_tiny(ON.format(recipe), "device=cuda", "model.precision=bf16", *sizes)
     linear = build.model.get_submodule("blocks.0.mlp.gate_up")

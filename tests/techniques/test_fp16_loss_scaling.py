@@ -1,4 +1,4 @@
-"""The scale of the loss: exact, self-finding, kept, and patient."""
+"""Test that the scale of the loss is exact, finds itself, is kept, and is patient."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ NAME = "fp16_loss_scaling"
 
 
 def history(finite: str, *, start: float = 8.0, growth_steps: int = 3) -> list[float]:
-    """The scale after each step of a word of g(ood) and b(ad)."""
+    """Return the scale after each step of a word of g(ood) and b(ad)."""
     state, found = Scale(start, torch.device("cpu")), []
     for letter in finite:
         state.update(GOOD if letter == "g" else BAD, growth_steps)
@@ -40,15 +40,15 @@ def test_the_scale_finds_itself() -> None:
 
 
 @pytest.mark.parametrize("exponent", [0, 7, 24])
-def test_losses_gradients_and_weights_are_the_trunks_bit_for_bit(
+def test_losses_gradients_and_weights_are_the_baselines_bit_for_bit(
     exponent: int, make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
 ) -> None:
-    trunk = make_tiny("batch.micro_sequences=2")
+    baseline = make_tiny("batch.micro_sequences=2")
     scaled = make_tiny("batch.micro_sequences=2", f"techniques.{NAME}.exponent={exponent}")
     for index in range(3):
-        numbers = [step(build, batch(build), index) for build in (trunk, scaled)]
+        numbers = [step(build, batch(build), index) for build in (baseline, scaled)]
         assert torch.equal(*numbers)
-    for one, two in zip(trunk.model.parameters(), scaled.model.parameters(), strict=True):
+    for one, two in zip(baseline.model.parameters(), scaled.model.parameters(), strict=True):
         assert one.grad is not None and two.grad is not None
         assert torch.equal(one.grad, two.grad) and torch.equal(one, two)
 
@@ -62,9 +62,10 @@ def test_fp16_keeps_gradients_that_it_would_lose(
     off = {}
     for exponent in (0, 20):
         build = make_tiny(
-            f"techniques.{NAME}.exponent={exponent}", "model.precision=fp16",
+            f"techniques.{NAME}.exponent={exponent}",
+            "model.precision=fp16",
             "optimizer.clip_norm=0",
-        )  # fmt: skip
+        )
         plain = build.objective
         build.objective = lambda *args, plain=plain: plain(*args) * 2.0**-16
         step(build, batch(build), 0)
@@ -124,9 +125,13 @@ def test_a_resumed_run_goes_on_with_the_same_scale(tiny_plan: Callable[..., Plan
 
 def test_all_skipped_steps_are_counted_over_a_resume(train: Callable[..., Path]) -> None:
     """The run counts them all, in every checkpoint; the technique those in a row."""
-    keys = ("model.precision=fp16", f"techniques.{NAME}.exponent=24",
-            f"techniques.{NAME}.growth_steps=1", "eval.every_steps=100",
-            "checkpoint.keep_last=3")  # fmt: skip
+    keys = (
+        "model.precision=fp16",
+        f"techniques.{NAME}.exponent=24",
+        f"techniques.{NAME}.growth_steps=1",
+        "eval.every_steps=100",
+        "checkpoint.keep_last=3",
+    )
     folder = train(*keys)
     text = (folder / "metrics.jsonl").read_text()
     bad = [row["step"] for row in map(json.loads, text.splitlines()) if row["grad_norm"] is None]
@@ -144,6 +149,6 @@ def test_all_skipped_steps_are_counted_over_a_resume(train: Callable[..., Path])
 
 
 def report_of(folder: Path) -> dict[str, float]:
-    """The technique's tensors in the newest checkpoint."""
+    """Return the technique's tensors in the newest checkpoint."""
     found = tensors(folder / "checkpoints" / "latest")
     return {n: t.item() for n, t in found.items() if n.startswith(f"technique/{NAME}/")}

@@ -1,4 +1,4 @@
-"""Full checkpointing beside other techniques: the same gradients, and the work of one more pass."""
+"""Compare full checkpointing beside other techniques: gradients, and the work of one more pass."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -101,7 +101,7 @@ def test_compiled_blocks_hold_nothing_wider_than_their_input(
 
 
 def activations_behind(hidden: Tensor) -> Iterator[int]:
-    """Numbers of each tensor that compiled graphs behind `hidden` keep, parameters left out."""
+    """Yield numbers of each tensor that compiled graphs behind `hidden` keep, but parameters."""
     waiting: list[Any] = [hidden.grad_fn]
     while waiting:
         node = waiting.pop()

@@ -60,7 +60,9 @@ def test_a_step_equals_the_reference(case: Any, ignored: bool, on_a_cpu: None) -
     build = house.random_build(plan_with(beside, shape=shape, **keys))
     found = house.take_step(build, rows)
     documents = "document_packing" in beside
-    house.assert_equal(found, house.trunk_reference(shape, rows, documents=documents, device="cpu"))
+    house.assert_equal(
+        found, house.baseline_reference(shape, rows, documents=documents, device="cpu")
+    )
     evidence = check_active(build)["fused_cross_entropy"]
     micros = house.ROWS // (keys.get("micro_rows") or house.ROWS)
     assert evidence.numbers["backward_launches"] == micros

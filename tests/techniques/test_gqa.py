@@ -37,8 +37,9 @@ def test_giving_the_key_differently_is_an_error(tiny_plan: Callable[..., Any]) -
 def test_refuses_heads_that_do_not_divide(
     tiny_plan: Callable[..., Any], heads: int, asked: int, near: int
 ) -> None:
-    plan = tiny_plan(f"model.heads={heads}", "model.head_dim=4",
-                     f"techniques.gqa.queries_per_key={asked}")  # fmt: skip
+    plan = tiny_plan(
+        f"model.heads={heads}", "model.head_dim=4", f"techniques.gqa.queries_per_key={asked}"
+    )
     assert plan.model.kv_heads == 0, "the key is left alone"
     answer = Gqa(queries_per_key=asked).supports(make_context(plan, torch.device("cpu")))
     assert isinstance(answer, Unsupported)

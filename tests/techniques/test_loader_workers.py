@@ -1,4 +1,4 @@
-"""Reading workers as a technique: evidence, keys of the plan, refusals, and a run on a GPU."""
+"""Test reading workers as a technique: evidence, keys of the plan, refusals, a run on a GPU."""
 
 from collections.abc import Callable
 from dataclasses import replace

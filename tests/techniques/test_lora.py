@@ -33,13 +33,13 @@ def weights(build: Build) -> dict[str, torch.Tensor]:
 def test_only_adapters_learn_and_the_first_step_starts_at_the_model(
     make_tiny: Make, batch: Batch
 ) -> None:
-    trunk, build = make_tiny(), make_tiny("techniques.lora.rank=2")
+    baseline, build = make_tiny(), make_tiny("techniques.lora.rank=2")
     before = weights(build)
-    assert all(torch.equal(before[n], p) for n, p in weights(trunk).items())
-    adapters = {n: t for n, t in before.items() if n not in weights(trunk)}
+    assert all(torch.equal(before[n], p) for n, p in weights(baseline).items())
+    adapters = {n: t for n, t in before.items() if n not in weights(baseline)}
     assert len(adapters) == 2 * len(ALL) * build.config.layers
     assert all(bool(t.any()) == n.endswith(".lora_a") for n, t in adapters.items())
-    losses = [float(step(b, batch(b), 0)[0]) for b in (trunk, build)]
+    losses = [float(step(b, batch(b), 0)[0]) for b in (baseline, build)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     for index in (1, 2):
         step(build, build.loader.step(index).micros, index)
@@ -60,18 +60,22 @@ def test_targets_name_linears_by_their_ends(make_tiny: Make) -> None:
         make_tiny('techniques.lora.targets=["mlp.up"]')
     assert "mlp.gate_up" in caught.value.remedy.text
     with pytest.raises(ConfigError, match=r"mixer\.bcx.*mixer\.qkv"):
-        trunk = trunk_ledger(build.config, rows=1, length=8, precision="fp32", device="cpu")
-        adapted_ledger(trunk, "lora", ["mixer.bcx"], 2, None)
+        baseline = trunk_ledger(build.config, rows=1, length=8, precision="fp32", device="cpu")
+        adapted_ledger(baseline, "lora", ["mixer.bcx"], 2, None)
 
 
 @pytest.mark.parametrize(
     "beside",
-    ["chunked_cross_entropy.chunk_tokens=7", "selective_checkpoint={}",
-     "torch_compile.backend=aot_eager", "muon={}"],
-)  # fmt: skip
+    [
+        "chunked_cross_entropy.chunk_tokens=7",
+        "selective_checkpoint={}",
+        "torch_compile.backend=aot_eager",
+        "muon={}",
+    ],
+)
 @pytest.mark.parametrize("adapt", ["lora", "qlora"])
 def test_stands_beside(make_tiny: Make, batch: Batch, adapt: str, beside: str) -> None:
-    """The same adapters' gradients, whatever else is on."""
+    """The adapters' gradients stay as they are, whatever else is on."""
     found = []
     for more in ([], [f"techniques.{beside}"]):
         build = make_tiny(f"techniques.{adapt}.rank=2", *more)
@@ -115,7 +119,7 @@ LINEARS = {
 def test_every_linear_has_its_adapter_in_the_prediction(
     make_tiny: Make, states: Callable[[Build], Any], adapt: str, beside: str
 ) -> None:
-    """And experts have none, nor has their router, of which only the weight is read."""
+    """Experts have no adapter, nor has their router, of which only the weight is read."""
     held, predicted = states(make_tiny(f"techniques.{adapt}", *LINEARS[beside]))
     assert predicted == held
 
@@ -136,7 +140,7 @@ def test_is_refused_under_tensor_parallelism(make_tiny: Make) -> None:
 def test_a_run_saves_its_adapters_alone_and_exports_them_merged(
     tmp_path: Path, plan_file: Path, zygote: Any, given: Callable[..., str]
 ) -> None:
-    """Trained, resumed from its adapters, sampled, and the same text from the merged folder."""
+    """Train, resume from the adapters, sample, and get the same text from the merged folder."""
     plan = [str(plan_file), "goal.steps=8", "name=tuned", "techniques.qlora.rank=2", given()]
     ended = zygote.run(tmp_path, "train", *plan, "optimizer.lr=0.1")
     assert ended.code == 0, ended.err
@@ -151,12 +155,23 @@ def test_a_run_saves_its_adapters_alone_and_exports_them_merged(
     bare = bare[: bare.index("[model]")] + bare[bare.index("[data]") :]
     again = tmp_path / "again.toml"
     again.write_text(bare + f'\n[model]\npretrained = "{tmp_path / "out"}"\n')
-    zygote.run(tmp_path, "train", str(again), "name=again", "goal.steps=1", "optimizer.lr=1e-12",
-               "--json")  # fmt: skip
+    zygote.run(
+        tmp_path, "train", str(again), "name=again", "goal.steps=1", "optimizer.lr=1e-12", "--json"
+    )
     for name in ("tuned", "again"):
         run = next(tmp_path.rglob(f"{name}/plan.toml")).parent
-        ended = zygote.run(tmp_path, "sample", str(run), "--temperature", "0", "--tokens", "12",
-                        "--prompt", "the", "--json")  # fmt: skip
+        ended = zygote.run(
+            tmp_path,
+            "sample",
+            str(run),
+            "--temperature",
+            "0",
+            "--tokens",
+            "12",
+            "--prompt",
+            "the",
+            "--json",
+        )
         assert ended.code == 0, ended.err
         text.append(json.loads(ended.out)["text"])
     assert text[0] == text[1]
@@ -175,8 +190,11 @@ def test_a_block_that_runs_again_leaves_out_its_last_frozen_product(
         return result
 
     named = ",".join(f'"{t}"' for t in targets)
-    build = make_tiny("techniques.lora.rank=2", f"techniques.lora.targets=[{named}]",
-                      "techniques.full_checkpoint={}")  # fmt: skip
+    build = make_tiny(
+        "techniques.lora.rank=2",
+        f"techniques.lora.targets=[{named}]",
+        "techniques.full_checkpoint={}",
+    )
     names = {m: n.split(".", 2)[-1] for n, m in build.model.named_modules()}
     monkeypatch.setattr(torch.nn.Linear, "forward", counted)
     micros = batch(build)

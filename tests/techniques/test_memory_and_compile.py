@@ -37,7 +37,7 @@ def test_checkpointed_blocks_run_again_once_per_micro_batch(
 def test_the_policy_keeps_products_and_attention(
     make_tiny: Make, batch: Batch, save: str, per_block: int
 ) -> None:
-    """qkv, out, gate_up, down and attention of each block, once each in the forward pass."""
+    """Keep qkv, out, gate_up, down and attention of each block, once each in the forward pass."""
     build = make_tiny(f"techniques.selective_checkpoint.save={save}")
     saved, loss = [], build.model.loss
 
@@ -71,7 +71,7 @@ class Breaking(torch.nn.Identity):
     """A module that no graph can hold."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input`, after a graph break."""
+        """Return `input`, after a graph break."""
         torch._dynamo.graph_break()
         return input
 

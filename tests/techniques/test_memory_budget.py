@@ -1,4 +1,4 @@
-"""A memory budget: what compiled graphs hold between forward and backward, by the fraction."""
+"""Read what compiled graphs hold between forward and backward, by the budget's fraction."""
 
 from collections.abc import Callable
 
@@ -115,10 +115,16 @@ def test_a_gpus_peak_falls(make_tiny: Make, batch: Batch) -> None:
     peaks = []
     for budget in ((), (f"{ON}=0.2",)):
         build = make_tiny(
-            *budget, "techniques.torch_compile.scope=block", "device=cuda",
-            "model.dim=256", "model.heads=4", "model.ffn=1024", "model.layers=8",
-            "data.sequence_length=256", "batch.tokens=16384",
-        )  # fmt: skip
+            *budget,
+            "techniques.torch_compile.scope=block",
+            "device=cuda",
+            "model.dim=256",
+            "model.heads=4",
+            "model.ffn=1024",
+            "model.layers=8",
+            "data.sequence_length=256",
+            "batch.tokens=16384",
+        )
         micros = batch(build)
         gradients(build, micros)
         torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""A mixture of experts in a run: its balance loss in the gradient, its start, its refusals."""
+"""Run a mixture of experts: its balance loss is in the gradient; its start and refusals."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -129,8 +129,9 @@ def test_refuses_what_it_cannot_do(tiny_plan: Callable[..., Any]) -> None:
 
     def asked(context: Any, technique: Any = None, **tables: Any) -> Any:
         technique = technique or MixtureOfExperts()
-        copy = plan.model_copy(update={
-            k: getattr(plan, k).model_copy(update=v) for k, v in tables.items()})  # fmt: skip
+        copy = plan.model_copy(
+            update={k: getattr(plan, k).model_copy(update=v) for k, v in tables.items()}
+        )
         return technique.supports(replace(context, plan=copy))
 
     assert isinstance(asked(here), Supported) and isinstance(asked(gpu), Supported)

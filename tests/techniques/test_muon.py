@@ -1,4 +1,4 @@
-"""Muon's update against an independent computation, matrix by matrix, in fp64.
+"""Compare Muon's update with an independent computation, matrix by matrix, in fp64.
 
 The reference knows the layout of the decoder's fused matrices from the definition alone: rows of
 `qkv` are groups of [queries, key, value], rows of `gate_up` alternate in groups of both.
@@ -28,14 +28,20 @@ from headrace.techniques.optim.muon import MuonOptimizer
 
 GROUPS, QUERIES, HEAD, FFN, DIM = 2, 3, 4, 10, 14
 CONFIG = ModelConfig(
-    dim=DIM, heads=GROUPS * QUERIES, kv_heads=GROUPS, head_dim=HEAD, ffn=FFN, layers=2, vocab=11,
+    dim=DIM,
+    heads=GROUPS * QUERIES,
+    kv_heads=GROUPS,
+    head_dim=HEAD,
+    ffn=FFN,
+    layers=2,
+    vocab=11,
     bias=True,
-)  # fmt: skip
+)
 LR, MOMENTUM, DECAY = 0.05, 0.9, 0.2
 
 
 def rows_of_projections(name: str) -> list[list[int]]:
-    """Which rows of a fused matrix belong to one projection."""
+    """Return which rows of a fused matrix belong to one projection."""
     if name.endswith("qkv.weight"):
         span, found = QUERIES + 2, [[], [], []]  # type: ignore[var-annotated]
         for group in range(GROUPS):
@@ -62,7 +68,7 @@ def exact_update(name: str, direction: Tensor, *, exact: bool) -> Tensor:
 
 @pytest.fixture
 def named() -> dict[str, nn.Parameter]:
-    """The block matrices of a decoder, at random."""
+    """Return the block matrices of a decoder, at random."""
     torch.manual_seed(0)
     model = Decoder(CONFIG, baseline_parts(CONFIG), MaskSpec())
     found = {n: p for n, p in model.named_parameters() if p.ndim == 2 and n.startswith("blocks.")}
@@ -73,7 +79,7 @@ def named() -> dict[str, nn.Parameter]:
 
 @pytest.mark.parametrize("exact", [False, True], ids=["newton-schulz", "svd"])
 def test_three_updates_equal_the_reference(named: dict[str, nn.Parameter], exact: bool) -> None:
-    """To 1e-5 with the same iteration; against the SVD within the iteration's own [0.67, 1.21]."""
+    """Compare to 1e-5 with the same iteration, and with the SVD within its [0.67, 1.21]."""
     optimizer = MuonOptimizer(named, fusions(CONFIG), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     velocity = {n: torch.zeros_like(p).double() for n, p in named.items()}
     for step in range(3):
@@ -92,9 +98,11 @@ def test_three_updates_equal_the_reference(named: dict[str, nn.Parameter], exact
             off = (found - direction).norm() / direction.norm()
             assert off < (0.33 if exact else 1e-5), f"{name} is off by {off}"
             torch.testing.assert_close(
-                optimizer.state[parameter]["momentum"].double(), velocity[name],
-                rtol=1e-5, atol=1e-6,
-            )  # fmt: skip
+                optimizer.state[parameter]["momentum"].double(),
+                velocity[name],
+                rtol=1e-5,
+                atol=1e-6,
+            )
     assert optimizer.orthogonalized == 3 * CONFIG.layers * (3 + 1 + 2 + 1)
 
 
@@ -205,9 +213,7 @@ def test_its_products_and_what_is_left_to_adamw_are_foreseen(
 ) -> None:
     plain, plan = tiny_plan(), tiny_plan("techniques.muon={}")
     before, ledger = (predict(p, make_context(p, torch.device("cpu"))) for p in (plain, plan))
-    named = {
-        name: nn.Parameter(torch.randn(m.shape)) for name, m in ledger.updates("muon").items()
-    }  # fmt: skip
+    named = {name: nn.Parameter(torch.randn(m.shape)) for name, m in ledger.updates("muon").items()}
     for p in named.values():
         p.grad = torch.randn_like(p)
     model = plan.model.model_copy(update={"vocab": int(ledger.sizes["vocab"])})
@@ -236,6 +242,8 @@ class Kernels(TorchDispatchMode):
 
 
 FREE = {
-    torch.ops.aten.lift_fresh.default, torch.ops.aten.detach.default,
-    torch.ops.aten._unsafe_view.default, torch.ops.aten.empty_like.default,
-}  # fmt: skip
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.empty_like.default,
+}

@@ -59,28 +59,37 @@ def test_evidence_wants_every_matrix_at_its_rate(make_tiny: Callable[..., Build]
     assert not mup.active(build).active, "one learns at the plan's own rate"
 
 
-def test_gradients_are_the_trunks_at_the_same_weights(
+def test_gradients_are_the_baselines_at_the_same_weights(
     make_tiny: Callable[..., Build], batch: Callable[[Build], list[Any]]
 ) -> None:
-    build, trunk = make_tiny(BASE), make_tiny()
-    trunk.model.load_state_dict(build.model.state_dict())
-    losses = [float(step(b, batch(b), 0)[0]) for b in (build, trunk)]
+    build, baseline = make_tiny(BASE), make_tiny()
+    baseline.model.load_state_dict(build.model.state_dict())
+    losses = [float(step(b, batch(b), 0)[0]) for b in (build, baseline)]
     assert losses[0] == losses[1]
-    for name, parameter in trunk.model.named_parameters():
+    for name, parameter in baseline.model.named_parameters():
         found = build.model.get_parameter(name).grad
         assert found is not None and parameter.grad is not None and found.equal(parameter.grad)
 
 
 def growth(make_tiny: Callable[..., Build], *more: str) -> dict[str, float]:
-    """Root mean square change of states and logits in four steps: the widest's over the
-    narrowest's."""
+    """Return how states and logits grow with width: the widest's change over the narrowest's.
+
+    The change is a root mean square over four steps.
+    """
     sizes: dict[str, list[float]] = {}
     for width in WIDTHS:
         build = make_tiny(
-            f"model.dim={width}", f"model.heads={width // 8}", f"model.ffn={2 * width}",
-            "optimizer.lr=0.02", "optimizer.clip_norm=0", "optimizer.weight_decay=0",
-            "optimizer.eps=1e-12", "schedule.kind=constant", "model.init_std=0.1", *more,
-        )  # fmt: skip
+            f"model.dim={width}",
+            f"model.heads={width // 8}",
+            f"model.ffn={2 * width}",
+            "optimizer.lr=0.02",
+            "optimizer.clip_norm=0",
+            "optimizer.weight_decay=0",
+            "optimizer.eps=1e-12",
+            "schedule.kind=constant",
+            "model.init_std=0.1",
+            *more,
+        )
         micros = build.loader.step(0).micros
         ids, rows = micros[0].ids_BT, Rows(torch.arange(micros[0].ids_BT.size(1))[None])
 
@@ -103,7 +112,7 @@ def growth(make_tiny: Callable[..., Build], *more: str) -> dict[str, float]:
 
 
 def test_activations_do_not_grow_with_width(make_tiny: Callable[..., Build]) -> None:
-    """The coordinate check (arXiv 2203.03466, appendix D.1), from width 32 to 256."""
+    """Run the coordinate check (arXiv 2203.03466, appendix D.1), from width 32 to 256."""
     with_mup = growth(make_tiny, "techniques.mup.base_dim=32")
     without = growth(make_tiny)
     assert all(ratio < 1.5 for ratio in with_mup.values()), with_mup
@@ -111,13 +120,17 @@ def test_activations_do_not_grow_with_width(make_tiny: Callable[..., Build]) -> 
 
 
 def test_which_inputs_widen() -> None:
-    config = ModelConfig(dim=16, heads=2, vocab=64, position="learned", context=8, bias=True,
-                         qk_norm=True)  # fmt: skip
+    config = ModelConfig(
+        dim=16, heads=2, vocab=64, position="learned", context=8, bias=True, qk_norm=True
+    )
     named = dict(Decoder(config, baseline_parts(config), MaskSpec()).named_parameters())
     slow = {n for n, p in named.items() if is_slow(n, p.ndim)}
     assert {n.split(".", 2)[-1] for n in slow if n.startswith("blocks")} == {
-        "mixer.qkv.weight", "mixer.out.weight", "mlp.gate_up.weight", "mlp.down.weight",
-    }  # fmt: skip
+        "mixer.qkv.weight",
+        "mixer.out.weight",
+        "mlp.gate_up.weight",
+        "mlp.down.weight",
+    }
     assert {n for n in slow if not n.startswith("blocks")} == {"head.weight"}
 
 

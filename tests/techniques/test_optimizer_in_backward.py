@@ -27,33 +27,32 @@ WITH = (f"techniques.{NAME}={{}}", "optimizer.clip_norm=0")
 @pytest.mark.parametrize(
     "more",
     [
-        (), ("model.tied_embeddings=true", "schedule.warmup_steps=2"),
+        (),
+        ("model.tied_embeddings=true", "schedule.warmup_steps=2"),
         ("techniques.chunked_cross_entropy.chunk_tokens=7", "techniques.selective_checkpoint={}"),
         ("techniques.muon={}",),
     ],
     ids=["plain", "tied", "chunked", "muon"],
-)  # fmt: skip
-def test_weights_norms_and_states_are_the_trunks(
+)
+def test_weights_norms_and_states_are_the_baselines(
     more: tuple[str, ...], make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
 ) -> None:
-    trunk, mine = make_tiny("optimizer.clip_norm=0", *more), make_tiny(*WITH, *more)
+    baseline, mine = make_tiny("optimizer.clip_norm=0", *more), make_tiny(*WITH, *more)
     for index in range(4):
-        right, found = (step(build, batch(build), index) for build in (trunk, mine))
+        right, found = (step(build, batch(build), index) for build in (baseline, mine))
         torch.testing.assert_close(found, right, rtol=1e-6, atol=0)
-    for name, p in trunk.model.named_parameters():
+    for name, p in baseline.model.named_parameters():
         own = mine.model.get_parameter(name)
         assert torch.equal(own, p), name
         route = next(r for r, taken in mine.routed.items() if name in taken)
         assert (own.grad is None) == (route == NAME)
         before = "adamw" if route == NAME else route
-        states = (trunk.optimizers[before].state[p], mine.optimizers[route].state[own])
+        states = (baseline.optimizers[before].state[p], mine.optimizers[route].state[own])
         assert states[0].keys() == states[1].keys()
         assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     assert "adamw" not in mine.optimizers
     evidence = check_active(mine)[NAME]
-    assert evidence.numbers["freed_bytes"] == 4 * sum(
-        p.nbytes for p in mine.routed[NAME].values()
-    )  # fmt: skip
+    assert evidence.numbers["freed_bytes"] == 4 * sum(p.nbytes for p in mine.routed[NAME].values())
 
 
 def test_a_norm_is_that_of_its_own_step(
@@ -61,11 +60,11 @@ def test_a_norm_is_that_of_its_own_step(
 ) -> None:
     """Where blocks are left out, of what had a gradient in this step and not in one before."""
     deep = ("model.layers=3", "techniques.stochastic_depth.rate=0.6")
-    trunk, mine = make_tiny("optimizer.clip_norm=0", *deep), make_tiny(*WITH, *deep)
+    baseline, mine = make_tiny("optimizer.clip_norm=0", *deep), make_tiny(*WITH, *deep)
     for index in range(4):
-        right, found = (step(build, batch(build), index) for build in (trunk, mine))
+        right, found = (step(build, batch(build), index) for build in (baseline, mine))
         torch.testing.assert_close(found, right, rtol=1e-6, atol=0)
-    assert trunk.notes["stochastic_depth"]["left_out"] > 0
+    assert baseline.notes["stochastic_depth"]["left_out"] > 0
 
 
 def test_one_gradient_is_held_at_a_time(

@@ -1,4 +1,4 @@
-"""The host's AdamW against torch's, on plain and on sharded parameters, and on a GPU."""
+"""Compare the host's AdamW with torch's, on plain and on sharded parameters, and on a GPU."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_five_updates_equal_torchs_adamw_on_a_gpu(chunk: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_large_updates_that_overlap_equal_torchs_adamw() -> None:
-    """Many buffers in flight; products write each gradient late, and read each weight at once."""
+    """Many buffers are in flight; matmuls write each gradient late and read each weight soon."""
     ends = []
     for host in (False, True):
         seed = torch.Generator("cuda").manual_seed(0)

@@ -73,7 +73,7 @@ def test_a_stage_without_layers_is_refused() -> None:
 
 
 def on_mesh(plan: Plan, pipe: PipelineParallel, ranks: int, **tables: Any) -> Plan:
-    """The plan with a pipeline of `ranks`."""
+    """Return the plan with a pipeline of `ranks`."""
     mesh = MeshConfig(pipeline=ranks)
     return plan.replaced(mesh=mesh, techniques={pipe.name(): pipe}, **tables)
 
@@ -87,17 +87,24 @@ REFUSED = [
     (INTERLEAVED, 4, (), "4 layers are too few for 4 ranks x 2 = 8", "model.layers=8"),
     (INTERLEAVED, 2, (), "8 rows in micro-batches of 8 has 1", "batch.micro_sequences=4"),
     (
-        INTERLEAVED, 2, ("batch.tokens=48",), "3 rows in micro-batches of 3 has 1",
+        INTERLEAVED,
+        2,
+        ("batch.tokens=48",),
+        "3 rows in micro-batches of 3 has 1",
         "schedule=1f1b techniques.pipeline_parallel.chunks=1",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("knobs", "ranks", "overrides", "reason", "remedy"), REFUSED)
 def test_refusals_say_what_would_work(
-    tiny_plan: Callable[..., Plan], knobs: dict[str, Any], ranks: int,
-    overrides: tuple[str, ...], reason: str, remedy: str,
-) -> None:  # fmt: skip
+    tiny_plan: Callable[..., Plan],
+    knobs: dict[str, Any],
+    ranks: int,
+    overrides: tuple[str, ...],
+    reason: str,
+    remedy: str,
+) -> None:
     pipe = PipelineParallel.model_validate(knobs)
     plan = on_mesh(tiny_plan("model.layers=4", *overrides), pipe, ranks)
     answer = pipe.supports(make_context(plan, CPU))
@@ -117,7 +124,7 @@ def test_what_the_remedies_say_works(tiny_plan: Callable[..., Plan]) -> None:
 
 
 def ledger_of(plan: Plan, ranks: int, micros: int) -> Ledger:
-    """The trunk's, with what the technique asks of it."""
+    """The baseline's, with what the technique asks of it."""
     ledger = predict(plan, make_context(plan, CPU))
     return replace(ledger, sizes={**ledger.sizes, "pipeline_ranks": ranks, "micro_batches": micros})
 
@@ -129,18 +136,18 @@ def blocks_of(ledger: Ledger) -> int:
 
 def test_every_rank_and_the_bubble_are_predicted(tiny_plan: Callable[..., Plan]) -> None:
     plan, pipe = tiny_plan("model.layers=4"), PipelineParallel()
-    trunk = ledger_of(plan, 2, 8)
-    each = [pipe._on(trunk, rank, 2, 8) for rank in (0, 1)]
+    baseline = ledger_of(plan, 2, 8)
+    each = [pipe._on(baseline, rank, 2, 8) for rank in (0, 1)]
     assert [blocks_of(one) for one in each] == [4, 2]  # two micro-batches in flight, and one
     assert ["logits" in one.memory for one in each] == [False, True]
     for name in ("parameters", "gradients", "optimizer"):
         whole = sum(one.memory[name].bytes for one in each)
-        assert whole == pytest.approx(trunk.memory[name].bytes)
-    found = pipe.predict(trunk)
-    assert found.memory == each[0].memory and found.peak()[1] < trunk.peak()[1]
+        assert whole == pytest.approx(baseline.memory[name].bytes)
+    found = pipe.predict(baseline)
+    assert found.memory == each[0].memory and found.peak()[1] < baseline.peak()[1]
     total = found.flops_per_token()
     assert found.flops["bubble"] / total == pytest.approx(1 / 9)
-    more = PipelineParallel.model_validate(INTERLEAVED).predict(trunk)
+    more = PipelineParallel.model_validate(INTERLEAVED).predict(baseline)
     assert more.flops["bubble"] / more.flops_per_token() == pytest.approx(1 / 17)
     # What acts later reads the rank's own layers.
     saved = SelectiveCheckpoint(save="attention").predict(found)
@@ -150,19 +157,21 @@ def test_every_rank_and_the_bubble_are_predicted(tiny_plan: Callable[..., Plan])
 
 
 def test_few_micro_batches_hold_few_activations(tiny_plan: Callable[..., Plan]) -> None:
-    trunk = ledger_of(tiny_plan("model.layers=8"), 4, 2)
-    each = [PipelineParallel()._on(trunk, rank, 4, 2) for rank in range(4)]
+    baseline = ledger_of(tiny_plan("model.layers=8"), 4, 2)
+    each = [PipelineParallel()._on(baseline, rank, 4, 2) for rank in range(4)]
     assert [blocks_of(one) for one in each] == [4, 4, 4, 2]
     interleaved = PipelineParallel.model_validate(INTERLEAVED)
-    each = [interleaved._on(trunk, rank, 4, 8) for rank in range(4)]
+    each = [interleaved._on(baseline, rank, 4, 8) for rank in range(4)]
     assert [blocks_of(one) for one in each] == [11, 9, 7, 5]  # pairs of one layer each
 
 
 def test_a_tied_embedding_is_counted_at_both_ends(tiny_plan: Callable[..., Plan]) -> None:
-    trunk = ledger_of(tiny_plan("model.layers=4", "model.tied_embeddings=true"), 2, 2)
-    each = [PipelineParallel()._on(trunk, rank, 2, 2) for rank in (0, 1)]
+    baseline = ledger_of(tiny_plan("model.layers=4", "model.tied_embeddings=true"), 2, 2)
+    each = [PipelineParallel()._on(baseline, rank, 2, 2) for rank in (0, 1)]
     whole = sum(one.memory["parameters"].bytes for one in each)
-    assert whole == pytest.approx(trunk.memory["parameters"].bytes + 4 * trunk.sizes["embedding"])
+    assert whole == pytest.approx(
+        baseline.memory["parameters"].bytes + 4 * baseline.sizes["embedding"]
+    )
 
 
 @pytest.mark.parametrize("saves", ["full_checkpoint", "selective_checkpoint"])
@@ -171,9 +180,14 @@ def test_the_rank_that_needs_most_is_found_when_all_techniques_have_edited(
 ) -> None:
     """With whole activations the first rank of four does; without, the last, which has logits."""
     given = [
-        "mesh.pipeline=4", "techniques.pipeline_parallel={}", "model.layers=4",
-        "batch.micro_sequences=1", "data.sequence_length=128", "batch.tokens=1024", "model.ffn=64",
-    ]  # fmt: skip
+        "mesh.pipeline=4",
+        "techniques.pipeline_parallel={}",
+        "model.layers=4",
+        "batch.micro_sequences=1",
+        "data.sequence_length=128",
+        "batch.tokens=1024",
+        "model.ffn=64",
+    ]
     plans = [tiny_plan(*given, *more) for more in ([], [f"techniques.{saves}={{}}"])]
     plain, saved = (predict(plan, make_context(plan, CPU)) for plan in plans)
     assert "logits" not in plain.memory and "embed.weight" in plain.matrices
@@ -218,11 +232,11 @@ def test_a_rank_holds_the_weights_that_are_predicted(
 
 
 def test_a_rank_keeps_the_activations_of_its_own_blocks(tiny_plan: Callable[..., Plan]) -> None:
-    trunk = ledger_of(tiny_plan("model.layers=4"), 2, 1)
-    third = trunk.with_line("2/qkv", replace(trunk.memory["2/qkv"], bytes=7.0))
+    baseline = ledger_of(tiny_plan("model.layers=4"), 2, 1)
+    third = baseline.with_line("2/qkv", replace(baseline.memory["2/qkv"], bytes=7.0))
     first, second = (PipelineParallel()._on(third, rank, 2, 1).memory for rank in (0, 1))
-    assert first["0/qkv"] == trunk.memory["0/qkv"]
-    assert second["0/qkv"].bytes == 7.0 and second["1/qkv"].bytes == trunk.memory["3/qkv"].bytes
+    assert first["0/qkv"] == baseline.memory["0/qkv"]
+    assert second["0/qkv"].bytes == 7.0 and second["1/qkv"].bytes == baseline.memory["3/qkv"].bytes
 
 
 @pytest.mark.parametrize("beside", ["distillation={}", "memory_budget.fraction=0.5"])

@@ -25,18 +25,19 @@ Batch = Callable[[Build], list[Micro]]
 def test_the_chosen_weights_are_stored_and_no_others(
     make_tiny: Make, batch: Batch, base: str, bits: float
 ) -> None:
-    trunk = dict(make_tiny().model.named_parameters())
+    baseline = dict(make_tiny().model.named_parameters())
     build = make_tiny(
-        "techniques.qlora.rank=2", f"techniques.qlora.base={base}",
+        "techniques.qlora.rank=2",
+        f"techniques.qlora.base={base}",
         'techniques.qlora.targets=["mlp.gate_up"]',
-    )  # fmt: skip
+    )
     for name, parameter in build.model.named_parameters():
         assert isinstance(parameter, QuantizedWeight) == name.endswith("gate_up.weight")
         if isinstance(parameter, QuantizedWeight):
-            right = quantize(trunk[name], base).dequantize()  # type: ignore[arg-type]
+            right = quantize(baseline[name], base).dequantize()  # type: ignore[arg-type]
             assert torch.equal(parameter.dequantize(), right)
-        elif name in trunk:
-            assert torch.equal(parameter, trunk[name])
+        elif name in baseline:
+            assert torch.equal(parameter, baseline[name])
     step(build, batch(build), 0)
     assert check_active(build)["qlora"].numbers["bits_per_weight"] <= bits  # rows of 16 numbers
 
@@ -75,8 +76,13 @@ def test_rows_too_short_to_be_smaller_are_refused(make_tiny: Make, batch: Batch)
     step(build, batch(build), 0)
     assert check_active(build)["qlora"].numbers["bits_per_weight"] == 12
     with pytest.raises(UnsupportedError, match="in int8") as caught:
-        make_tiny("model.dim=1", "model.heads=1", "model.ffn=1", "model.position=none",
-                  "techniques.qlora.base=int8")  # fmt: skip
+        make_tiny(
+            "model.dim=1",
+            "model.heads=1",
+            "model.ffn=1",
+            "model.position=none",
+            "techniques.qlora.base=int8",
+        )
     assert "--with lora" in caught.value.remedy.text
 
 
@@ -107,8 +113,9 @@ def test_weights_are_foreseen_to_be_made_whole_in_both_passes(
     assert set(lora.work) - set(ledger.work) == {"weight_cast/forward"}
     numbers = sum(
         ledger.sizes[n] * ledger.sizes[n.replace("/in", "/out")]
-        for n in ledger.sizes if n.endswith("/in")
-    )  # fmt: skip
+        for n in ledger.sizes
+        if n.endswith("/in")
+    )
     assert {piece.bytes for piece in more.values()} == {eager * numbers}
     down = foreseen(f"{name}={{rank=2, base='{base}', targets=['mlp.down']}}")
     cast, whole = (down.work[f"{what}/forward"].bytes for what in ("weight_cast", "whole_weight"))

@@ -34,9 +34,14 @@ def added(plan: Plan, knobs: str = "{}") -> Plan:
 
 @pytest.mark.parametrize(
     "before",
-    [["model.position=none"], ["model.position=learned"], ["model.family=gpt2"],
-     ["techniques.alibi={}"], []],
-)  # fmt: skip
+    [
+        ["model.position=none"],
+        ["model.position=learned"],
+        ["model.family=gpt2"],
+        ["techniques.alibi={}"],
+        [],
+    ],
+)
 def test_any_other_position_is_rewritten(tiny_plan: Callable[..., Any], before: list[str]) -> None:
     plan = tiny_plan(*before)
     assert (plan.model.position == "rope") == (not before)
@@ -49,8 +54,15 @@ def test_any_other_position_is_rewritten(tiny_plan: Callable[..., Any], before: 
 
 def test_the_loss_is_that_of_the_key(make_tiny: Make, batch: Callable[[Build], list[Any]]) -> None:
     """Bit for bit, from a family whose positions are learned; and they are another model's."""
-    learned = ("model.family=gpt2", "model.vocab=320", "model.layers=2", "model.dim=16",
-               "model.heads=2", "model.kv_heads=2", "model.ffn=32")  # fmt: skip
+    learned = (
+        "model.family=gpt2",
+        "model.vocab=320",
+        "model.layers=2",
+        "model.dim=16",
+        "model.heads=2",
+        "model.kv_heads=2",
+        "model.ffn=32",
+    )
     by_technique, by_key = (make_tiny(*learned, by) for by in (ON, "model.position=rope"))
     assert by_technique.config == by_key.config
     losses = [[float(step(b, batch(b), n)[0]) for n in range(2)] for b in (by_technique, by_key)]
@@ -108,15 +120,23 @@ def test_giving_another_position_is_an_error(tiny_plan: Callable[..., Any]) -> N
     [
         (ModelConfig(rope_theta=500.0), None, None, None),
         (ModelConfig(rope_theta=500.0), 500.0, None, None),
-        (ModelConfig(rope_theta=500.0), 400.0, "theta = 500, not 400",
-         "techniques.rope.theta=500.0"),
+        (
+            ModelConfig(rope_theta=500.0),
+            400.0,
+            "theta = 500, not 400",
+            "techniques.rope.theta=500.0",
+        ),
         (ModelConfig(position="learned"), None, "learned other positions", "leave it out"),
     ],
-)  # fmt: skip
+)
 def test_weights_keep_what_they_have_learned(
-    tiny_plan: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, found: ModelConfig,
-    theta: float | None, why: str | None, remedy: str | None,
-) -> None:  # fmt: skip
+    tiny_plan: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    found: ModelConfig,
+    theta: float | None,
+    why: str | None,
+    remedy: str | None,
+) -> None:
     plan = tiny_plan("model={pretrained = 'there'}", ON)
     monkeypatch.setattr(rope, "shape_of", lambda model: found)
     answer = Rope(theta=theta).supports(make_context(plan, torch.device("cpu")))

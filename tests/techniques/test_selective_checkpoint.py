@@ -31,13 +31,21 @@ ON = "techniques.selective_checkpoint"
 COMPILE = "techniques.torch_compile.backend=aot_eager"
 ATEN = torch.ops.aten
 FIRST_POLICY = [
-    ATEN.mm, ATEN.bmm, ATEN.addmm, ATEN.linear, ATEN._scaled_mm, ATEN._grouped_mm,
-    ATEN.convolution, ATEN._scaled_dot_product_flash_attention,
+    ATEN.mm,
+    ATEN.bmm,
+    ATEN.addmm,
+    ATEN.linear,
+    ATEN._scaled_mm,
+    ATEN._grouped_mm,
+    ATEN.convolution,
+    ATEN._scaled_dot_product_flash_attention,
     ATEN._scaled_dot_product_flash_attention_for_cpu,
-    ATEN._scaled_dot_product_efficient_attention, ATEN._scaled_dot_product_cudnn_attention,
+    ATEN._scaled_dot_product_efficient_attention,
+    ATEN._scaled_dot_product_cudnn_attention,
     ATEN._scaled_dot_product_attention_math,
-    ATEN._scaled_dot_product_fused_attention_overrideable, torch.ops.headrace.ring_attention,
-]  # fmt: skip
+    ATEN._scaled_dot_product_fused_attention_overrideable,
+    torch.ops.headrace.ring_attention,
+]
 """What "matmul+attention" has meant since it was there."""
 
 
@@ -157,7 +165,7 @@ def test_a_product_is_wide_beyond_twice_its_input(outer: int, wide: bool) -> Non
 def test_a_correction_with_a_short_sum_runs_again(
     make_tiny: Make, batch: Batch, rank: int, long: int
 ) -> None:
-    """Of four linears what is frozen is kept, and the adapter's first product, which is small."""
+    """Keep what is frozen of four linears, and rerun the adapter's first matmul, which is small."""
     build = make_tiny(
         f"{ON}.save=matmul", f"techniques.lora.rank={rank}", "model.dim=64", "model.ffn=96"
     )

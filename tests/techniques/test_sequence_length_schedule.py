@@ -1,4 +1,4 @@
-"""Shorter rows of the same stream: every target once, documents and places as in the whole row."""
+"""Cut the same stream into shorter rows: each target comes once, with its document and place."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,7 +53,7 @@ def test_the_length_is_a_function_of_the_step() -> None:
     length=st.sampled_from([1, 2, 3, 4, 6]),
 )
 def test_a_cut_row_is_what_the_loader_would_make_of_it(starts: list[Any], length: int) -> None:
-    """Against `collate` of each piece as a row of its own."""
+    """Compare with `collate` of each piece as a row of its own."""
     whole = micro_of([sorted(set(s)) for s in starts], 12)
     found = cut(whole, length)
     random = np.random.default_rng(0)
@@ -85,7 +85,7 @@ def test_without_documents_only_the_shape_changes() -> None:
 def test_a_step_of_short_rows_is_a_step_of_a_plan_with_short_rows(
     more: tuple[str, ...], make_tiny: Callable[..., Build]
 ) -> None:
-    """Loss and gradients of 8 rows of 16 at length 4, and of 32 rows of 4, bit for bit."""
+    """Compare loss and gradients of 8 rows of 16 at length 4 with 32 rows of 4, bit for bit."""
     long = make_tiny(f"techniques.{NAME}.start=4", *more)
     short = make_tiny("data.sequence_length=4", "batch.tokens=128", *more)
     micros = long.loader.step(0).micros
@@ -98,13 +98,13 @@ def test_a_step_of_short_rows_is_a_step_of_a_plan_with_short_rows(
 
 def test_a_run_lengthens_and_keeps_its_stream(make_tiny: Callable[..., Build]) -> None:
     build = make_tiny(f"techniques.{NAME}.start=4", f"techniques.{NAME}.until=4.0")
-    trunk = make_tiny()
+    baseline = make_tiny()
     shapes = []
     inner = build.place
     build.place = lambda b, micro: (shapes.append(tuple(micro.ids_BT.shape)), inner(b, micro))[1]
     for index in range(6):
         micros = build.loader.step(index).micros
-        assert torch.equal(micros[0].ids_BT, trunk.loader.step(index).micros[0].ids_BT)
+        assert torch.equal(micros[0].ids_BT, baseline.loader.step(index).micros[0].ids_BT)
         step(build, micros, index)
     assert shapes == [(32, 4)] * 2 + [(16, 8)] * 2 + [(8, 16)] * 2
     places = inner(build, cut(micros[0], 4)).index_BT.flatten()
@@ -115,7 +115,7 @@ def test_a_run_lengthens_and_keeps_its_stream(make_tiny: Callable[..., Build]) -
 def test_until_is_a_share_up_to_one_and_a_step_above(
     make_tiny: Callable[..., Build], until: str, ends: int
 ) -> None:
-    """Of the 40 steps of the schedule: rows are whole from the step that it names."""
+    """Rows are whole from the step that it names, of the 40 steps of the schedule."""
     build = make_tiny(f"techniques.{NAME}.start=8", f"techniques.{NAME}.until={until}")
     lengths = [build.values["sequence_length"](step) for step in range(41)]
     assert lengths == [8.0] * ends + [16.0] * (41 - ends)

@@ -163,7 +163,7 @@ def curvature(build: Build) -> dict[str, Tensor]:
 def test_the_curvature_is_the_mean_square_of_drawn_gradients(
     make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
 ) -> None:
-    """From whole logits, one label at a time, without the run's step."""
+    """Compute it from whole logits, one label at a time, without the run's step."""
     build = make_tiny("techniques.sophia.memory=0.9")
     twin = make_tiny("techniques.sophia.memory=0.9")
     micros = batch(build)

@@ -44,7 +44,7 @@ def test_rates_rise_from_nothing() -> None:
 
 
 def by_hand(build: Build, ids_BT: Tensor, index: int) -> Tensor:
-    """Hidden states of a step, from a build of the trunk."""
+    """Return hidden states of a step, from a build of the baseline."""
     model, technique = build.model, StochasticDepth(rate=0.6)
     x = model.embed(ids_BT)
     shared = model.share(Rows(torch.arange(ids_BT.size(1))[None]), ids_BT.size(1))
@@ -55,29 +55,35 @@ def by_hand(build: Build, ids_BT: Tensor, index: int) -> Tensor:
     return model.norm(x)
 
 
-@pytest.mark.parametrize("more", [(), ("techniques.selective_checkpoint.every=1",), (
-    "techniques.torch_compile.backend=aot_eager", "techniques.torch_compile.scope=block")],
-    ids=["plain", "checkpointed", "compiled"])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("techniques.selective_checkpoint.every=1",),
+        ("techniques.torch_compile.backend=aot_eager", "techniques.torch_compile.scope=block"),
+    ],
+    ids=["plain", "checkpointed", "compiled"],
+)
 def test_a_step_is_the_shallower_model(
     make_tiny: Callable[..., Build], batch: Callable[[Build], list[Any]], more: tuple[str, ...]
 ) -> None:
-    """Loss and every gradient, over steps that drop different blocks; dropped ones get none."""
-    build, trunk = make_tiny(*DEEP, *more), make_tiny("model.layers=4")
+    """Compare loss and gradients over steps that drop different blocks; these get none."""
+    build, baseline = make_tiny(*DEEP, *more), make_tiny("model.layers=4")
     (micro,) = batch(build)
     dropped = []
     for index in range(4):
         weights = {n: p.detach().clone() for n, p in build.model.named_parameters()}
-        trunk.model.load_state_dict(weights)
+        baseline.model.load_state_dict(weights)
         loss = float(step(build, [micro], index)[0])
-        hidden = by_hand(trunk, micro.ids_BT, index)
+        hidden = by_hand(baseline, micro.ids_BT, index)
         targets = micro.targets_BT.flatten()
-        right = trunk.model.loss(hidden.flatten(0, 1), targets, None, trunk.objective)
+        right = baseline.model.loss(hidden.flatten(0, 1), targets, None, baseline.objective)
         right = right / targets.numel()
-        trunk.model.zero_grad()
+        baseline.model.zero_grad()
         right.backward()
         assert loss == pytest.approx(float(right.detach()), rel=1e-5)
         for name, parameter in build.model.named_parameters():
-            want = trunk.model.get_parameter(name).grad
+            want = baseline.model.get_parameter(name).grad
             if want is None:
                 assert parameter.grad is None, f"{name} was dropped and has a gradient"
                 assert parameter.equal(weights[name]), f"{name} was dropped and moved"
@@ -93,11 +99,11 @@ def test_a_step_is_the_shallower_model(
 
 
 def test_evaluation_runs_the_whole_model(make_tiny: Callable[..., Build]) -> None:
-    build, trunk = make_tiny(*DEEP), make_tiny("model.layers=4")
+    build, baseline = make_tiny(*DEEP), make_tiny("model.layers=4")
     build.now = {f"keep/{layer}": 0.0 for layer in range(4)}
     ids, rows = torch.arange(8)[None], Rows(torch.arange(8)[None])
     with torch.no_grad():
-        assert build.model.hidden(ids, rows).equal(trunk.model.hidden(ids, rows))
+        assert build.model.hidden(ids, rows).equal(baseline.model.hidden(ids, rows))
 
 
 def test_looking_for_evidence_leaves_the_counts_alone(
@@ -115,22 +121,22 @@ def test_looking_for_evidence_leaves_the_counts_alone(
 def test_the_work_of_a_mean_step_is_foreseen(
     tiny_plan: Callable[..., Any], more: list[str]
 ) -> None:
-    """Rates of 0, 0.2, 0.4 and 0.6 leave out three blocks of ten, wherever blocks run."""
+    """With rates of 0, 0.2, 0.4 and 0.6 it leaves out three blocks of ten, wherever blocks run."""
 
     def foreseen(*given: str) -> Ledger:
         plan = tiny_plan("model.layers=4", *given, *more)
         return predict(plan, make_context(plan, torch.device("cpu")))
 
-    ours, trunks = foreseen(RATE), foreseen()
-    blocks = trunks.sizes["block_flops"] + trunks.sizes["attention_flops"]
+    ours, baselines = foreseen(RATE), foreseen()
+    blocks = baselines.sizes["block_flops"] + baselines.sizes["attention_flops"]
     saved = {"forward": blocks, "backward": 2 * blocks}
-    saved["recompute"] = trunks.flops.get("recompute", 0.0)
+    saved["recompute"] = baselines.flops.get("recompute", 0.0)
     assert bool(saved["recompute"]) == bool(more)
-    for name, flops in trunks.flops.items():
+    for name, flops in baselines.flops.items():
         assert ours.flops[name] == pytest.approx(flops - 0.3 * saved[name])
     counted = {"mlp.down/result": 0.7, "attention/backward": 0.7, "head/result": 1.0}
     for name, share in counted.items():
-        assert ours.work[name].count == pytest.approx(share * trunks.work[name].count)
+        assert ours.work[name].count == pytest.approx(share * baselines.work[name].count)
 
 
 def test_a_single_block_is_refused(make_tiny: Callable[..., Build]) -> None:

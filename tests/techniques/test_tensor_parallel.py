@@ -65,10 +65,13 @@ def test_other_shapes_unpacked(
 def test_four_ranks_equal_one(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
     """13 tokens are 4 + 4 + 4 + 1, 311 entries 78 + 78 + 78 + 77."""
     run(
-        zygote, tmp_path, 4, data,
+        zygote,
+        tmp_path,
+        4,
+        data,
         {"shape": "tied", **PACKED, **CLIPPED},
         {"shape": "gpt2", "sequence": False},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
@@ -87,19 +90,25 @@ def test_compiled_shapes_equal_one(
     zygote: Any, tmp_path: Path, data: dict[str, str], scope: str
 ) -> None:
     run(
-        zygote, tmp_path, 2, data,
+        zygote,
+        tmp_path,
+        2,
+        data,
         {"shape": "grouped", "others": {**compiled(scope), **SAC, **CHUNKED}, **PACKED},
         {"shape": "tied", "others": compiled(scope)},
         {"shape": "gpt2", "sequence": False, "others": compiled(scope)},
-    )  # fmt: skip
+    )
 
 
 def test_other_techniques_beside_it(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
     run(
-        zygote, tmp_path, 2, data,
+        zygote,
+        tmp_path,
+        2,
+        data,
         {"shape": "grouped", "others": {**SAC, **CHUNKED}, **PACKED, **CLIPPED},
         {"shape": "tied", "others": CHUNKED, "sequence": False},
-    )  # fmt: skip
+    )
 
 
 def test_twelve_blocks_share_one_graph(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
@@ -159,7 +168,7 @@ class Opaque(nn.Module):
 
 
 def cut(part: nn.Module, ranks: int = 2) -> dict[str, Layout]:
-    """The layouts of a part's parameters."""
+    """Return the layouts of a part's parameters."""
     layouts = {f"blocks.0.mlp.{n}": Layout(p.shape) for n, p in part.named_parameters()}
     build: Any = SimpleNamespace(layouts=layouts)
     TensorParallel()._cut_part(build, "blocks.0.mlp", part, ranks)

@@ -108,9 +108,14 @@ def test_a_gpus_products_are_rounded(make_tiny: Make) -> None:
 @on_a_gpu
 def test_the_products_that_autocast_leaves_are_rounded(make_tiny: Make) -> None:
     """A router's scores are fp32 in a run of bf16: they are rounded."""
-    keys = ["device=cuda", "model.precision=bf16", "model.dim=128", "model.heads=4",
-            "techniques.mixture_of_experts.experts=4",
-            "techniques.mixture_of_experts.expert_ffn=64"]  # fmt: skip
+    keys = [
+        "device=cuda",
+        "model.precision=bf16",
+        "model.dim=128",
+        "model.heads=4",
+        "techniques.mixture_of_experts.experts=4",
+        "techniques.mixture_of_experts.expert_ffn=64",
+    ]
     torch.set_float32_matmul_precision("highest")
     plain, build = make_tiny(*keys), make_tiny(ON, *keys)
     micros = build.loader.step(0).micros

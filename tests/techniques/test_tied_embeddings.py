@@ -33,9 +33,10 @@ def tied(tiny_plan: Callable[..., Any], make_tiny: Callable[..., Build]) -> Call
 
 
 def test_the_model_is_the_one_that_the_key_gives(
-    tied: Callable[[], Build], make_tiny: Callable[..., Build],
+    tied: Callable[[], Build],
+    make_tiny: Callable[..., Build],
     batch: Callable[[Build], list[Any]],
-) -> None:  # fmt: skip
+) -> None:
     left, right = tied(), make_tiny("model.tied_embeddings=true")
     assert left.config == right.config
     losses = [float(step(build, batch(build), 0)[0]) for build in (left, right)]
