@@ -1,4 +1,4 @@
-"""ALiBi: no rotation, slopes that a longer row and packed documents keep, and its refusals."""
+"""ALiBi has no rotation, slopes that a longer row and packed documents keep, and refusals."""
 
 from collections.abc import Callable
 from typing import Any

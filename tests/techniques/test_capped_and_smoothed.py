@@ -1,4 +1,4 @@
-"""Every head with a cap on logits, softened targets and a z-loss, against torch's own functions.
+"""Heads with a cap, smoothed targets and a z-loss are compared with torch's own functions.
 
 The reference is the plain trunk without a cap on single rows or documents; what bends its logits,
 and what is computed of them, is written out here in fp32. On a CPU the kernels run in Triton's
@@ -40,10 +40,11 @@ ASKED: dict[str, tuple[dict[str, dict[str, Any]], float]] = {
     "capped": ({}, CAP),
     "smoothed": ({"label_smoothing": {"smoothing": SMOOTHING}}, 0.0),
     "smoothed z": (
-        {"label_smoothing": {"smoothing": SMOOTHING}, "z_loss": {"weight": WEIGHT}}, 0.0,
+        {"label_smoothing": {"smoothing": SMOOTHING}, "z_loss": {"weight": WEIGHT}},
+        0.0,
     ),
     "all": ({"label_smoothing": {"smoothing": SMOOTHING}, "z_loss": {"weight": WEIGHT}}, CAP),
-}  # fmt: skip
+}
 """What is asked for: techniques, and the cap."""
 COMPILE = {"torch_compile": {"backend": "aot_eager"}}
 BLOCKS = {"torch_compile": {"backend": "aot_eager", "scope": "block"}}
@@ -63,7 +64,7 @@ QUICK = {
     *((head, "all", case, True) for head in HEADS for case in ("thousands", "thousands, compiled")),
     *((head, "all", "alone", False) for head in HEADS),
     *((head, "all", "compiled blocks, packed", True) for head in ("fused", "fused chunks")),
-}  # fmt: skip
+}
 """What runs outside of the slow tests: compiling takes seconds."""
 
 
@@ -82,7 +83,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_with(names: dict[str, dict[str, Any]], cap: float = 0.0, **keys: Any) -> Plan:
-    """A tiny plan of techniques by name, with a cap."""
+    """Make a tiny plan of techniques by name, with a cap."""
     keys["model"] = {**keys.get("model", {}), "logit_cap": cap}
     return house.make_plan(*(Variant(n, k).technique() for n, k in names.items()), **keys)
 
@@ -99,12 +100,16 @@ def loss_of(logits: Tensor, targets: Tensor, asked: str) -> dict[str, Tensor]:
     moved = soft - F.cross_entropy(bent, targets, **told)
     picked = kept.gather(-1, targets[targets != IGNORED][:, None])[:, 0]
     terms = smoothing * (picked - kept.mean(-1)).abs().sum()
-    return {"loss": soft + z_loss, "z": z_loss.detach(), "moved": moved.detach(),
-            "terms": terms.detach()}  # fmt: skip
+    return {
+        "loss": soft + z_loss,
+        "z": z_loss.detach(),
+        "moved": moved.detach(),
+        "terms": terms.detach(),
+    }
 
 
 def reference(trunk: Build, rows: list[Row], asked: str, documents: bool) -> tuple[Result, Any]:
-    """Loss and gradients of the plain trunk by `loss_of`, and the parts of the sum."""
+    """Return loss and gradients of the plain baseline by `loss_of`, and the parts of the sum."""
     parts = {"z": 0.0, "moved": 0.0, "terms": 0.0}
 
     def more(build: Any, ids: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -129,9 +134,11 @@ def opened(plan: Plan) -> Build:
 
 @pytest.mark.parametrize(
     ("head", "asked", "case", "ignored"),
-    [pytest.param(*what, marks=[pytest.mark.slow] * (what not in QUICK))
-     for what in itertools.product(HEADS, ASKED, CASES, (False, True))],
-)  # fmt: skip
+    [
+        pytest.param(*what, marks=[pytest.mark.slow] * (what not in QUICK))
+        for what in itertools.product(HEADS, ASKED, CASES, (False, True))
+    ],
+)
 def test_a_step_equals_the_formulas(
     head: str, asked: str, case: str, ignored: bool, on_a_cpu: None
 ) -> None:

@@ -34,7 +34,7 @@ def test_one_chunk_by_autograd_is_refused(make_tiny: Make, chunk: int) -> None:
 
 
 def test_one_chunk_by_kernels_is_not(make_tiny: Make) -> None:
-    """They write the gradient over the logits."""
+    """Return a loss and write its gradient over the logits, as the kernels do."""
     build = make_tiny(f"{ON}=64")
     gpu = replace(build.context, device="cuda", capability=(9, 0), has_triton=True)
     assert isinstance(ChunkedCrossEntropy().supports(gpu), Supported)

@@ -74,7 +74,7 @@ def test_torchs_own_is_foreseen_where_nobody_asks_for_it(vocab: int, dim: int) -
 def test_autograds_is_foreseen_where_torchs_own_does_not_run(
     techniques: dict[str, dict[str, Any]],
 ) -> None:
-    """A chunk's logits stay as the leaf of its own backward pass."""
+    """Check that a chunk's logits stay as the leaf of its own backward pass."""
     ledger = ledger_of(8192, 48, **techniques)
     assert ledger.sizes["logits_leaf"] == 4 * 8192
     assert ledger.memory["logits"].bytes > 2 * 4 * CHUNK * 8192 - 1

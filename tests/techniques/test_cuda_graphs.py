@@ -26,9 +26,15 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 def on_a_gpu(plan: Plan, **facts: Any) -> Supported | Unsupported:
     """What it answers on an H200."""
     known: dict[str, Any] = {
-        "device": "cuda", "device_name": "NVIDIA H200", "capability": (9, 0), "torch": (2, 13),
-        "has_triton": True, "has_compiler": True, "ranks": 1, "precision": "bf16",
-    }  # fmt: skip
+        "device": "cuda",
+        "device_name": "NVIDIA H200",
+        "capability": (9, 0),
+        "torch": (2, 13),
+        "has_triton": True,
+        "has_compiler": True,
+        "ranks": 1,
+        "precision": "bf16",
+    }
     return CudaGraphs().supports(Context(plan=plan, **{**known, **facts}))
 
 
@@ -43,14 +49,16 @@ def test_a_cpu_records_nothing(make_tiny: Make) -> None:
         ((), "nothing is", "--with torch_compile"),
         (
             ("techniques.torch_compile.backend=aot_eager",),
-            "records nothing", "techniques.torch_compile.backend=inductor",
+            "records nothing",
+            "techniques.torch_compile.backend=inductor",
         ),
         (
             (COMPILE, "techniques.sequence_length_schedule.start=4"),
-            "recorded anew", "--with shape_buckets",
+            "recorded anew",
+            "--with shape_buckets",
         ),
     ],
-)  # fmt: skip
+)
 def test_refused_with_its_reason(
     plan: tuple[str, ...], reason: str, remedy: str, tiny_plan: Callable[..., Plan]
 ) -> None:
@@ -100,7 +108,7 @@ def test_the_flag_reaches_what_a_step_compiles(flags: bool, make_tiny: Make, bat
 
 
 def test_gradients_leave_the_pool_once_and_the_step_is_equal(make_tiny: Make, batch: Batch) -> None:
-    """Of four micro-batches, the second finds the first's gradients, and moves them."""
+    """The second of four micro-batches finds the first's gradients, and moves them."""
     few = ("batch.tokens=128", "batch.micro_sequences=2")
     plain, build = make_tiny(*few), make_tiny(*few)
     CudaGraphs().apply(build)
@@ -151,8 +159,9 @@ def test_recordings_are_counted_down_the_tree() -> None:
 
     found = SimpleNamespace(
         roots={0: [node(node(), node(node()))], 1: [node()]},
-        ids_to_funcs={0: 1, 1: 1, 2: 1}, warmed_up_functions={0, 1},
-    )  # fmt: skip
+        ids_to_funcs={0: 1, 1: 1, 2: 1},
+        warmed_up_functions={0, 1},
+    )
     assert counts(found) == (3, 2, 5)
     assert counts(None) == (0, 0, 0)
 
@@ -164,7 +173,7 @@ def test_nothing_recorded_is_no_evidence(make_tiny: Make) -> None:
 
 
 def run_on_gpu(build: Build, steps: int) -> list[torch.Tensor]:
-    """Numbers of each step, with an evaluation after the second."""
+    """Return numbers of each step, with an evaluation after the second."""
     found = []
     with ExitStack() as flags:
         for enter in build.runtime:
@@ -183,16 +192,18 @@ def run_on_gpu(build: Build, steps: int) -> list[torch.Tensor]:
 def test_a_recorded_run_is_the_compiled_run(
     scope: str, micro_rows: int, make_tiny: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five steps with an evaluation between, against the same kernels launched one by one."""
+    """Compare five steps, with an evaluation between, with the same kernels launched singly."""
     replays = []
     replay = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(
         torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(1), replay(graph))[1]
     )
     keys = (
-        "device=cuda", "batch.tokens=128", f"batch.micro_sequences={micro_rows}",
+        "device=cuda",
+        "batch.tokens=128",
+        f"batch.micro_sequences={micro_rows}",
         f"techniques.torch_compile.scope={scope}",
-    )  # fmt: skip
+    )
     plain = run_on_gpu(make_tiny(*keys), 5)
     assert not replays
     build = make_tiny(ON, *keys)

@@ -19,18 +19,30 @@ from headrace.techniques.attention.cudnn_attention import CudnnAttention, CudnnS
 
 B, H = 2, 4  # of qkv
 GPU = Context(
-    plan=Plan.model_validate({"goal": {"steps": 1}}), device="cuda", device_name="NVIDIA H200",
-    capability=(9, 0), torch=(2, 13), has_triton=True, has_compiler=True, ranks=1,
+    plan=Plan.model_validate({"goal": {"steps": 1}}),
+    device="cuda",
+    device_name="NVIDIA H200",
+    capability=(9, 0),
+    torch=(2, 13),
+    has_triton=True,
+    has_compiler=True,
+    ranks=1,
     precision="bf16",
-)  # fmt: skip
+)
 
 
 def test_no_other_kernel_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, seen = torch.backends.cuda, []
 
     def look(query: Tensor, *args: object, **how: object) -> Tensor:
-        seen.append((cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(),
-                     cuda.mem_efficient_sdp_enabled()))  # fmt: skip
+        seen.append(
+            (
+                cuda.cudnn_sdp_enabled(),
+                cuda.flash_sdp_enabled(),
+                cuda.math_sdp_enabled(),
+                cuda.mem_efficient_sdp_enabled(),
+            )
+        )
         return query
 
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", look)
@@ -40,10 +52,14 @@ def test_no_other_kernel_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [MaskSpec(prefix=True), MaskSpec(alibi=H), MaskSpec(soft_cap=2.0),
-     MaskSpec(blocks=BlockPattern(2))],
+    [
+        MaskSpec(prefix=True),
+        MaskSpec(alibi=H),
+        MaskSpec(soft_cap=2.0),
+        MaskSpec(blocks=BlockPattern(2)),
+    ],
     ids=["prefix", "alibi", "soft_cap", "blocks"],
-)  # fmt: skip
+)
 def test_a_mask_that_is_not_tested_is_refused(spec: MaskSpec) -> None:
     config = ModelConfig(heads=H, position="none")
     with pytest.raises(ConfigError, match=r"cudnn_attention .* does not know"):
@@ -67,9 +83,10 @@ def test_its_evidence_is_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def evidence(attend: Sdpa) -> Any:
         build: Any = SimpleNamespace(
-            config=ModelConfig(dim=32, heads=4, kv_heads=2), device=torch.device("cpu"),
+            config=ModelConfig(dim=32, heads=4, kv_heads=2),
+            device=torch.device("cpu"),
             model=SimpleNamespace(attend=attend),
-        )  # fmt: skip
+        )
         return CudnnAttention().active(build)
 
     assert not evidence(Sdpa()).active
@@ -90,7 +107,7 @@ def test_its_evidence_is_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     "spec", [MaskSpec(), MaskSpec(document=True), MaskSpec(document=True, window=5)], ids=str
 )
 def test_the_kernel_equals_a_dense_reference(spec: MaskSpec, length: int, width: int) -> None:
-    """In bf16 within its rounding of the fp32 reference, forward and every gradient."""
+    """Results are in bf16 within its rounding of the fp32 reference, forward and every gradient."""
     places = torch.arange(length, device="cuda").expand(B, -1)
     cuts = torch.tensor([[length // 3], [1]], device="cuda")
     rows, seen = Rows(places, (places >= cuts).int()), []

@@ -79,7 +79,7 @@ def test_graphs_were_kept_or_found_by_this_run_in_its_folder(
     active: bool,
 ) -> None:
     """The process has 3 hits, and so many of them before the run."""
-    hit = f"{next(iter(compile_cache.KINDS))}_hit"
+    hit = f"{next(iter(compile_cache.CACHES))}_hit"
     counted = dict.fromkeys(compile_cache.counted(), 0)
     monkeypatch.setattr(compile_cache, "counted", lambda: counted | {hit: 3})
     technique = compile_cache.CompileCache(directory=str(tmp_path / "cache"))
@@ -196,7 +196,7 @@ def test_rows_are_cut_and_something_goes_round(
     held: int, whole: int, calls: int, sent: int, active: bool
 ) -> None:
     ring = left(ranks=2, traffic=left(calls=calls, bytes_sent=sent))
-    run = left(notes={"context_parallel": left(held=held, whole=whole, ring=ring)})
+    run = left(notes={"context_parallel": left(own=held, whole=whole, ring=ring)})
     assert context_parallel.ContextParallel().active(run).active is active
 
 

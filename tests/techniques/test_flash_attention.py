@@ -21,9 +21,16 @@ from headrace.techniques.data.document_packing import DocumentPacking
 
 PLAN = Plan.model_validate({"goal": {"steps": 1}})
 GPU = Context(
-    plan=PLAN, device="cuda", device_name="NVIDIA H200", capability=(9, 0), torch=(2, 13),
-    has_triton=True, has_compiler=True, ranks=1, precision="bf16",
-)  # fmt: skip
+    plan=PLAN,
+    device="cuda",
+    device_name="NVIDIA H200",
+    capability=(9, 0),
+    torch=(2, 13),
+    has_triton=True,
+    has_compiler=True,
+    ranks=1,
+    precision="bf16",
+)
 
 
 def test_a_forward_pass_and_a_query_over_a_cache_are_the_trunks() -> None:
@@ -36,8 +43,14 @@ def test_no_other_kernel_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, seen = torch.backends.cuda, []
 
     def look(query: Tensor, *args: object, **how: object) -> Tensor:
-        seen.append((cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled(),
-                     cuda.mem_efficient_sdp_enabled()))  # fmt: skip
+        seen.append(
+            (
+                cuda.flash_sdp_enabled(),
+                cuda.cudnn_sdp_enabled(),
+                cuda.math_sdp_enabled(),
+                cuda.mem_efficient_sdp_enabled(),
+            )
+        )
         return query
 
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", look)
@@ -84,9 +97,11 @@ def test_its_evidence_is_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def evidence(attend: Sdpa) -> Any:
         build: Any = SimpleNamespace(
-            config=config, device=torch.device("cpu"), context=GPU,
+            config=config,
+            device=torch.device("cpu"),
+            context=GPU,
             model=SimpleNamespace(attend=attend),
-        )  # fmt: skip
+        )
         return FlashAttention().active(build)
 
     assert not evidence(FlashSdpa()).active and not evidence(Sdpa()).active
@@ -105,7 +120,7 @@ def test_its_evidence_is_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("width", [8, 20, 64])
 @pytest.mark.parametrize("length", [1, 13, 200, 513])
 def test_the_kernel_equals_a_dense_reference(length: int, width: int) -> None:
-    """In bf16 within its rounding of the fp32 reference, forward and every gradient."""
+    """Results are in bf16 within its rounding of the fp32 reference, forward and every gradient."""
     rows, seen = Rows(torch.arange(length, device="cuda")[None]), []
     reference = torch.ones(length, length, dtype=torch.bool, device="cuda").tril()
     for backend, dtype in ((FlashSdpa(), torch.bfloat16), (Sdpa(), torch.float32)):

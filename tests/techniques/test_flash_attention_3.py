@@ -1,4 +1,4 @@
-"""FlashAttention 3 and 4: found without being imported, put in place and taken out again."""
+"""FlashAttention 3 and 4 are found without being imported, put in place and taken out again."""
 
 import sys
 from contextlib import nullcontext
@@ -34,9 +34,16 @@ from headrace.techniques.data.document_packing import DocumentPacking
 
 PLAN = Plan.model_validate({"goal": {"steps": 1}})
 GPU = Context(
-    plan=PLAN, device="cuda", device_name="NVIDIA H200", capability=(9, 0), torch=(2, 13),
-    has_triton=True, has_compiler=True, ranks=1, precision="bf16",
-)  # fmt: skip
+    plan=PLAN,
+    device="cuda",
+    device_name="NVIDIA H200",
+    capability=(9, 0),
+    torch=(2, 13),
+    has_triton=True,
+    has_compiler=True,
+    ranks=1,
+    precision="bf16",
+)
 FA3, FA4 = FlashAttention3(version="FA3"), FlashAttention3(version="FA4")
 HERE = [v for v, release in RELEASES.items() if is_installed(release.module)]
 
@@ -170,8 +177,9 @@ def test_refuses_what_is_not_there(
     fetched = technique.model_copy(update={"source": "kernels"})
     answer = fetched.supports(GPU)
     assert isinstance(answer, Unsupported)
-    assert answer.remedy.text == ("pip install kernels" if technique is FA3 else
-                             "techniques.flash_attention_3.version=FA3")  # fmt: skip
+    assert answer.remedy.text == (
+        "pip install kernels" if technique is FA3 else "techniques.flash_attention_3.version=FA3"
+    )
     monkeypatch.setattr(flash_attention_3, "has_fetcher", lambda: True)
     assert isinstance(fetched.supports(GPU), Supported) == (technique is FA3)
 
@@ -199,7 +207,7 @@ def test_refuses_where_it_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_version_4_makes_gradients_of_some_heads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8, 16, 24, 40, 48 and 192 features its backward pass does not compile."""
+    """Its backward pass does not compile for 8, 16, 24, 40, 48 and 192 features."""
     monkeypatch.setattr(flash_attention_3, "is_installed", lambda module: True)
     for width, nearest in (
         (8, 32),
@@ -236,9 +244,11 @@ def test_is_not_in_force_without_its_kernels(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(flash_attention_3, "activated", nullcontext)
     for attend in (Flash3Sdpa("FA3"), Sdpa()):
         build: Any = SimpleNamespace(
-            config=ModelConfig(dim=32, heads=4, kv_heads=2), device=torch.device("cpu"),
-            context=GPU, model=SimpleNamespace(attend=attend),
-        )  # fmt: skip
+            config=ModelConfig(dim=32, heads=4, kv_heads=2),
+            device=torch.device("cpu"),
+            context=GPU,
+            model=SimpleNamespace(attend=attend),
+        )
         evidence = FA3.active(build)
         assert evidence.active is False and "no flash kernel" in evidence.detail
 
@@ -252,7 +262,7 @@ def test_a_forward_pass_and_a_query_over_a_cache_are_the_trunks() -> None:
 def plain(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, statistics: bool = False
 ) -> Any:
-    """What the fetched function promises, by products: its layout, groups and causal flag."""
+    """Compute what the fetched function promises by matmuls: its layout, groups and causal flag."""
     assert q.size(-1) % 8 == 0 and q.dtype == k.dtype == v.dtype
     k, v = (x.repeat_interleave(q.size(2) // k.size(2), dim=2) for x in (k, v))
     scores = torch.einsum("bthk,bshk->bhts", q, k) * softmax_scale
@@ -286,8 +296,10 @@ def test_what_is_fetched_is_the_trunks(monkeypatch: pytest.MonkeyPatch, statisti
     build: Any = SimpleNamespace(parts=SimpleNamespace(attend=None), runtime=[])
     FlashAttention3(source="kernels").apply(build)
     FlashAttention3(source="kernels", revision="c0ffee").apply(build)
-    assert fetcher.asked == [("kernels-community/flash-attn3", {"version": 1}),
-                             ("kernels-community/flash-attn3", {"revision": "c0ffee"})]  # fmt: skip
+    assert fetcher.asked == [
+        ("kernels-community/flash-attn3", {"version": 1}),
+        ("kernels-community/flash-attn3", {"revision": "c0ffee"}),
+    ]
     attend = build.parts.attend
     assert not build.runtime and attend.prepare(MaskSpec(), Rows(torch.arange(4)[None]), 4) is None
     for length, width in ((1, 8), (13, 6)):
@@ -317,9 +329,11 @@ def test_what_is_fetched_is_in_force_by_its_kernel(monkeypatch: pytest.MonkeyPat
     """On a CPU nothing is launched on a GPU: not in force. With such names it is."""
     on = FlashAttention3(source="kernels")
     build: Any = SimpleNamespace(
-        config=ModelConfig(dim=32, heads=4, kv_heads=2), device=torch.device("cpu"),
-        context=GPU, model=SimpleNamespace(attend=FetchedFlash3(plain)),
-    )  # fmt: skip
+        config=ModelConfig(dim=32, heads=4, kv_heads=2),
+        device=torch.device("cpu"),
+        context=GPU,
+        model=SimpleNamespace(attend=FetchedFlash3(plain)),
+    )
     assert on.active(build).active is False
     real = flash_attention_3.kernels_of
     monkeypatch.setattr(flash_attention_3, "kernels_of", lambda *a, only: real(*a, only=""))
@@ -334,7 +348,7 @@ def test_what_is_fetched_is_in_force_by_its_kernel(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("version", HERE)
 @pytest.mark.parametrize("length", [13, 200, 513])
 def test_the_kernel_equals_a_dense_reference(version: str, length: int) -> None:
-    """In bf16 within its rounding of the fp32 reference, forward and every gradient."""
+    """Results are in bf16 within its rounding of the fp32 reference, forward and every gradient."""
     rows, seen = Rows(torch.arange(length, device="cuda")[None]), []
     causal = torch.ones(length, length, dtype=torch.bool, device="cuda").tril()
     with activated(version):

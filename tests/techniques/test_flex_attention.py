@@ -39,7 +39,7 @@ LENGTHS = (13, 128, 200)
 
 
 def rows_of(length: int) -> Rows:
-    """Rows with documents at different places and prefixes of different lengths."""
+    """Make rows with documents at different places and prefixes of different lengths."""
     places = torch.arange(length).expand(B, -1)
     cuts = torch.tensor([[length // 3, length // 2], [1, length - 1]])
     segments = (places[:, :, None] >= cuts[:, None, :]).sum(-1)
@@ -126,9 +126,16 @@ def test_a_query_over_a_cache_sees_all_of_it() -> None:
 
 def test_refuses_where_it_cannot_train() -> None:
     gpu = Context(
-        plan=None, device="cuda", device_name="NVIDIA H200", capability=(9, 0), torch=(2, 13),
-        has_triton=True, has_compiler=True, ranks=1, precision="bf16",
-    )  # fmt: skip
+        plan=None,
+        device="cuda",
+        device_name="NVIDIA H200",
+        capability=(9, 0),
+        torch=(2, 13),
+        has_triton=True,
+        has_compiler=True,
+        ranks=1,
+        precision="bf16",
+    )
     assert isinstance(FlexAttention().supports(gpu), Supported)
     for how, says in (
         ({"device": "cpu"}, "backward"),
@@ -145,7 +152,7 @@ def test_refuses_where_it_cannot_train() -> None:
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("length", [13, 200, 512])
 def test_the_kernel_equals_sdpa(spec: MaskSpec, length: int) -> None:
-    """In bf16 within its rounding of the fp32 reference, forward and every gradient."""
+    """Results are in bf16 within its rounding of the fp32 reference, forward and every gradient."""
     torch.compiler.reset()  # a run has one mask; dozens in one process reach the compiler's limit
     rows = Rows(*(x if x is None else x.cuda() for x in rows_of(length)))
     seen = []

@@ -47,7 +47,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, corpus: Path, prepared_folder: Pat
 
 
 def plan_with(beside: dict[str, dict[str, Any]], *, fused: bool = True, **keys: Any) -> Plan:
-    """A tiny plan with techniques by name."""
+    """Make a tiny plan with techniques by name."""
     names = {**({"fused_cross_entropy": {}} if fused else {}), **beside}
     return house.make_plan(*(Variant(n, k).technique() for n, k in names.items()), **keys)
 
@@ -74,8 +74,13 @@ def test_a_step_equals_the_reference(case: Any, ignored: bool, on_a_cpu: None) -
 def test_a_z_loss_is_made_by_the_kernels(head: str, shape: str, on_a_cpu: None) -> None:
     """Loss and gradients are the formula's, accumulated over targets of which some are ignored."""
     knobs = {"chunk_tokens": 11} if head == "chunked_cross_entropy" else {}
-    plan = plan_with({head: knobs, "z_loss": {"weight": 0.3}}, fused=False, shape=shape,
-                     micro_rows=2, eval={"tokens": 56})  # fmt: skip
+    plan = plan_with(
+        {head: knobs, "z_loss": {"weight": 0.3}},
+        fused=False,
+        shape=shape,
+        micro_rows=2,
+        eval={"tokens": 56},
+    )
     rows = house.make_rows(house.SHAPES[shape]["vocab"], ignored=True)
     nats = []
 
@@ -131,9 +136,13 @@ def forward_by_rows(logits_NV: Tensor, targets_N: Tensor, *how: Any) -> tuple[Te
 
 
 def backward_by_rows(
-    out_NV: Tensor, logits_NV: Tensor, targets_N: Tensor, norms_N3: Tensor, grad_N: Tensor,
+    out_NV: Tensor,
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    norms_N3: Tensor,
+    grad_N: Tensor,
     *how: Any,
-) -> None:  # fmt: skip
+) -> None:
     """What the second kernel computes."""
     for row, (x, t) in enumerate(zip(logits_NV, targets_N, strict=True)):
         p = (x - norms_N3[row, :2].sum()).exp()
@@ -155,8 +164,9 @@ def test_the_predicted_peak_is_the_traced(
     peaks = []
     for fused in (True, False):
         model = {"vocab": 521, "dim": 48, "heads": 4, "kv_heads": 0, "ffn": 96, **sizes}
-        plan = plan_with(beside, fused=fused, model=model, data={"sequence_length": 64},
-                         batch={"tokens": 256})  # fmt: skip
+        plan = plan_with(
+            beside, fused=fused, model=model, data={"sequence_length": 64}, batch={"tokens": 256}
+        )
         build = house.build_of(plan)
         micros = [build.loader.step(n).micros for n in range(2)]
         step(build, micros[0], 0)
@@ -171,9 +181,16 @@ def test_the_predicted_peak_is_the_traced(
 
 def test_refuses_where_its_kernels_cannot_run() -> None:
     gpu = Context(
-        plan=None, device="cuda", device_name="NVIDIA H200", capability=(9, 0), torch=(2, 11),
-        has_triton=True, has_compiler=True, ranks=1, precision="bf16",
-    )  # fmt: skip
+        plan=None,
+        device="cuda",
+        device_name="NVIDIA H200",
+        capability=(9, 0),
+        torch=(2, 11),
+        has_triton=True,
+        has_compiler=True,
+        ranks=1,
+        precision="bf16",
+    )
     split = house.make_plan().model_copy(update={"mesh": MeshConfig(tensor=2)})
     taught, kept = (house.make_plan(Variant(n).technique()) for n in ("distillation", "z_loss"))
     for plan in (None, kept):
@@ -206,9 +223,12 @@ def test_writes_over_the_logits_on_a_gpu(
     house.put_data_in(str(corpus), str(prepared_folder))
     vocab, tokens, dim = 32_003, 8 * 512, 64
     plan = plan_with(
-        beside, device="cuda", model={"vocab": vocab, "dim": dim, "heads": 4, "ffn": 96},
-        data={"sequence_length": 512}, batch={"tokens": tokens},
-    )  # fmt: skip
+        beside,
+        device="cuda",
+        model={"vocab": vocab, "dim": dim, "heads": 4, "ffn": 96},
+        data={"sequence_length": 512},
+        batch={"tokens": tokens},
+    )
     build = house.build_of(plan)
     micros = [build.loader.step(n).micros for n in range(2)]
     step(build, micros[0], 0)

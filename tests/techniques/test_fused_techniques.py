@@ -48,7 +48,7 @@ def build_with(
 
 
 def gradients_of(build: Build) -> dict[str, torch.Tensor]:
-    """After one step of the run's own."""
+    """Return gradients after one step of the run's own."""
     step(build, build.loader.step(0).micros, 0)
     return {n: p.grad for n, p in build.model.named_parameters() if p.grad is not None}
 
@@ -73,7 +73,7 @@ def test_a_step_is_the_trunks_and_shows_it(kind: Any, build_with: Callable[..., 
 
 @ON_THE_HOST
 def test_a_blocks_second_norm_takes_in_its_addition(build_with: Callable[..., Build]) -> None:
-    """Of four norms in two blocks two, and not the one at the end."""
+    """Two of four norms in two blocks have one, and not the norm at the end."""
     pytest.importorskip("triton")
     build = build_with(FusedRmsNorm, "model.layers=2", "batch.micro_sequences=0")
     gradients_of(build)
@@ -136,10 +136,16 @@ def test_a_rotation_is_what_the_filler_made(build_with: Callable[..., Build]) ->
 def gpu() -> Context:
     model = SimpleNamespace(norm="rms_norm", position="rope", activation="swiglu")
     return Context(
-        plan=SimpleNamespace(model=model), device="cuda", device_name="NVIDIA H200",
-        capability=(9, 0), torch=(2, 13), has_triton=True, has_compiler=True, ranks=1,
+        plan=SimpleNamespace(model=model),
+        device="cuda",
+        device_name="NVIDIA H200",
+        capability=(9, 0),
+        torch=(2, 13),
+        has_triton=True,
+        has_compiler=True,
+        ranks=1,
         precision="bf16",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,7 +177,7 @@ def test_liger_refuses_without_its_package(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("kind", (FusedRmsNorm, LigerKernels))
 def test_predicts_what_a_norm_keeps(kind: Any, tiny_plan: Callable[..., Plan]) -> None:
-    """Two norms of a block: input and result in bf16, and one fp32 number per row of each."""
+    """A block has two norms: each keeps input and result in bf16, and one fp32 number per row."""
     from headrace.costs.count import trunk_ledger
 
     plan = tiny_plan("model.vocab=300")
@@ -199,9 +205,12 @@ def test_predicts_what_a_norm_keeps(kind: Any, tiny_plan: Callable[..., Plan]) -
     ids=["fused_rms_norm", "fused_rope", "fused_rope-qk_norm", "fused_rope-qk_norm-grouped"],
 )
 def test_memory_is_what_a_traced_step_shows(
-    kind: Any, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch, corpus: Path,
+    kind: Any,
+    model: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    corpus: Path,
     prepared_folder: Path,
-) -> None:  # fmt: skip
+) -> None:
     """As the contract does it for what runs on a CPU: slope over layers, and peak."""
     pytest.importorskip("triton")
     import house

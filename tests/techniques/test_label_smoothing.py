@@ -40,9 +40,12 @@ def data(corpus: Path, prepared_folder: Path) -> None:
 def alone(objective: Any = cross_entropy) -> Any:
     """As much of a build as it asks for."""
     return SimpleNamespace(
-        device=torch.device("cpu"), notes={}, model=SimpleNamespace(head=object()),
-        objective=objective, config=SimpleNamespace(vocab=1003),
-    )  # fmt: skip
+        device=torch.device("cpu"),
+        notes={},
+        model=SimpleNamespace(head=object()),
+        objective=objective,
+        config=SimpleNamespace(vocab=1003),
+    )
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.5])
@@ -87,16 +90,17 @@ def test_a_step_has_it_and_validation_has_not(
 
 @pytest.mark.parametrize("beside", [(), (TERMED,), ("model.logit_cap=2.0",)], ids=str)
 def test_chunks_change_nothing(
-    beside: tuple[str, ...], make_tiny: Callable[..., Build],
+    beside: tuple[str, ...],
+    make_tiny: Callable[..., Build],
     batch: Callable[[Build], list[Micro]],
-) -> None:  # fmt: skip
+) -> None:
     whole, chunked = make_tiny(SMOOTHED, *beside), make_tiny(SMOOTHED, *beside, CHUNKED)
     found = []
     for build in (whole, chunked):
         found.append(seen := house.Result(0.0, {}))
-        with house.at_the_update(build, lambda b=build, s=seen: s.gradients.update(
-            house.gradients_of(b)
-        )):  # fmt: skip
+        with house.at_the_update(
+            build, lambda b=build, s=seen: s.gradients.update(house.gradients_of(b))
+        ):
             seen.loss = float(step(build, batch(build), 0)[0])
     house.assert_equal(found[1], found[0])
     told = [LabelSmoothing().active(build).numbers["moved_nats"] for build in (whole, chunked)]
@@ -149,7 +153,7 @@ def test_kernels_make_it_in_passing(head: str) -> None:
 
 @pytest.mark.parametrize("head", [(), (64,)], ids=["whole", "chunks"])
 def test_eager_passes_are_counted(head: Any) -> None:
-    """By what torch's own operations of the loss move of tensors of the logits' size."""
+    """Count by what torch's own operations of the loss move of tensors of the logits' size."""
     heads = [chunks(*head, fused=False)] if head else []
     plain, smoothed = on_a_gpu(*heads), on_a_gpu(*heads, LabelSmoothing())
     build = alone()
@@ -171,7 +175,7 @@ def test_eager_passes_are_counted(head: Any) -> None:
 def test_a_slice_of_the_vocabulary_is_enough(
     zygote: Any, tmp_path: Path, corpus: Path, prepared_folder: Path
 ) -> None:
-    """Two ranks against one, beside a cap, a z-loss, chunks and compiled blocks."""
+    """Compare two ranks with one, beside a cap, a z-loss, chunks and compiled blocks."""
     house.prepare(house.make_plan())
     functions = Path(__file__).with_name("tensor_parallel_ranks.py")
     smoothed: dict[str, Any] = {"label_smoothing": {"smoothing": 0.3}}
@@ -181,17 +185,26 @@ def test_a_slice_of_the_vocabulary_is_enough(
         {"shape": "tied", "beside": {**smoothed, "z_loss": {"weight": 0.1}}, **capped},
         {"shape": "gpt2", "beside": {"document_packing": {}}, "micro_rows": 2, **capped},
         {
-            "shape": "biased", "beside": smoothed, **capped, "micro_rows": 2,
+            "shape": "biased",
+            "beside": smoothed,
+            **capped,
+            "micro_rows": 2,
             "others": {
                 "chunked_cross_entropy": {"chunk_tokens": 7},
                 "torch_compile": {"backend": "aot_eager", "scope": "block"},
             },
         },
-    ]  # fmt: skip
+    ]
     zygote.call(
-        2, tmp_path, functions, "equals", ranks=2, cases=cases, corpus=str(corpus),
+        2,
+        tmp_path,
+        functions,
+        "equals",
+        ranks=2,
+        cases=cases,
+        corpus=str(corpus),
         prepared=str(prepared_folder),
-    )  # fmt: skip
+    )
 
 
 def test_smoothing_out_of_range_is_refused(make_tiny: Callable[..., Build]) -> None:

@@ -1,4 +1,4 @@
-"""Linear attention as a mixer: the recurrence by hand, documents, slices of heads, sampling."""
+"""Linear attention is a mixer: the recurrence by hand, documents, slices of heads, sampling."""
 
 from collections.abc import Callable
 from functools import partial
@@ -55,7 +55,7 @@ def shared_of(config: ModelConfig, segments: Tensor | None = None) -> Shared:
 
 
 def by_hand(mixer: LinearMixer, config: ModelConfig, x_TD: Tensor, starts: set[int]) -> Tensor:
-    """One row, token by token, query head by query head."""
+    """Compute one row, token by token, query head by query head."""
     K, G = config.resolved_head_dim, config.resolved_kv_heads
     P = config.heads // G
     fused = mixer.qkv(x_TD).view(T, G, P + 2, K)

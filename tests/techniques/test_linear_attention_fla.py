@@ -35,10 +35,18 @@ RULES = {
 
 
 def kernel(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None, *, scale: float,
-    initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The documented contract: q, k, v [B, T, H, K], g and beta [B, T, H], states [N, H, K, V]."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    *,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Check the contract: q, k, v [B, T, H, K], g and beta [B, T, H], states [N, H, K, V]."""
     assert q.dtype == k.dtype == v.dtype == torch.bfloat16 and g.dtype == torch.float32
     assert q.shape == k.shape == v.shape and g.shape == q.shape[:3]
     assert beta is None or beta.shape == g.shape
@@ -67,7 +75,7 @@ def kernel(
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A package `fla` with two kernels."""
+    """Install a package `fla` with two kernels."""
     names = {"simple_gla": "chunk_simple_gla", "gated_delta_rule": "chunk_gated_delta_rule"}
     for name in ("fla", "fla.ops", *(f"fla.ops.{n}" for n in names)):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -88,7 +96,7 @@ def inputs(rule: str, B: int, T: int, G: int, P: int, K: int, device: str) -> li
 
 
 def segments_of(rows: int, length: int, device: str) -> Tensor:
-    """Rows that begin anew, and documents of one token."""
+    """Return documents' indices: rows that begin anew, and documents of one token."""
     starts = torch.zeros(rows, length, dtype=torch.long)
     starts[0, [2, 3]] = 1
     starts[1, length - 1] = 1
@@ -145,12 +153,20 @@ def test_a_packed_step_and_its_evidence(
 def gpu(**techniques: Any) -> Context:
     plan = SimpleNamespace(
         model=SimpleNamespace(pretrained="", resolved_head_dim=64),
-        mesh=SimpleNamespace(context=1), techniques=techniques,
-    )  # fmt: skip
+        mesh=SimpleNamespace(context=1),
+        techniques=techniques,
+    )
     return Context(
-        plan=plan, device="cuda", device_name="NVIDIA H200", capability=(9, 0), torch=(2, 13),
-        has_triton=True, has_compiler=True, ranks=1, precision="bf16",
-    )  # fmt: skip
+        plan=plan,
+        device="cuda",
+        device_name="NVIDIA H200",
+        capability=(9, 0),
+        torch=(2, 13),
+        has_triton=True,
+        has_compiler=True,
+        ranks=1,
+        precision="bf16",
+    )
 
 
 def test_refuses_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,9 +194,10 @@ def test_refuses_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
             assert isinstance(rule.supports(replace(gpu(), capability=(8, 0))), Supported)
     monkeypatch.setattr(technique, "version", lambda package: "3.7.1")
     for how, says in (
-        ({"device": "cpu"}, "GPU"), ({"has_triton": False}, "Triton"),
+        ({"device": "cpu"}, "GPU"),
+        ({"has_triton": False}, "Triton"),
         ({"precision": "fp32"}, "bf16"),
-    ):  # fmt: skip
+    ):
         refused(replace(gpu(), **how), says)
     whole = SimpleNamespace(composes=("compiled",), fullgraph=True, name=lambda: "torch_compile")
     refused(gpu(torch_compile=whole), "fullgraph")
@@ -203,7 +220,7 @@ def test_refuses_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
 @pytest.mark.parametrize("length", [7, 200])
 def test_the_package_computes_the_same(rule: str, packed: bool, length: int) -> None:
-    """Results and gradients in bf16 against torch's products in fp32, within 2% by L2."""
+    """Compare results and gradients in bf16 with torch's matmuls in fp32, within 2% by L2."""
     if torch.cuda.get_device_capability()[0] == 9 and (triton := technique._miscompiles(rule)):
         pytest.skip(f"Triton {triton} is wrong for {rule} on Hopper; the plan refuses it")
     ours, _, chunked = RULES[rule]

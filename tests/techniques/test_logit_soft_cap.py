@@ -1,4 +1,4 @@
-"""A soft cap: the formula through the model, beside documents, and its evidence."""
+"""A soft cap is tested: the formula through the model, beside documents, and its evidence."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +20,10 @@ class ByHand:
     """A backend that is the formula."""
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> None:
-        """Nothing."""
+        """Prepare nothing."""
 
     def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
-        """Causal attention under a cap of 0.5."""
+        """Compute causal attention under a cap of 0.5."""
         T, H, K = q_BTHK.shape[1:]
         k, v = (x.repeat_interleave(H // x.size(2), 2) for x in (k_BTGK, v_BTGK))
         scores = torch.einsum("bthk,bshk->bhts", q_BTHK, k) / K**0.5
@@ -86,7 +86,9 @@ def test_refuses_split_rows(tiny_plan: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("backend", ["", "techniques.flex_attention={}"])
 def test_the_cap_on_a_gpu(make_tiny: Callable[..., Build], backend: str) -> None:
     build = make_tiny(
-        "techniques.logit_soft_cap={}", "device=cuda", "model.head_dim=16",
+        "techniques.logit_soft_cap={}",
+        "device=cuda",
+        "model.head_dim=16",
         *filter(None, [backend]),
-    )  # fmt: skip
+    )
     assert LogitSoftCap().active(build).active

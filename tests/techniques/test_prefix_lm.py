@@ -1,4 +1,4 @@
-"""A prefix that sees both ways: by its words, beside documents, in validation and sampling."""
+"""A prefix is seen both ways: by its words, beside documents, in validation and sampling."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +30,7 @@ STARTS = [[0], [0, 4, 5], [0, 1, 9]]
 
 
 def rows_of(length: int, device: str = "cpu") -> Rows:
-    """Documents whose places restart, and prefixes of none, few and many tokens."""
+    """Make documents whose places restart, and prefixes of none, few and many tokens."""
     starts = [[s for s in begins if s < length] for begins in STARTS]
     segments = [[sum(s <= t for s in begins) - 1 for t in range(length)] for begins in starts]
     places = [[t - max(s for s in begins if s <= t) for t in range(length)] for begins in starts]
@@ -39,7 +39,7 @@ def rows_of(length: int, device: str = "cpu") -> Rows:
 
 
 def sees(rows: Rows, row: int, query: int, key: int, spec: MaskSpec) -> bool:
-    """The words: back, or inside of the prefix; and the same document."""
+    """Say it in words: back, or inside of the prefix; and the same document."""
     assert rows.segments_BT is not None and rows.prefix_B is not None
     document, place = rows.segments_BT[row], rows.positions_BT[row]
     if spec.document and document[query] != document[key]:
@@ -54,7 +54,7 @@ def qkv(length: int, device: str = "cpu") -> list[Tensor]:
 
 
 def by_hand(length: int, spec: MaskSpec) -> tuple[Rows, list[Tensor]]:
-    """Attention by its formula, the keys of each query picked one by one; and gradients."""
+    """Compute attention by its formula, the keys of each query picked one by one; and gradients."""
     rows, (q, k, v) = rows_of(length), qkv(length)
     if not spec.document:  # places go on then
         rows = rows._replace(positions_BT=torch.arange(length).expand(B, -1))
@@ -97,7 +97,7 @@ def test_draws_are_of_the_rows_place_alone() -> None:
 
 
 def test_targets_that_a_prefix_shows_are_ignored(make_tiny: Callable[..., Build]) -> None:
-    """Of every micro-batch, however rows are dealt out; in short rows something is left."""
+    """Every micro-batch has it, however rows are dealt out; in short rows something is left."""
     build = make_tiny(ON, "batch.micro_sequences=2")
     assert build.mask == MaskSpec(prefix=True)
     seen = [build.place(build, micro) for micro in build.loader.step(0).micros]
@@ -150,8 +150,9 @@ def test_validation_counts_what_is_left(make_tiny: Callable[..., Build]) -> None
         counted = work.targets_BT[0] != IGNORED
         with torch.no_grad():
             logits = builds[0].model.logits(work.ids_BT, work.rows)[0, counted]
-        nats += float(torch.nn.functional.cross_entropy(
-            logits, work.targets_BT[0, counted], reduction="sum"))  # fmt: skip
+        nats += float(
+            torch.nn.functional.cross_entropy(logits, work.targets_BT[0, counted], reduction="sum")
+        )
         tokens += int(counted.sum())
     assert one.tokens == tokens < evaluate(make_tiny(), 512).tokens
     assert one.loss_nats == pytest.approx(nats / tokens, rel=1e-5)
@@ -217,7 +218,7 @@ def test_evidence_and_refusals(
 
 
 def test_the_scores_that_prefixes_add_are_foreseen(tiny_plan: Callable[..., Any]) -> None:
-    """In the mean over their lengths, counted in the mask."""
+    """Take the mean over their lengths, counted in the mask."""
     length, most = 64, 48
     spec, places = MaskSpec(prefix=True), torch.arange(length)[None]
     seen = [
@@ -236,7 +237,7 @@ def test_the_scores_that_prefixes_add_are_foreseen(tiny_plan: Callable[..., Any]
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("changed", [0, 1, 2])
 def test_no_document_feels_another_on_a_gpu(changed: int) -> None:
-    """Bit for bit, outputs and gradients, in the generated kernel."""
+    """Outputs and gradients are equal bit for bit, in the generated kernel."""
     torch.compiler.reset()  # what other tests compiled counts for the compiler's limit
     length, spec = 300, MaskSpec(document=True, prefix=True)
     rows = rows_of(length, "cuda")._replace(prefix_B=torch.tensor([0, 3, 170], device="cuda"))

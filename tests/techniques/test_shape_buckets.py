@@ -1,4 +1,4 @@
-"""Rows padded to few lengths: the same loss and gradients, fewer shapes, fewer recompiles."""
+"""Rows are padded to few lengths: the same loss and gradients, fewer shapes, fewer recompiles."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""The gated convolution as a mixer: by hand, documents, slices of features, sampling, its start."""
+"""The gated convolution is a mixer: by hand, documents, slices of features, sampling, its start."""
 
 from collections.abc import Callable
 from typing import Any
@@ -114,7 +114,7 @@ def test_frozen_filters_cost_no_gradient(asked: tuple[bool, bool], compiled: boo
 
 @pytest.mark.parametrize("own", [(0, 3), (3, 4), (4, 6), (6, T)], ids=str)
 def test_a_document_does_not_feel_its_neighbours(own: tuple[int, int]) -> None:
-    """Not within a tolerance: not at all, neither in its results nor in any gradient."""
+    """They do not move at all, neither in its results nor in any gradient."""
     mixer, shared = make(documents=True), shared_of([{0, 3, 4, 6}])
     x, part = torch.randn(1, T, D), slice(*own)
     seen = []

@@ -1,4 +1,4 @@
-"""A sliding window: what a token sees, beside documents, and while sampling."""
+"""A sliding window is tested: what a token sees, beside documents, and while sampling."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +67,7 @@ def test_the_step_equals_a_dense_mask_by_hand(make_tiny: Callable[..., Build]) -
 def test_every_so_many_layers_one_hears_of_all(
     make_tiny: Callable[..., Build], between: int, opened: list[int], packed: bool
 ) -> None:
-    """Each layer by itself: what its mixer's last token hears of, in its document."""
+    """Look at each layer by itself: what its mixer's last token hears of, in its document."""
     more = ["techniques.document_packing={}"] if packed else []
     build = make_tiny(
         WINDOW, f"techniques.sliding_window.between={between}", "model.layers=4", *more
@@ -102,7 +102,7 @@ def test_every_so_many_layers_one_hears_of_all(
 
 
 def test_only_layers_that_attend_have_a_window(make_tiny: Callable[..., Build]) -> None:
-    """Convolutions in the layers with the window leave it nowhere."""
+    """The window is nowhere when convolutions fill its layers."""
     build = make_tiny(WINDOW, "techniques.short_convolution.between=1", "model.layers=4")
     (technique,) = (t for t in build.techniques if t.name() == "sliding_window")
     assert technique.active(build).active
@@ -145,11 +145,13 @@ def test_sampling_sees_the_window_too(make_tiny: Callable[..., Build], between: 
 def test_windows_are_foreseen_where_they_are(
     tiny_plan: Callable[..., Any], between: int, share: float
 ) -> None:
-    """Of the layers those that have one, and of a row's blocks those that it leaves."""
+    """It counts the layers that have a window, and the blocks of a row that it leaves."""
     plan = tiny_plan(
-        f"techniques.sliding_window={{window = 129, between = {between}}}", "model.layers=4",
-        "data.sequence_length=1024", "batch.tokens=1024",
-    )  # fmt: skip
+        f"techniques.sliding_window={{window = 129, between = {between}}}",
+        "model.layers=4",
+        "data.sequence_length=1024",
+        "batch.tokens=1024",
+    )
     work = predict(plan, make_context(plan, torch.device("cpu"))).work
     for piece in (work["attention/forward"], work["attention/backward"]):
         assert piece.masked == share
@@ -169,9 +171,11 @@ def test_a_window_that_limits_nothing_is_refused(tiny_plan: Callable[..., Any]) 
 @pytest.mark.parametrize("between", [0, 1])
 @pytest.mark.parametrize(
     "beside",
-    ["prefix_lm.tokens=12",
-     'sparse_attention={block = 2, local = 1, first = 0, stride = 0, random = 0}'],
-)  # fmt: skip
+    [
+        "prefix_lm.tokens=12",
+        "sparse_attention={block = 2, local = 1, first = 0, stride = 0, random = 0}",
+    ],
+)
 def test_its_evidence_stands_beside_other_masks(
     make_tiny: Callable[..., Build], beside: str, between: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""A pattern of blocks: who hears of whom, beside documents, while sampling, and its density."""
+"""A pattern of blocks is seen: who hears of whom, beside documents, in sampling, its density."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ T = 13
 
 
 def test_a_change_moves_those_that_see_it_and_no_other(make_tiny: Callable[..., Build]) -> None:
-    """One layer, and its query of the last token: exactly the tokens of the pattern's blocks."""
+    """Look at one layer and its last query: exactly the tokens of the pattern's blocks move it."""
     build = make_tiny(*ON, "model.layers=1")
     assert build.mask == MaskSpec(blocks=BlockPattern(**KNOBS))
     rows, ids = Rows(torch.arange(T)[None]), torch.arange(T)[None]
@@ -105,9 +105,13 @@ def test_a_pattern_that_leaves_nothing_out_is_refused(tiny_plan: Callable[..., A
 def test_flex_attention_skips_the_blocks_on_a_gpu(make_tiny: Callable[..., Build]) -> None:
     """What its block mask leaves out is what the pattern leaves out of the whole square."""
     build = make_tiny(
-        "techniques.sparse_attention={}", "techniques.flex_attention={}", "device=cuda",
-        "model.head_dim=16", "data.sequence_length=2048", "batch.tokens=2048",
-    )  # fmt: skip
+        "techniques.sparse_attention={}",
+        "techniques.flex_attention={}",
+        "device=cuda",
+        "model.head_dim=16",
+        "data.sequence_length=2048",
+        "batch.tokens=2048",
+    )
     technique = SparseAttention()
     assert technique.active(build).active
     blocks = build.model.attend.blocks  # type: ignore[attr-defined]

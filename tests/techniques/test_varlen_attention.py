@@ -33,9 +33,16 @@ from headrace.techniques.attention.varlen_attention import (
 
 PLAN = Plan.model_validate({"goal": {"steps": 1}})
 GPU = Context(
-    plan=PLAN, device="cuda", device_name="NVIDIA H200", capability=(9, 0), torch=(2, 13),
-    has_triton=True, has_compiler=True, ranks=1, precision="bf16",
-)  # fmt: skip
+    plan=PLAN,
+    device="cuda",
+    device_name="NVIDIA H200",
+    capability=(9, 0),
+    torch=(2, 13),
+    has_triton=True,
+    has_compiler=True,
+    ranks=1,
+    precision="bf16",
+)
 B = 3
 qkv = partial(pieces.qkv, rows=B)
 SPECS = {
@@ -51,7 +58,7 @@ LENGTHS = (1, 2, 13, 130)
 
 
 def rows_of(length: int, device: str = "cpu") -> Rows:
-    """Documents anywhere: one at a row's first token, a row of one document, single tokens."""
+    """Make documents anywhere: one at a row's first token, a row of one, single tokens."""
     places = torch.arange(length).expand(B, -1)
     cuts = torch.tensor([[0, length // 3, length // 2], [length] * 3, [1, length - 2, length - 1]])
     segments = (places[:, :, None] >= cuts[:, None, :]).sum(-1).int()
@@ -101,11 +108,19 @@ def test_cumulative_lengths_of_random_rows(seed: int) -> None:
 
 
 def looped(
-    query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor,
-    longest_q: int, longest_k: int, *, scale: float, window_size: tuple[int, int],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
     enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """What torch.nn.attention.varlen.varlen_attn promises, document by document."""
+) -> Tensor:
+    """Compute what torch.nn.attention.varlen.varlen_attn promises, document by document."""
     assert starts_q is starts_k and longest_q == longest_k >= 2
     assert starts_q.dtype == torch.int32 and starts_q[-1] == len(query)
     assert query.size(-1) % 8 == 0
@@ -129,7 +144,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def results(backend: Any, spec: MaskSpec, rows: Rows, given: list[Tensor]) -> list[Tensor]:
-    """The output and the gradients of queries, keys and values."""
+    """Return the output and the gradients of queries, keys and values."""
     given = [x.detach().requires_grad_() for x in given]
     length, width = given[0].size(1), given[0].size(3)
     out = backend(*given, backend.prepare(spec, rows, length))
@@ -187,7 +202,7 @@ def test_half_precision_follows_the_values(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_one_graph_holds_it() -> None:
-    """torch.compile traces it whole; tensors without storage stand in for a GPU's."""
+    """Check that torch.compile traces it whole; tensors without storage stand in for a GPU's."""
     backend = VarlenBackend()
     compiled = torch.compile(backend.__call__, backend="eager", fullgraph=True, dynamic=False)
     q, k, v = (x.to("meta") for x in qkv(12))
@@ -240,9 +255,11 @@ def test_its_evidence_is_the_operation_and_its_kernel(monkeypatch: pytest.Monkey
 
     def evidence(attend: Sdpa) -> Any:
         build: Any = SimpleNamespace(
-            config=config, device=torch.device("cpu"), context=GPU,
+            config=config,
+            device=torch.device("cpu"),
+            context=GPU,
             model=SimpleNamespace(attend=attend),
-        )  # fmt: skip
+        )
         return VarlenAttention().active(build)
 
     monkeypatch.setattr(varlen, "varlen_attn", launch)
@@ -264,7 +281,7 @@ def test_its_evidence_is_the_operation_and_its_kernel(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("length", [13, 200, 513])
 @pytest.mark.parametrize("width", [8, 20, 64])
 def test_the_kernel_equals_a_dense_reference(spec: MaskSpec, length: int, width: int) -> None:
-    """In bf16 within its rounding of the fp32 reference, forward and every gradient."""
+    """Results are in bf16 within its rounding of the fp32 reference, forward and every gradient."""
     rows, given = rows_of(length, "cuda"), [x.bfloat16() for x in qkv(length, width, "cuda")]
     found = results(VarlenBackend(), spec, rows, given)
     wanted = results(Sdpa(), spec, rows, [x.float() for x in given])
@@ -292,7 +309,7 @@ def in_one_order() -> Iterator[None]:
 def test_a_document_does_not_feel_its_neighbours(
     changed: int, window: int | None, in_one_order: None
 ) -> None:
-    """Bit by bit: outputs and gradients of all other documents, and of the other rows."""
+    """Outputs and gradients of other documents and other rows do not move by one bit."""
     length, spec = 300, MaskSpec(document=True, window=window)
     rows = rows_of(length, "cuda")
     assert rows.segments_BT is not None

@@ -1,4 +1,4 @@
-"""Scaled rotations: each rule against a plain formula and transformers, refusals, the export."""
+"""Rotations are scaled: each rule against a plain formula and transformers, refusals, export."""
 
 import json
 import math
@@ -30,10 +30,16 @@ SIZES = {
     ),
     "odd": (
         {"dim": 88, "heads": 4, "rope_theta": 77_000.0},
-        {"factor": 2.7, "original_length": 1000, "beta_fast": 20.0, "beta_slow": 1.5,
-         "low_frequency_factor": 1.5, "high_frequency_factor": 5.0},
+        {
+            "factor": 2.7,
+            "original_length": 1000,
+            "beta_fast": 20.0,
+            "beta_slow": 1.5,
+            "low_frequency_factor": 1.5,
+            "high_frequency_factor": 5.0,
+        },
     ),
-}  # fmt: skip
+}
 TINY = ("techniques.yarn.factor=2.0", "techniques.yarn.original_length=8")
 
 
@@ -44,7 +50,7 @@ def rope_of(kind: str, size: str) -> ScaledRope:
 
 
 def by_hand(rope: ScaledRope) -> list[float]:
-    """Each pair's frequency in double precision, from its wavelength."""
+    """Return each pair's frequency in double precision, from its wavelength."""
     rule, K, L = rope.rule, rope.head_dim, rope.original
     found = []
     for pair in range(K // 2):
@@ -172,19 +178,26 @@ REFUSED = [
     ({"kind": "linear"}, {"model.position": "learned"}, "has no rotation", "model.position=rope"),
     ({"original_length": 6}, {}, "takes 7", "techniques.yarn.original_length=7"),
     ({"beta_fast": 1.0}, {}, "beta_fast = 1 must be more than", "techniques.yarn.beta_fast=2"),
-    ({"kind": "llama3", "low_frequency_factor": 5.0}, {}, "high_frequency_factor = 4 must be",
-     "techniques.yarn.high_frequency_factor=10"),
+    (
+        {"kind": "llama3", "low_frequency_factor": 5.0},
+        {},
+        "high_frequency_factor = 4 must be",
+        "techniques.yarn.high_frequency_factor=10",
+    ),
     ({"original_length": 1 << 24}, {}, "no pair is slowed", "techniques.yarn.original_length="),
     ({"kind": "ntk"}, {"model.head_dim": "2"}, "one pair", "model.head_dim=4"),
     ({}, {"model.rope_theta": "1.0"}, "makes no pair turn slower", "model.rope_theta=10000"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("knobs", "keys", "why", "remedy"), REFUSED)
 def test_what_cannot_be_scaled_is_refused(
-    tiny_plan: Callable[..., Any], knobs: dict[str, Any], keys: dict[str, str], why: str,
+    tiny_plan: Callable[..., Any],
+    knobs: dict[str, Any],
+    keys: dict[str, str],
+    why: str,
     remedy: str,
-) -> None:  # fmt: skip
+) -> None:
     plan = tiny_plan(*(f"{key}={value}" for key, value in keys.items()))
     context = make_context(plan, torch.device("cpu"))
     answer = Yarn.model_validate({"original_length": 8, **knobs}).supports(context)

@@ -1,4 +1,4 @@
-"""The z-loss against the paper's formula: whole logits, chunks and slices, and their memory."""
+"""The z-loss follows the paper's formula: whole logits, chunks and slices, and their memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,9 +33,11 @@ def data(corpus: Path, prepared_folder: Path) -> dict[str, str]:
 
 def test_term_and_gradient_are_the_papers() -> None:
     build: Any = SimpleNamespace(
-        device=torch.device("cpu"), notes={}, model=SimpleNamespace(head=object()),
+        device=torch.device("cpu"),
+        notes={},
+        model=SimpleNamespace(head=object()),
         objective=lambda *given: torch.zeros(()),
-    )  # fmt: skip
+    )
     ZLoss(weight=0.5).apply(build)
     torch.manual_seed(0)
     logits = (3 * torch.randn(4, 7)).requires_grad_()

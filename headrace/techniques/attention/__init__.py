@@ -1,1 +1,1 @@
-"""Attention backends and masks."""
+"""This room holds attention backends, masks, and what stands in the place of attention."""

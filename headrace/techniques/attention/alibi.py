@@ -36,8 +36,8 @@ from headrace.plan.technique import (
 )
 
 BAND = 0.05
-"""Relative distance of a measured slope from its own: a weight in bf16 has 8 bits, and a slope is
-the logarithm of two of them over many tokens."""
+"""Relative error that a measured slope may have: a weight in bf16 has 8 bits, and a slope is the
+logarithm of two of them over many tokens."""
 SLOPE = 17.0
 """Features of a head that a slope takes as long as in flex_attention: 17.4 at 160m and 16.2 at 1b
 (results/techniques.jsonl)."""
@@ -66,11 +66,11 @@ class Alibi(Technique[Build]):
     )
 
     def keys(self, plan: Any) -> Mapping[str, Any]:
-        """`model.position`: the slopes are all that tells a place."""
+        """Set `model.position` to none: slopes alone give tokens their place."""
         return {"model.position": "none"}
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Random weights, and all heads and tokens of a row on one rank."""
+        """Support random weights, with all heads and tokens of a row on one rank."""
         plan = context.plan
         if plan.model.pretrained:
             return Unsupported(
@@ -90,7 +90,7 @@ class Alibi(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The dense mask in numbers for every head; no layer copies it, for it is none of flags."""
+        """Keep a dense mask of numbers for every head; no layer copies it, as it would flags."""
         sizes = ledger.sizes
         wider = sizes["heads"] * sizes["activation_bytes"]
         ledger = ledger.without([n for n in ledger.memory if n.endswith("/mask_copy")])
@@ -108,7 +108,7 @@ class Alibi(Technique[Build]):
         build.mask = replace(build.mask, alibi=build.config.heads)
 
     def active(self, build: Build) -> Evidence:
-        """Each head's slope, from how the run's backend weighs the last two keys, else equal."""
+        """Read each head's slope from how the run's backend weighs two keys that are else equal."""
         length, config = build.plan.data.sequence_length, build.config
         width = config.resolved_head_dim
         rotation = build.model.position.prepare(torch.zeros(1, 1, device=build.device))
@@ -126,12 +126,12 @@ class Alibi(Technique[Build]):
             group = torch.zeros_like(places)
             group[-1], group[-1 - apart] = 1, 2
             _, near_H, far_H = weights(attend, mask, q, k, group)[0, -1].unbind(-1)
-        found_H = (near_H / far_H).log() / apart
+        slope_H = (near_H / far_H).log() / apart
         rounded = 2 * torch.finfo(build.dtype).eps / apart  # of the logarithms of both weights
-        off = (((found_H - right_H).abs() - rounded).clamp(min=0) / right_H).max().item()
+        off = (((slope_H - right_H).abs() - rounded).clamp(min=0) / right_H).max().item()
         return Evidence(
             active=rotation is None and off < BAND,
-            detail=f"scores of {config.heads} heads fall by {found_H.min().item():.3g} to "
-            f"{found_H.max().item():.3g} per token, {100 * off:.2g}% off their slopes at most",
-            numbers={"flattest": found_H.min().item(), "steepest": found_H.max().item()},
+            detail=f"scores of {config.heads} heads fall by {slope_H.min().item():.3g} to "
+            f"{slope_H.max().item():.3g} per token, {100 * off:.2g}% off their slopes at most",
+            numbers={"flattest": slope_H.min().item(), "steepest": slope_H.max().item()},
         )

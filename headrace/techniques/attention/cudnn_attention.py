@@ -1,4 +1,4 @@
-"""Attention through cuDNN's fused kernels, by scaled_dot_product_attention's own backend.
+"""Compute attention through cuDNN's fused kernels, by a backend of scaled_dot_product_attention.
 
 On Hopper cuDNN's kernels use the asynchronous matrix units better than the flash kernels that torch
 chooses by default. The call, its numerics and its memory stay the same.
@@ -25,17 +25,17 @@ from headrace.plan.technique import (
 )
 
 OLDEST = (8, 0)
-"""cuDNN's fused attention begins with Ampere."""
+"""Compute capability from which cuDNN has fused attention: Ampere's."""
 
 
 class CudnnSdpa(OneKernelSdpa):
-    """The trunk's backend with cuDNN as the only kernel allowed."""
+    """A backend that allows cuDNN's kernel of scaled_dot_product_attention and no other."""
 
     kernel: ClassVar[SDPBackend] = SDPBackend.CUDNN_ATTENTION
 
 
 class CudnnAttention(Technique[Build]):
-    """Attention through cuDNN's fused kernels."""
+    """Compute attention through cuDNN's fused kernels."""
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
@@ -53,7 +53,7 @@ class CudnnAttention(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """An NVIDIA GPU of compute capability 8.0 or later, in bf16."""
+        """Support NVIDIA GPUs of compute capability 8.0 or later, in bf16."""
         if lacks := lacks_half(context, "cuDNN", oldest=OLDEST):
             return lacks
         if context.precision != "bf16":
@@ -61,7 +61,7 @@ class CudnnAttention(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same memory and work, by its own kernels."""
+        """Keep memory and work, and price attention by cuDNN's kernels."""
         return ledger.attended("cudnn")
 
     def apply(self, build: Build) -> None:
@@ -69,7 +69,7 @@ class CudnnAttention(Technique[Build]):
         build.parts.attend = CudnnSdpa()
 
     def active(self, build: Build) -> Evidence:
-        """The kernels that the model's own backend launches, and that it allows no other."""
+        """Read which kernels the model's own backend launches, and that it allows no other."""
         q, k = equal_scores(build.config, build.device, torch.bfloat16)
         used = [n for n in kernels_of(build.model.attend, q, k, k) if "cudnn" in n.lower()]
         return Evidence(

@@ -1,4 +1,4 @@
-"""Attention through torch's flash kernels, by scaled_dot_product_attention's own backend.
+"""Compute attention through torch's flash kernels, a backend of scaled_dot_product_attention.
 
 FlashAttention computes scores in blocks that fit on the chip and never writes them to memory: time
 falls with the bytes that are not moved, and memory grows with the row and not with its square.
@@ -37,7 +37,7 @@ from headrace.plan.technique import (
 )
 
 OLDEST = (8, 0)
-"""torch's flash kernels begin with Ampere."""
+"""Compute capability from which torch has flash kernels: Ampere's."""
 WIDEST_HEAD = 256
 """Features of a head that its kernels take (torch's flash_api.cpp)."""
 KERNEL = "pytorch_flash::"
@@ -45,17 +45,17 @@ KERNEL = "pytorch_flash::"
 
 
 class FlashSdpa(OneKernelSdpa):
-    """The trunk's backend with torch's flash kernel as the only one allowed."""
+    """A backend that allows the flash kernel of scaled_dot_product_attention and no other."""
 
     kernel: ClassVar[SDPBackend] = SDPBackend.FLASH_ATTENTION
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> None:
-        """Nothing to make: the causal flag says everything, or UnsupportedError."""
+        """Check that the causal flag says everything, or raise UnsupportedError."""
         check_plain(spec)
 
 
 class FlashAttention(Technique[Build]):
-    """Attention through torch's flash kernels."""
+    """Compute attention through torch's flash kernels."""
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
@@ -72,13 +72,13 @@ class FlashAttention(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """An NVIDIA GPU of compute capability 8.0 or later, in bf16 or fp16, plain causal."""
+        """Support NVIDIA GPUs of capability 8.0 or later, in bf16 or fp16, with a causal mask."""
         what = "torch's flash kernel"
         lacks = lacks_half(context, what, oldest=OLDEST, widest=WIDEST_HEAD)
         return lacks or lacks_mask(context) or Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same memory and work, by its own kernels."""
+        """Keep memory and work, and price attention by flash kernels."""
         return ledger.attended("flash")
 
     def apply(self, build: Build) -> None:
@@ -86,7 +86,7 @@ class FlashAttention(Technique[Build]):
         build.parts.attend = FlashSdpa()
 
     def active(self, build: Build) -> Evidence:
-        """The kernels that the model's own backend launches, and that it allows no other."""
+        """Read which kernels the model's own backend launches, and that it allows no other."""
         dtype = torch.float16 if build.context.precision == "fp16" else torch.bfloat16
         q, k = equal_scores(build.config, build.device, dtype)
         used = [n for n in kernels_of(build.model.attend, q, k, k) if KERNEL in n]

@@ -1,4 +1,4 @@
-"""Attention through FlashAttention 3 or 4, put in place of torch's own flash kernels.
+"""Compute attention through FlashAttention 3 or 4 in the place of torch's flash kernels.
 
 torch's flash kernels are FlashAttention 2, written for Ampere: on Hopper they leave the
 asynchronous matrix units and the tensor memory accelerator idle. FlashAttention 3 overlaps both
@@ -70,7 +70,7 @@ WIDEST_HEAD = 256
 TORCHS_OWN = "pytorch_flash::"
 """The namespace of torch's own flash kernels, which are FlashAttention 2."""
 HEAD_MULTIPLE = 8
-"""What must divide them (the same file); torch's own call pads, the package's does not."""
+"""What divides a head's features (the same file); torch's own call pads, the package's does not."""
 RESULTS = 2
 """The output and the sums of its softmax, which torch's call takes from the package's."""
 REPOSITORY, REPOSITORY_VERSION = "kernels-community/flash-attn3", 1
@@ -79,35 +79,39 @@ FETCHER, FETCHER_INSTALL = "kernels", "pip install kernels"
 
 @dataclass(frozen=True)
 class Release:
-    """What one version of FlashAttention needs."""
+    """A version of FlashAttention needs these GPUs and this package."""
 
     majors: tuple[int, ...]
-    """of the compute capability, as torch's registration checks it"""
+    """Majors of the compute capability, as torch's registration checks them."""
     gpus: str
     module: str
-    """what torch imports for it"""
+    """What torch imports for it."""
     install: str
     heads: tuple[int, ...] = ()
-    """features of a head whose gradients it makes, where that is not all up to the widest"""
+    """Features of a head whose gradients it makes, where that is not all up to the widest."""
 
 
 RELEASES = {
     "FA3": Release(
-        (9,), "Hopper", "flash_attn_interface",
+        (9,),
+        "Hopper",
+        "flash_attn_interface",
         "git clone https://github.com/Dao-AILab/flash-attention && cd flash-attention/hopper && "
         "python setup.py install",
     ),
     "FA4": Release(
-        (9, 10), "Hopper or Blackwell", "flash_attn.cute.interface",
+        (9, 10),
+        "Hopper or Blackwell",
+        "flash_attn.cute.interface",
         # Later ones return more than torch takes, and need what later ones of these two lack.
         "pip install flash-attn-4==4.0.0b12 nvidia-cutlass-dsl==4.5.3 quack-kernels==0.4.1",
         heads=(32, 64, 80, 96, 128),  # tried on an H200: 8, 16, 24, 40, 48 and 192 do not compile
     ),
-}  # fmt: skip
+}
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module could be imported, by looking at files: nothing of it is run."""
+    """Return whether a module could be imported, by its files: nothing of it is run."""
     package, *inner = module.split(".")
     spec = find_spec(package)
     if spec is None or not inner:
@@ -117,7 +121,7 @@ def is_installed(module: str) -> bool:
 
 
 def has_fetcher() -> bool:
-    """Whether the fetcher's package is installed: a file or folder of its name is not it."""
+    """Return whether the fetcher's package is installed; a file or folder of its name is not."""
     try:
         distribution(FETCHER)
     except PackageNotFoundError:
@@ -148,16 +152,16 @@ def activate(version: str) -> None:
 def check_results(module: ModuleType) -> None:
     """Raise ImportError where FlashAttention 4's forward pass says it returns something else."""
     try:
-        told = get_type_hints(module._flash_attn_fwd).get("return")
+        hint = get_type_hints(module._flash_attn_fwd).get("return")
     except (NameError, TypeError):  # it says nothing that could be read
         return
-    if (found := len(get_args(told)) or RESULTS) != RESULTS:
-        raise ImportError(f"its forward pass returns {found} results, and torch takes {RESULTS}")
+    if (count := len(get_args(hint)) or RESULTS) != RESULTS:
+        raise ImportError(f"its forward pass returns {count} results, and torch takes {RESULTS}")
 
 
 @contextmanager
 def activated(version: str) -> Iterator[None]:
-    """`version` in place of torch's flash kernels, and afterwards what stood there before."""
+    """Put `version` in place of torch's flash kernels, and what stood there back afterwards."""
     before = current_flash_attention_impl()
     activate(version)
     try:
@@ -170,7 +174,7 @@ def activated(version: str) -> Iterator[None]:
 
 
 def fetch(revision: str) -> Callable[..., Any]:
-    """FlashAttention 3's function, from the repository's commit or its latest compatible one.
+    """Fetch FlashAttention 3's function, of the repository's commit or its latest compatible one.
 
     Raises:
         UnsupportedError: it cannot be fetched or loaded, with the package's own words.
@@ -188,29 +192,29 @@ def fetch(revision: str) -> Callable[..., Any]:
 
 
 class FetchedFlash3(Sdpa):
-    """A function of FlashAttention 3's own signature."""
+    """A backend that calls a function of FlashAttention 3's own signature."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> None:
-        """Nothing to make: the causal flag says everything, or UnsupportedError."""
+        """Check that the causal flag says everything, or raise UnsupportedError."""
         check_plain(spec)
 
     def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
-        """Attention; one query over a longer key sequence sees all of it."""
+        """Compute attention; one query over a longer key sequence sees all of it."""
         K = q_BTHK.size(-1)
         # Autocast does not know this operation; values come out of a product, in its precision.
         q, k, v = (x.to(v_BTGK.dtype) for x in (q_BTHK, k_BTGK, v_BTGK))
         if K % HEAD_MULTIPLE:  # zeros add nothing to a score
             q, k, v = (F.pad(x, (0, -K % HEAD_MULTIPLE)) for x in (q, k, v))
-        found = self.function(q, k, v, softmax_scale=K**-0.5, causal=q.size(1) > 1)
-        out = found[0] if isinstance(found, tuple) else found  # older ones add statistics
+        out = self.function(q, k, v, softmax_scale=K**-0.5, causal=q.size(1) > 1)
+        out = out[0] if isinstance(out, tuple) else out  # older versions add statistics
         return out[..., :K]
 
 
 class Flash3Sdpa(OneKernelSdpa):
-    """The trunk's backend with an activated FlashAttention as the only kernel allowed."""
+    """A backend that allows an activated FlashAttention and no other kernel."""
 
     kernel: ClassVar[SDPBackend] = SDPBackend.FLASH_ATTENTION
 
@@ -218,7 +222,7 @@ class Flash3Sdpa(OneKernelSdpa):
         self.version = version
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> None:
-        """See that the kernels stand; the causal flag says everything else.
+        """Activate the kernels; the causal flag says everything else.
 
         Raises:
             UnsupportedError: the mask says more, or the kernels cannot be loaded.
@@ -228,7 +232,7 @@ class Flash3Sdpa(OneKernelSdpa):
 
 
 class FlashAttention3(Technique[Build]):
-    """Attention through FlashAttention 3 or 4, put in place of torch's own flash kernels."""
+    """Compute attention through FlashAttention 3 or 4 in the place of torch's flash kernels."""
 
     version: Literal["FA3", "FA4"] | None = None
     """FlashAttention 3, for Hopper; or 4, for Hopper and Blackwell, a pre-release. Left open: the
@@ -258,21 +262,21 @@ class FlashAttention3(Technique[Build]):
 
     @property
     def release(self) -> str:
-        """The version that is meant."""
+        """Return the version that is asked for, or that is installed."""
         here = (v for v, r in RELEASES.items() if self.source == "torch" and is_installed(r.module))
         return self.version or next(here, "FA3")
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """A GPU that the version is written for, half precision, plain causal, and the package."""
+        """Support GPUs of the version, in half precision, with a causal mask and its package."""
         needs = RELEASES[self.release]
         if context.device != "cuda":
             reason = f"{self.release} needs an NVIDIA GPU, not {context.device}"
             return Unsupported(reason, mend("device=cuda"), RefusalKind.DEVICE)
         if (context.capability or (0, 0))[0] not in needs.majors:
-            found = ".".join(map(str, context.capability or ("unknown",)))
+            capability = ".".join(map(str, context.capability or ("unknown",)))
             return Unsupported(
                 f"{self.release} is written for {needs.gpus}, and {context.device_name} has "
-                f"compute capability {found}",
+                f"compute capability {capability}",
                 mend(f"-{self.name()}", "+flash_attention"),
                 RefusalKind.DEVICE,
             )
@@ -281,7 +285,7 @@ class FlashAttention3(Technique[Build]):
         return lacks or lacks_mask(context) or self._is_here()
 
     def _lacks_head(self, context: Context) -> Unsupported | None:
-        """Why the version makes no gradients of such heads, if it makes none."""
+        """Return why the version makes no gradients of such heads, if it makes none."""
         heads, width = RELEASES[self.release].heads, context.plan.model.resolved_head_dim
         if not heads or width in heads:
             return None
@@ -292,7 +296,7 @@ class FlashAttention3(Technique[Build]):
         )
 
     def _is_here(self) -> Supported | Unsupported:
-        """Whether the package that brings the kernels is installed; nothing is imported."""
+        """Return whether the package with the kernels is installed; nothing is imported."""
         needs = RELEASES[self.release]
         if self.source == "kernels":
             if self.release != "FA3":
@@ -323,7 +327,7 @@ class FlashAttention3(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same memory and work, by its own kernels."""
+        """Keep memory and work, and price attention by the version's kernels."""
         return ledger.attended("flash4" if self.release == "FA4" else "flash3")
 
     def apply(self, build: Build) -> None:
@@ -335,7 +339,7 @@ class FlashAttention3(Technique[Build]):
         build.runtime.append(lambda: activated(self.release))
 
     def active(self, build: Build) -> Evidence:
-        """The kernels that the model's own backend launches: flash, and not torch's own."""
+        """Read which kernels the model's own backend launches: flash, and not torch's own."""
         attend = build.model.attend
         dtype = torch.float16 if build.context.precision == "fp16" else torch.bfloat16
         q, k = equal_scores(build.config, build.device, dtype)

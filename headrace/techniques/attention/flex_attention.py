@@ -1,4 +1,4 @@
-"""Attention through FlexAttention: one compiled kernel that skips what the mask forbids.
+"""Compute attention through FlexAttention: one compiled kernel skips what the mask forbids.
 
 SDPA takes any mask but the causal flag as a dense tensor, loses its flash kernel, and computes
 every score. FlexAttention takes the mask as a function of two places, generates a flash kernel
@@ -41,16 +41,16 @@ from headrace.plan.technique import (
 )
 
 OLDEST = (8, 0)
-"""Its generated kernels are tested by torch from Ampere on."""
+"""Compute capability from which torch tests its generated kernels: Ampere's."""
 SMALLEST_HEAD = 16
-"""Triton's matrix product takes at least 16 features."""
+"""Features that Triton's matmul takes at least."""
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def mask_mod(spec: MaskSpec, rows: Rows, length: int) -> MaskMod:
-    """`model.mask.allowed` for one query and one key: (row, head, query, key) -> bool."""
+    """Return `model.mask.allowed` for one query and key: (row, head, query, key) -> bool."""
     segments_BT = rows.segments_BT if spec.document else None
     prefix_B = rows.prefix_B if spec.prefix else None
     places_BT = (
@@ -77,7 +77,7 @@ def mask_mod(spec: MaskSpec, rows: Rows, length: int) -> MaskMod:
 
 
 def score_mod(spec: MaskSpec, device: torch.device) -> ScoreMod | None:
-    """The soft cap and `model.mask.bias` of one score; None where a score stays as it is."""
+    """Return the soft cap and `model.mask.bias` of a score; None where scores stay as they are."""
     cap, slope_H = spec.soft_cap, slopes(spec.alibi, device) if spec.alibi else None
     if not cap and slope_H is None:
         return None
@@ -93,21 +93,21 @@ def score_mod(spec: MaskSpec, device: torch.device) -> ScoreMod | None:
 
 
 class Scored(NamedTuple):
-    """A block mask, and what is done to the scores inside of it."""
+    """A block mask stands beside what is done to the scores inside of it."""
 
     blocks: BlockMask
     change: ScoreMod
 
 
 def masked_rows(spec: MaskSpec, rows: Rows) -> int | None:
-    """How many rows have a mask of their own; None where one serves all."""
+    """Return how many rows have a mask of their own; None where one serves all."""
     if spec.document and rows.segments_BT is not None:
         return rows.segments_BT.size(0)
     return rows.prefix_B.size(0) if spec.prefix and rows.prefix_B is not None else None
 
 
 class FlexBackend(Sdpa):
-    """FlexAttention with a block mask and a change of scores made from the mask description."""
+    """A backend that makes FlexAttention's block mask and scores from the mask description."""
 
     knows = frozenset({"prefix", "blocks", "alibi", "soft_cap"})
 
@@ -116,23 +116,27 @@ class FlexBackend(Sdpa):
         self._attend = torch.compile(flex_attention, dynamic=False)
         self._changes: dict[tuple[int, float], ScoreMod | None] = {}
         self.blocks: BlockMask | None = None
-        """Of the last forward pass."""
+        """The block mask of the last forward pass."""
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> Any:
-        """The blocks that hold anything, the mask inside of them, what is done to their scores."""
+        """Make the blocks that are not empty, the mask inside of them, and their scores' change."""
         device = rows.positions_BT.device
         self.blocks = self._blocks(
-            mask_mod(spec, rows, length), masked_rows(spec, rows), None, length, length,
+            mask_mod(spec, rows, length),
+            masked_rows(spec, rows),
+            None,
+            length,
+            length,
             device=device,
-        )  # fmt: skip
+        )
         scores = (spec.alibi, spec.soft_cap)
-        if scores not in self._changes:  # one function object, so that nothing compiles anew
+        if scores not in self._changes:  # one function object, so that nothing compiles twice
             self._changes[scores] = score_mod(spec, device)
         change = self._changes[scores]
         return self.blocks if change is None else Scored(self.blocks, change)
 
     def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
-        """Attention; one query over a longer key sequence sees all of it."""
+        """Compute attention; one query over a longer key sequence sees all of it."""
         if q_BTHK.size(1) != k_BTGK.size(1):
             return super().__call__(q_BTHK, k_BTGK, v_BTGK, None)
         q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
@@ -149,7 +153,7 @@ class FlexBackend(Sdpa):
 
 
 class FlexAttention(Technique[Build]):
-    """Attention through one compiled kernel that skips what the mask forbids."""
+    """Compute attention through one compiled kernel that skips what the mask forbids."""
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
@@ -170,7 +174,7 @@ class FlexAttention(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """An NVIDIA GPU of compute capability 8.0 or later with Triton."""
+        """Support NVIDIA GPUs of compute capability 8.0 or later, with Triton."""
         if context.device != "cuda":
             return Unsupported(
                 f"torch has no backward pass of flex_attention on {context.device}",
@@ -188,7 +192,7 @@ class FlexAttention(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """No dense mask, whoever composes it; attention keeps what a flash kernel keeps."""
+        """Remove the dense mask, whoever composes it; attention keeps what a flash kernel keeps."""
         dense = [n for n in ledger.memory if n == "mask" or n.endswith(("/mask_copy", "/scores"))]
         facts = {"mask": 0.0, "mask_copy": 0.0, "scores": 0.0}
         ledger = replace(ledger.without(dense), sizes={**ledger.sizes, **facts})
@@ -199,7 +203,7 @@ class FlexAttention(Technique[Build]):
         build.parts.attend = FlexBackend()
 
     def active(self, build: Build) -> Evidence:
-        """The share of blocks that the last mask left out, and the kernel that is launched."""
+        """Read the share of blocks that the last mask left out, and the kernel that is launched."""
         backend: Any = build.model.attend
         blocks = getattr(backend, "blocks", None)
         if blocks is None:

@@ -7,7 +7,7 @@ logsigmoid(w x) / 16, per head of keys and values (arXiv 2312.06635). What the q
 normalised per head, since nothing divides it as softmax would. Rotation, norms of queries and keys,
 and the fused `qkv` stay as attention has them.
 
-What a token writes is one of two rules. A `sum` adds k v^T (kernels/linear_attention). The gated
+One of two rules says what a token writes. A `sum` adds k v^T (kernels/linear_attention). The gated
 delta rule first takes out what the state answers to that key (kernels/gated_delta), by a strength
 that is a second gate, sigmoid(w x); its keys have unit length, or it would not be stable. It costs
 a triangular solve in each chunk, and its states follow each other in a loop. Left out of its paper
@@ -66,24 +66,24 @@ OLDEST = (0, 6)
 WIDEST_HEAD = 256
 """Features of a head that its kernels take (fla-core 0.6.0, ops/common/chunk_delta_h.py)."""
 WRONG, RIGHT = (3, 4, 0), (3, 7, 1)
-"""Tritons from the first on, and before the second, compile its backward pass for Hopper wrongly
-(fla-core 0.6.0, ops/common/chunk_o.py)."""
+"""Triton from the first version on, and before the second, compiles fla's backward pass for Hopper
+to wrong numbers (fla-core 0.6.0, ops/common/chunk_o.py)."""
 
 
 class Mix(NamedTuple):
-    """How a rule is computed."""
+    """A rule is computed by this function."""
 
     run: Callable[..., tuple[Tensor, Tensor | None]]
-    """(q, k, v, the gates, mask, state_BGKV=) -> mixed values, the state after the last token"""
+    """(q, k, v, the gates, mask, state_BGKV=) -> mixed values, the state after the last token."""
     tokens: int
-    """most tokens of a chunk"""
+    """Most tokens of a chunk."""
 
 
 class Documents:
-    """The backend's place: of the mask, a state needs each token's document and nothing else."""
+    """It fills the backend's place: a state needs each token's document of the mask, no more."""
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> Tensor | None:
-        """The documents' indices [B, T], or None when they are not masked.
+        """Return the documents' indices [B, T], or None when they are not masked.
 
         Raises:
             ConfigError: the mask is more than causal and by document.
@@ -96,21 +96,21 @@ class Documents:
         return rows.segments_BT if spec.document else None
 
     def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
-        """Nobody asks: the mixer reads its state."""
+        """Raise NotImplementedError: the mixer reads its state and calls no backend."""
         raise NotImplementedError("linear attention has no scores to mask")
 
 
 class Lengths(Documents):
-    """The same for kernels that take documents laid end to end."""
+    """It prepares documents for kernels that take them laid end to end."""
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> Tensor | None:
-        """Where each document begins, and the end: int64 [S + 1], or None."""
+        """Return where each document begins, and the end, int64 [S + 1]; or None."""
         segments = super().prepare(spec, rows, length)
         return None if segments is None else fla.ends_of(segments)
 
 
 class LinearMixer(Attention):
-    """Attention's projections around a decaying state."""
+    """It puts attention's projections around a decaying state."""
 
     columns = ("qkv", "decay")
     rows = ("out",)
@@ -122,11 +122,11 @@ class LinearMixer(Attention):
         self.longest_chunk = 0
 
     def keys(self, k_BTGK: Tensor) -> Tensor:
-        """The keys under which a state is written."""
+        """Return the keys under which a state is written."""
         return k_BTGK
 
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
-        """Of each token and head of keys: the logarithm of what is kept, fp32 [B, T, G]."""
+        """Return the logarithm of what each head of keys keeps at each token, fp32 [B, T, G]."""
         return (F.logsigmoid(self.decay(x_BTD).float()) / TEMPERATURE,)
 
     def forward(self, x_BTD: Tensor, shared: Shared) -> Tensor:
@@ -141,9 +141,13 @@ class LinearMixer(Attention):
         documents = shared.mask if isinstance(shared.mask, Tensor) else None
         self.longest_chunk = min(self.mix.tokens, T)
         mixed, state = self.mix.run(
-            q_BTHK.unflatten(2, (-1, self.queries)), k_BTGK, v.squeeze(3), *self.gates(x_BTD),
-            documents, state_BGKV=None if cache is None else cache.states.get(self.layer),
-        )  # fmt: skip
+            q_BTHK.unflatten(2, (-1, self.queries)),
+            k_BTGK,
+            v.squeeze(3),
+            *self.gates(x_BTD),
+            documents,
+            state_BGKV=None if cache is None else cache.states.get(self.layer),
+        )
         if cache is not None and state is not None:
             cache.states[self.layer] = state
         even = F.rms_norm(mixed.float() * K**-0.5, (K,)).to(mixed.dtype)
@@ -151,7 +155,7 @@ class LinearMixer(Attention):
 
 
 class DeltaMixer(LinearMixer):
-    """The same around a state that is overwritten."""
+    """It puts them around a state that is overwritten by the gated delta rule."""
 
     columns = ("qkv", "decay", "strength")
 
@@ -160,12 +164,12 @@ class DeltaMixer(LinearMixer):
         self.strength = nn.Linear(config.dim, self.groups, bias=False)
 
     def keys(self, k_BTGK: Tensor) -> Tensor:
-        """Keys of unit length."""
+        """Return keys of unit length."""
         wide = k_BTGK.float()
         return (wide * (wide.square().sum(-1, keepdim=True) + EPS).rsqrt()).to(k_BTGK.dtype)
 
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
-        """And how much of what is known of a key is replaced, 0 to 1, fp32 [B, T, G]."""
+        """Return the sum's gate, and which share of a key's value is replaced, fp32 [B, T, G]."""
         return *super().gates(x_BTD), self.strength(x_BTD).float().sigmoid()
 
 
@@ -204,15 +208,17 @@ class LinearAttention(Technique[Build]):
         return self.rule == "gated_delta" and self.kernels == "torch"
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Random weights and whole rows; for fla's kernels the package and bf16 on a GPU."""
+        """Support random weights and whole rows; fla's kernels need its package, bf16 and a GPU."""
         plan = context.plan
         if plan.model.pretrained:
             return Unsupported("the weights of model.pretrained are attention's", "leave it out")
         if plan.mesh.context > 1:
             return Unsupported(
                 f"its state runs along whole rows, and mesh.context = {plan.mesh.context} cuts "
-                "them", context.whole("context"), RefusalKind.COMBINATION,
-            )  # fmt: skip
+                "them",
+                context.whole("context"),
+                RefusalKind.COMBINATION,
+            )
         return Supported() if self.kernels == "torch" else self._supports_fla(context)
 
     def _supports_fla(self, context: Context) -> Supported | Unsupported:
@@ -244,8 +250,8 @@ class LinearAttention(Technique[Build]):
             return Unsupported(
                 f"heads of {width} features: fla's kernels take {WIDEST_HEAD} at most", torchs
             )
-        found = _installed()
-        if found is None:
+        installed = _installed()
+        if installed is None:
             return Unsupported(
                 "flash-linear-attention is not installed", INSTALL, RefusalKind.PACKAGE
             )
@@ -257,16 +263,16 @@ class LinearAttention(Technique[Build]):
                 torchs if self.rule == "sum" else instead.otherwise(torchs),
                 RefusalKind.VERSION,
             )
-        if tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < OLDEST:
+        if tuple(int(n) for n in re.findall(r"\d+", installed)[:2]) < OLDEST:
             return Unsupported(
-                f"fla-core {found} is older than {OLDEST[0]}.{OLDEST[1]}",
+                f"fla-core {installed} is older than {OLDEST[0]}.{OLDEST[1]}",
                 INSTALL,
                 RefusalKind.VERSION,
             )
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The state's products for attention's, no dense mask, and what the chunks keep."""
+        """Replace attention's matmuls by the state's and the dense mask by what chunks keep."""
         sizes = ledger.sizes
         layers, dim, groups = int(sizes["layers"]), sizes["dim"], sizes["kv_heads"]
         gates = ("decay",) if self.rule == "sum" else ("decay", "strength")
@@ -284,16 +290,19 @@ class LinearAttention(Technique[Build]):
         ledger = ledger.with_flops("backward", backward + 4 * more - 2 * old)
         dense = [n for n in ledger.memory if n == "mask" or n.endswith("/mask_copy")]
         facts = {
-            "block_flops": sizes["block_flops"] + 2 * more, "attention_flops": forward,
-            "mask": 0.0, "mask_copy": 0.0, GATES: self._kept(sizes, normed=False)[1],
+            "block_flops": sizes["block_flops"] + 2 * more,
+            "attention_flops": forward,
+            "mask": 0.0,
+            "mask_copy": 0.0,
+            GATES: self._kept(sizes, normed=False)[1],
             ALONE: sizes["activation_bytes"] * sizes["tokens"] * sizes["mixer.out/in"],
-        }  # fmt: skip
+        }
         names = [f"blocks.{n}.mixer.{gate}.weight" for n in range(layers) for gate in gates]
         ledger = ledger.with_matrices(dict.fromkeys(names, Matrix((int(groups), int(dim)))))
         return chunked(replace(ledger.without(dense), sizes={**sizes, **facts}), *how)
 
     def _chunks(self, sizes: Mapping[str, float]) -> tuple[int, int]:
-        """Tokens of a chunk, and chunks of a row."""
+        """Return tokens of a chunk, and chunks of a row."""
         chunk = min(self._tokens(), int(sizes["length"]))
         return chunk, -(-int(sizes["length"]) // chunk)
 
@@ -301,7 +310,7 @@ class LinearAttention(Technique[Build]):
         return self.chunk_tokens if self.kernels == "torch" else fla.CHUNK
 
     def _kept(self, sizes: Mapping[str, float], normed: bool) -> tuple[dict[str, float], float]:
-        """Bytes that one layer's mixer keeps, by what they are, and of these those for gates alone.
+        """Return bytes that a layer's mixer keeps, by what they are, and those for gates alone.
 
         Queries, keys and values are copied into chunks; the fused product is kept beside them
         only by the norms of queries and keys. A gate's gradient needs what it multiplies.
@@ -354,7 +363,7 @@ class LinearAttention(Technique[Build]):
         build.parts.mixer = lambda config, layer, attend: mixer(config, layer, attend, mix)
 
     def active(self, build: Build) -> Evidence:
-        """Whether a block's work is that of chunks, the longest that it computed, and by whom."""
+        """Read the longest chunk that blocks computed, and which kernels did."""
         mixers = [block.mixer for block in build.model.blocks.values()]
         mine = [mixer for mixer in mixers if isinstance(mixer, LinearMixer)]
         # A layer whose block was left out of every step so far has computed none.
@@ -375,28 +384,30 @@ class LinearAttention(Technique[Build]):
             detail=f"{len(chunks)} of {len(mixers)} layers mixed tokens in chunks of at most "
             f"{longest} by {by}; {overwrite} overwrite what their states hold",
             numbers={
-                "longest_chunk": longest, "layers": len(mixers), "overwrite": overwrite,
+                "longest_chunk": longest,
+                "layers": len(mixers),
+                "overwrite": overwrite,
                 **launched,
             },
-        )  # fmt: skip
+        )
 
 
 def _miscompiles(rule: str) -> str:
-    """The version of a Triton whose code for Hopper fla itself refuses; "" where it need not.
+    """Return the version of a Triton whose code for Hopper fla itself refuses; "" if it does not.
 
     Tilelang's kernel takes states in bf16, and those of a sum are fp32 (ops/common/backends).
     """
     try:
-        found = version("triton")
+        installed = version("triton")
     except PackageNotFoundError:
         return ""
-    numbers = tuple(int(n) for n in re.findall(r"\d+", found)[:3])
+    numbers = tuple(int(n) for n in re.findall(r"\d+", installed)[:3])
     mended = rule != "sum" and find_spec("tilelang") is not None
-    return found if WRONG <= numbers < RIGHT and not mended else ""
+    return installed if WRONG <= numbers < RIGHT and not mended else ""
 
 
 def _installed() -> str | None:
-    """The version of the package's kernels; None where they are not."""
+    """Return the version of the installed fla-core; None where there is none."""
     try:
         return version("fla-core") if find_spec("fla") else None
     except PackageNotFoundError:

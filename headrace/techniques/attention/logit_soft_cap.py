@@ -6,7 +6,7 @@ attention's scores at 50. Order of the parts: the scale, then the cap, then a sl
 then the mask.
 
 The cap is one part of the mask description. `flex_attention` computes it inside of its kernel.
-torch's SDPA has none, so the trunk's backend computes attention by plain products then and keeps
+torch's SDPA has none, so the default backend computes attention by plain matmuls then and keeps
 the scores: rows x heads x length^2 numbers a layer, rounded once to the run's precision before the
 tanh in fp32. Backends without a cap refuse. The final logits are not capped here. Sampling computes
 rows whole. Source: Gemma 2 (arXiv 2408.00118, section 2).
@@ -81,7 +81,7 @@ class LogitSoftCap(Technique[Build]):
         )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Where whole rows are on one rank."""
+        """Support whole rows on one rank."""
         plan = context.plan
         if plan.mesh.context > 1:
             return Unsupported(
@@ -92,7 +92,7 @@ class LogitSoftCap(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """A dense mask, and what plain products keep of every score."""
+        """Add a dense mask, and what plain matmuls keep of every score."""
         ledger = capped(ledger)
         sizes = ledger.sizes
         if "mask" not in ledger.memory:
@@ -106,7 +106,7 @@ class LogitSoftCap(Technique[Build]):
         return ledger
 
     def _kept(self, ledger: Ledger, layer: int) -> float:
-        """Bytes that a layer's plain products keep beyond a fused kernel.
+        """Return bytes that a layer's plain matmuls keep beyond a fused kernel.
 
         Every score after the tanh and after the softmax in fp32, in half precision also as a factor
         of the values; queries, keys and values in an order of their own, a key for each query head.
@@ -128,7 +128,7 @@ class LogitSoftCap(Technique[Build]):
         build.mask = replace(build.mask, soft_cap=self.cap)
 
     def active(self, build: Build) -> Evidence:
-        """How the run's backend weighs a key of a large score beside a smaller one.
+        """Read how the run's backend weighs a key of a large score beside a smaller one.
 
         That is none, unless its weight would be too small for the run's numbers.
         """
@@ -146,8 +146,8 @@ class LogitSoftCap(Technique[Build]):
         with torch.no_grad():
             spec = MaskSpec(soft_cap=build.model.mask.soft_cap)
             mask = attend.prepare(spec, Rows(places[None]), length)
-            found = weights(attend, mask, q.to(build.device), k.to(build.device), group)
-        _, large_H, other_H = found[0, -1].unbind(-1)
+            weight_TN = weights(attend, mask, q.to(build.device), k.to(build.device), group)
+        _, large_H, other_H = weight_TN[0, -1].unbind(-1)
         capped = self.cap * tanh(other / self.cap)
         seen = (large_H / other_H).log().mean().item() + capped
         right = self.cap * tanh(score / self.cap)

@@ -50,16 +50,16 @@ LOOKED_UP = 10.0
 """Features of a head that a mask of each row's own takes as long as in flex_attention, in every
 score: 9.8 at 160m and 11.0 at 1b (results/techniques.jsonl)."""
 ROWS = 64
-"""Rows that evidence draws; the longest prefix among them is looked at."""
+"""Rows that evidence draws; it looks at the longest prefix among them."""
 
 
 def prefixes(row_B: Tensor, most: int, seed: int) -> Tensor:
-    """Tokens of each row's prefix by its place in the stream, int64 [B], 0 to `most` evenly."""
+    """Draw tokens of each row's prefix by its place in the stream, int64 [B], 0 to `most`."""
     return mixed(row_B, torch.zeros_like(row_B), seed) % (most + 1)
 
 
 def with_prefix(work: Work, tokens: int, seed: int) -> Work:
-    """A micro-batch whose rows have prefixes, and no target that its prefix shows.
+    """Return a micro-batch whose rows have prefixes, without targets that a prefix shows.
 
     The target of a prefix's last token is the first that the prefix does not hold.
     """
@@ -98,7 +98,7 @@ class PrefixLm(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Where something is left to predict, and whole rows are on one rank."""
+        """Support prefixes shorter than a row, with whole rows on one rank."""
         plan = context.plan
         length = plan.data.sequence_length
         if self.tokens >= length:
@@ -117,7 +117,7 @@ class PrefixLm(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """A dense mask, shared by all layers, and the copy that SDPA makes of it in each."""
+        """Add a dense mask, shared by all layers, and the copy that SDPA makes of it in each."""
         sizes = ledger.sizes
         ledger = ledger.with_line("mask", Line(sizes["mask"], ("loss", "turn", "backward")))
         for layer in range(int(sizes["layers"])):
@@ -133,7 +133,7 @@ class PrefixLm(Technique[Build]):
         build.place = lambda build, micro: with_prefix(whole(build, micro), self.tokens, seed)
 
     def active(self, build: Build) -> Evidence:
-        """Who gives weight to whom around the longest of some prefixes, and which targets count."""
+        """Read weights around the longest of some prefixes, and which targets count."""
         length, spec = build.plan.data.sequence_length, build.model.mask
         ids_BT = torch.zeros(ROWS, length, dtype=torch.int64)
         work = build.place(build, Micro(ids_BT, ids_BT))

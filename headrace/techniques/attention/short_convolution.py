@@ -52,16 +52,16 @@ GATES: Mapping[Phase, tuple[float, float, float]] = {"forward": (8, 3, 6), "back
 """Streams of the model's width that gates and zeros before a row read and write: by eager torch, in
 so many kernels, and fused. In the backward pass the filter's are among them."""
 FILTERED = 2
-"""Likewise the filter, which is one custom operation."""
+"""Streams of the model's width that the filter, one custom operation, reads and writes."""
 CONVOLVED = 125
 """Bytes of traffic that the gradient of one number of a convolution takes as long as, by cuDNN's
-kernel: four rows of techniques.jsonl at 33b460d, which it tells to 1.2%."""
+kernel: four rows of techniques.jsonl at 33b460d, which it gives to 1.2%."""
 TAPS = ".mixer.conv.weight"
-"""The end of the filters' names."""
+"""What the names of filters end with."""
 
 
 class GatedConvolution(nn.Module):
-    """Two gates around a short convolution, between attention's two projections."""
+    """It puts two gates around a short convolution, between attention's two projections."""
 
     columns, rows = ("bcx", "conv"), ("out",)
 
@@ -81,8 +81,8 @@ class GatedConvolution(nn.Module):
         b, c, x = self.bcx(x_BTD).view(B, T, -1, 3, self.width).unbind(3)  # rows are in groups
         before, u_BSD = self.conv.taps - 1, (b * x).flatten(2)
         cache = shared.cache
-        held = None if cache is None else cache.states.get(self.layer)
-        u_BSD = F.pad(u_BSD, (0, 0, before, 0)) if held is None else torch.cat((held, u_BSD), 1)
+        kept = None if cache is None else cache.states.get(self.layer)
+        u_BSD = F.pad(u_BSD, (0, 0, before, 0)) if kept is None else torch.cat((kept, u_BSD), 1)
         if cache is not None:
             cache.states[self.layer] = u_BSD[:, -before:]
         self.mixed = B * T
@@ -95,7 +95,7 @@ class GatedConvolution(nn.Module):
 
 @contextmanager
 def whole_fp32() -> Iterator[None]:
-    """Convolutions of fp32 operands in fp32 while it lasts."""
+    """Compute convolutions of fp32 operands in fp32 while it lasts."""
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:
@@ -138,7 +138,7 @@ class ShortConvolution(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Random weights without biases, whole rows, and layers enough for both kinds."""
+        """Support random weights without biases, whole rows, and layers enough for both mixers."""
         plan = context.plan
         if plan.model.pretrained:
             return Unsupported("the weights of model.pretrained are attention's", "leave it out")
@@ -147,8 +147,10 @@ class ShortConvolution(Technique[Build]):
         if plan.mesh.context > 1:
             return Unsupported(
                 f"a filter reads the tokens before, and mesh.context = {plan.mesh.context} puts "
-                "some of them on another rank", context.whole("context"), RefusalKind.COMBINATION,
-            )  # fmt: skip
+                "some of them on another rank",
+                context.whole("context"),
+                RefusalKind.COMBINATION,
+            )
         layers = plan.model.layers
         if self.between >= layers:
             return Unsupported(
@@ -160,7 +162,7 @@ class ShortConvolution(Technique[Build]):
         return self._beside(plan.techniques, layers)
 
     def _beside(self, techniques: Mapping[str, Any], layers: int) -> Supported | Unsupported:
-        """Whether what others do to attention still finds it in some layer, or in all."""
+        """Return whether other techniques still find the attention that they change."""
         window = techniques.get("sliding_window")
         if window is not None:
             spec = MaskSpec(between=window.between)
@@ -181,11 +183,11 @@ class ShortConvolution(Technique[Build]):
         return Supported()
 
     def convolves(self, layer: int) -> bool:
-        """Whether `layer` has a convolution in the place of attention."""
+        """Return whether `layer` has a convolution in the place of attention."""
         return (layer + 1) % (self.between + 1) != 0
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """In its layers three streams, a filter's input and result, and no attention."""
+        """Replace attention in its layers by three streams, and a filter's input and result."""
         sizes = dict(ledger.sizes)
         layers, dim = int(sizes["layers"]), sizes["dim"]
         chosen = [layer for layer in range(layers) if self.convolves(layer)]
@@ -216,21 +218,21 @@ class ShortConvolution(Technique[Build]):
         return self._worked(ledger, len(chosen))
 
     def _matrices(self, ledger: Ledger, dim: int) -> dict[str, Matrix]:
-        """Those of its layers' mixers, each where attention has its own."""
-        found = dict[str, Matrix]()
+        """Return all matrices, those of its layers' mixers in the place of attention's."""
+        matrices = dict[str, Matrix]()
         for name, matrix in ledger.matrices.items():
             block, mixer, what = name.partition(".mixer.")
             if not mixer or not self.convolves(int(block.removeprefix("blocks."))):
-                found[name] = matrix
+                matrices[name] = matrix
             elif what == "out.weight":
-                found[name] = Matrix((dim, dim))
+                matrices[name] = Matrix((dim, dim))
             else:
-                found[f"{block}.mixer.bcx.weight"] = Matrix((3 * dim, dim))
-                found[block + TAPS] = Matrix((dim, 1, self.taps))
-        return found
+                matrices[f"{block}.mixer.bcx.weight"] = Matrix((3 * dim, dim))
+                matrices[block + TAPS] = Matrix((dim, 1, self.taps))
+        return matrices
 
     def _worked(self, ledger: Ledger, chosen: int) -> Ledger:
-        """Other products in the chosen layers, and a convolution between two gates."""
+        """Replace matmuls in the chosen layers, and add a convolution between two gates."""
         sizes, more = ledger.sizes, dict[str, Work]()
         dim, tokens, left = int(sizes["dim"]), int(sizes["tokens"]), 1 - chosen / sizes["layers"]
         outs = {"mixer.qkv": 3 * dim, "mixer.out": dim}
@@ -238,8 +240,11 @@ class ShortConvolution(Technique[Build]):
             linear, _, what = name.partition("/")
             if linear in outs and piece.kind == "product":
                 outer = outs[linear]
-                shape = {"result": (tokens, outer, dim), "input": (tokens, dim, outer),
-                         "weight": (outer, dim, tokens)}[what]  # fmt: skip
+                shape = {
+                    "result": (tokens, outer, dim),
+                    "input": (tokens, dim, outer),
+                    "weight": (outer, dim, tokens),
+                }[what]
                 more[f"{linear}/convolved_{what}"] = replace(piece, count=chosen, sizes=shape)
             if linear in (*outs, "attention", "rope", "queries", "qk_norm"):
                 more[name] = replace(piece, count=piece.count * left)
@@ -249,14 +254,15 @@ class ShortConvolution(Technique[Build]):
                 phase, "stream", chosen, eager * stream, kernels, fused * stream
             )
         filters: Mapping[Phase, float] = {
-            "forward": FILTERED * stream, "backward": CONVOLVED * tokens * dim
-        }  # fmt: skip
+            "forward": FILTERED * stream,
+            "backward": CONVOLVED * tokens * dim,
+        }
         for phase, bytes in filters.items():
             more[f"convolution/{phase}"] = Work(phase, "stream", chosen, bytes, launch=CUSTOM)
         return replace(ledger, work={**ledger.work, **more})
 
     def _kept(self, sizes: Mapping[str, float]) -> dict[str, float]:
-        """Bytes that one layer keeps for its backward pass, by what they are."""
+        """Return bytes that one layer keeps for its backward pass, by what they are."""
         row = sizes["activation_bytes"] * sizes["tokens"] * sizes["dim"]
         before = row / sizes["length"] * (self.taps - 1)  # a row begins with tokens that are zero
         return {"qkv": 3 * row, "attention": row, "attention_input": 2 * row + before}
@@ -282,7 +288,7 @@ class ShortConvolution(Technique[Build]):
         build.runtime.append(whole_fp32)
 
     def active(self, build: Build) -> Evidence:
-        """Tokens that the filters of this rank's blocks mixed in the last forward pass."""
+        """Read how many tokens the filters of this rank's blocks mixed in the last forward pass."""
         blocks = {int(name): block.mixer for name, block in build.model.blocks.items()}
         here = [mixer for layer, mixer in blocks.items() if self.convolves(layer)]
         if not here:

@@ -38,7 +38,7 @@ from headrace.plan.technique import (
 
 
 def share_of_causal(window: int, length: int) -> float:
-    """Blocks that a window leaves of those that a causal mask leaves in a row of `length`."""
+    """Return the share of a causal mask's blocks that a window leaves in a row of `length`."""
     count = -(-length // TILE)
     seen = sum(q - max(0, q * TILE - window + 1) // TILE + 1 for q in range(count))
     return 2 * seen / (count * (count + 1))
@@ -83,7 +83,7 @@ class SlidingWindow(Technique[Build]):
         )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Where rows are longer than the window."""
+        """Support rows that are longer than the window."""
         length = context.plan.data.sequence_length
         if self.window >= length:
             return Unsupported(
@@ -99,7 +99,7 @@ class SlidingWindow(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """A dense mask, shared by the layers with the window, and SDPA's copy of it in each.
+        """Add a dense mask, shared by the layers with the window, and SDPA's copy of it in each.
 
         With documents masked the masks are theirs, and the window lies in one of two.
         """
@@ -123,7 +123,7 @@ class SlidingWindow(Technique[Build]):
         build.mask = replace(build.mask, window=self.window, between=self.between)
 
     def active(self, build: Build) -> Evidence:
-        """Change a row's first value, and look which of this rank's queries hear of it."""
+        """Change a row's first value, and read which of this rank's queries it reaches."""
         length, model = build.plan.data.sequence_length, build.model
         attends = {int(n): isinstance(b.mixer, Attention) for n, b in model.blocks.items()}
         layers = [layer for layer, here in attends.items() if here]
@@ -157,7 +157,7 @@ class SlidingWindow(Technique[Build]):
         )
 
     def _moved(self, build: Build, mask: object, place_T: Tensor) -> Tensor:
-        """By how much each query's result moves under `mask` with the value of the row's first."""
+        """Return how far each query's result moves under `mask` with the first token's value."""
         config, attend = build.config, build.model.attend
         draw = torch.Generator().manual_seed(0)
         shape = len(place_T), config.resolved_head_dim

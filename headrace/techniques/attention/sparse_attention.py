@@ -40,7 +40,7 @@ from headrace.plan.technique import (
 
 
 def skipped(pattern: BlockPattern, length: int) -> tuple[float | None, int]:
-    """What a kernel that skips blocks of `TILE` tokens makes of a pattern in a row of `length`.
+    """Return what a kernel that skips blocks of `TILE` tokens leaves of a pattern in a row.
 
     Returns:
         The share of causal blocks that are left, None where blocks of the pattern are no whole
@@ -62,13 +62,13 @@ class SparseAttention(Technique[Build]):
     local: int = Field(default=3, ge=1, le=1 << 24)
     """Blocks up to the query's own that it sees, its own included; tuner range 1 to 8."""
     stride: int = Field(default=0, ge=0, le=1 << 24)
-    """It sees every block a multiple of this many before it; 0 is none; tuner range 4 to 16."""
+    """Distance in blocks of those that it sees before it; 0 is none; tuner range 4 to 16."""
     first: int = Field(default=1, ge=0, le=1 << 24)
     """Blocks at the row's beginning that all see (global blocks); tuner range 0 to 2."""
     random: int = Field(default=2, ge=0, le=1 << 24)
     """Other blocks before its own that each block of queries draws; tuner range 0 to 3."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
-    """Of the draw; part of the model, as its sizes are."""
+    """Seed of the draw; it is part of the model, as its sizes are."""
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
@@ -90,11 +90,11 @@ class SparseAttention(Technique[Build]):
 
     @property
     def pattern(self) -> BlockPattern:
-        """The knobs in the mask's words."""
+        """Return the knobs as the mask's pattern."""
         return BlockPattern(self.block, self.local, self.stride, self.first, self.random, self.seed)
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Where the pattern leaves blocks out, and whole rows are on one rank."""
+        """Support patterns that leave blocks out, with whole rows on one rank."""
         plan = context.plan
         length = plan.data.sequence_length
         if plan.mesh.context > 1:
@@ -113,7 +113,7 @@ class SparseAttention(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """A dense mask, shared by all layers, and the copy that SDPA makes of it in each.
+        """Add a dense mask, shared by all layers, and the copy that SDPA makes of it in each.
 
         With documents masked the mask is theirs, and the pattern lies in it.
         """
@@ -134,7 +134,7 @@ class SparseAttention(Technique[Build]):
         build.mask = replace(build.mask, blocks=self.pattern)
 
     def active(self, build: Build) -> Evidence:
-        """Which blocks the run's backend visits: those that get weight from equal scores."""
+        """Read which blocks the run's backend visits: those that get weight from equal scores."""
         length, width = build.plan.data.sequence_length, build.config.resolved_head_dim
         places = torch.arange(length, device=build.device)
         group = places // self.block

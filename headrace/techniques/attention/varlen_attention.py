@@ -1,4 +1,4 @@
-"""Attention over packed documents as one sequence with cumulative lengths.
+"""Compute attention over packed documents as one sequence with cumulative lengths.
 
 SDPA takes a mask of documents as a dense tensor of rows x length^2, computes every score and loses
 its flash kernel. Here rows are laid end to end, and the flash kernel is told where each document
@@ -41,18 +41,18 @@ from headrace.plan.technique import (
 )
 
 OLDEST = (8, 0)
-"""torch's flash kernels begin with Ampere."""
+"""Compute capability from which torch has flash kernels: Ampere's."""
 WIDEST_HEAD, HEAD_MULTIPLE = 256, 8
 """Features of a head that its kernels take, and what must divide them (torch's flash_api.cpp)."""
 MOST_DOCUMENTS = 65_535
-"""Of a micro-batch: CUDA's largest grid along the axis that they lie on."""
+"""Most documents of a micro-batch: CUDA's largest grid along the axis that they lie on."""
 SHORTEST = 2
-"""Given as the longest document at least: one of 1 selects the kernel's decoding path."""
+"""Least tokens given as the longest document: 1 would select the kernel's decoding path."""
 OPERATION, KERNEL = "torch_attn::_varlen_attn", "flash_fwd"
 
 
 class Sequences(NamedTuple):
-    """Where the documents of rows lie that are laid end to end.
+    """Documents of rows that are laid end to end lie at these places.
 
     Args:
         starts_S1: int32, first token of each document and the end of the last; documents of no
@@ -67,7 +67,7 @@ class Sequences(NamedTuple):
 
 
 def cumulative_lengths(segments_BT: Tensor) -> Tensor:
-    """int32 [S + 1]: where each document begins in the flattened rows, and where the last ends.
+    """Return where each document begins in the flattened rows, and the last ends; int32 [S + 1].
 
     A document begins at each row's first token and wherever the index of a segment changes.
     """
@@ -79,7 +79,7 @@ def cumulative_lengths(segments_BT: Tensor) -> Tensor:
 
 
 def window_of(spec: MaskSpec) -> tuple[int, int]:
-    """The mask's causality and window in the kernel's words.
+    """Return the mask's causality and window as the kernel takes them.
 
     Raises:
         UnsupportedError: the mask says more than that and documents.
@@ -94,28 +94,28 @@ def window_of(spec: MaskSpec) -> tuple[int, int]:
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two that is not smaller."""
+    """Return the smallest power of two that is not below `count`."""
     return 1 << (count - 1).bit_length()
 
 
 class VarlenBackend(Sdpa):
-    """torch's varlen_attn over the documents of all rows."""
+    """A backend that calls torch's varlen_attn over the documents of all rows."""
 
     def __init__(self) -> None:
         from torch.nn.attention.varlen import varlen_attn  # loads half of the compiler
 
         self.run: Any = varlen_attn
-        told = "enable_gqa" in inspect.signature(varlen_attn).parameters
-        self.groups = {"enable_gqa": True} if told else {}
-        """torch 2.11 takes fewer key-value heads without being told."""
+        asks = "enable_gqa" in inspect.signature(varlen_attn).parameters
+        self.groups = {"enable_gqa": True} if asks else {}
+        """The option for fewer key-value heads, which torch 2.11 takes without one."""
         self.room = self.longest = 1
         """Documents and tokens of the longest that were needed so far, as powers of two."""
         self.forwards = 0
         self.starts_S1: Tensor | None = None
-        """Of the last forward pass, without the empty ones."""
+        """Where documents of the last forward pass begin, without empty documents."""
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> Sequences:
-        """Where documents begin; the host waits for their number where there are any.
+        """Return where documents begin; the host waits for their number where there are any.
 
         Raises:
             UnsupportedError: the kernel has no such mask.
@@ -143,29 +143,35 @@ class VarlenBackend(Sdpa):
         return Sequences(padded_S1, max(SHORTEST, min(self.longest, length)), window)
 
     def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
-        """Attention; one query over a longer key sequence sees all of it."""
+        """Compute attention; one query over a longer key sequence sees all of it."""
         if q_BTHK.size(1) != k_BTGK.size(1):
             return super().__call__(q_BTHK, k_BTGK, v_BTGK, None)
         assert isinstance(mask, Sequences), "prepare makes one for every forward pass"
         B, T, _, K = q_BTHK.shape
         starts_S1 = mask.starts_S1
         if starts_S1 is None:
-            starts_S1 = torch.arange(
-                0, (B + 1) * T, T, dtype=torch.int32, device=q_BTHK.device
-            )  # fmt: skip
+            starts_S1 = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q_BTHK.device)
         # Autocast does not know this operation; values come out of a product, in its precision.
         q, k, v = (x.to(v_BTGK.dtype).flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK))
         if K % HEAD_MULTIPLE:  # zeros add nothing to a score
             q, k, v = (F.pad(x, (0, -K % HEAD_MULTIPLE)) for x in (q, k, v))
         out: Any = self.run(
-            q, k, v, starts_S1, starts_S1, mask.longest, mask.longest,
-            scale=K**-0.5, window_size=mask.window, **self.groups,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            starts_S1,
+            starts_S1,
+            mask.longest,
+            mask.longest,
+            scale=K**-0.5,
+            window_size=mask.window,
+            **self.groups,
+        )
         return out[..., :K].unflatten(0, (B, T))
 
 
 class VarlenAttention(Technique[Build]):
-    """Attention over packed documents as one sequence with cumulative lengths."""
+    """Compute attention over packed documents as one sequence with cumulative lengths."""
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
@@ -186,12 +192,12 @@ class VarlenAttention(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """An NVIDIA GPU of compute capability 8.0 or later, in bf16 or fp16."""
+        """Support NVIDIA GPUs of compute capability 8.0 or later, in bf16 or fp16."""
         lacks = lacks_half(context, "torch's varlen_attn", oldest=OLDEST, widest=WIDEST_HEAD)
         return lacks or Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """No dense mask, whoever composes it; attention keeps what a flash kernel keeps."""
+        """Remove the dense mask, whoever composes it; attention keeps what a flash kernel keeps."""
         dense = [n for n in ledger.memory if n == "mask" or n.endswith("/mask_copy")]
         facts = {"mask": 0.0, "mask_copy": 0.0}
         ledger = replace(ledger.without(dense), sizes={**ledger.sizes, **facts})
@@ -202,7 +208,7 @@ class VarlenAttention(Technique[Build]):
         build.parts.attend = VarlenBackend()
 
     def active(self, build: Build) -> Evidence:
-        """The documents of the last forward pass, and the kernel that two of them launch."""
+        """Read the documents of the last forward pass, and the kernel that two documents launch."""
         backend: Any = build.model.attend
         forwards, starts_S1 = getattr(backend, "forwards", 0), getattr(backend, "starts_S1", None)
         dtype = torch.float16 if build.context.precision == "fp16" else torch.bfloat16
@@ -213,16 +219,17 @@ class VarlenAttention(Technique[Build]):
         mask = backend.prepare(MaskSpec(document=True), rows, length)
         names = kernels_of(backend, q, k, k, mask)
         used = [n for n in names if KERNEL in n]
-        told, numbers = "rows without documents", {}
+        described, numbers = "rows without documents", {}
         if starts_S1 is not None:
             lengths_S = starts_S1.diff()
             numbers = {
-                "documents": float(len(lengths_S)), "longest_tokens": float(lengths_S.max()),
-            }  # fmt: skip
-            told = f"{len(lengths_S)} documents of at most {int(lengths_S.max())} tokens"
+                "documents": float(len(lengths_S)),
+                "longest_tokens": float(lengths_S.max()),
+            }
+            described = f"{len(lengths_S)} documents of at most {int(lengths_S.max())} tokens"
         return Evidence(
             active=forwards > 0 and OPERATION in names and bool(used),
             detail=f"launched {', '.join(used[:2]) or 'none of its kernels'}; the last forward "
-            f"pass had {told}",
+            f"pass had {described}",
             numbers=numbers,
         )

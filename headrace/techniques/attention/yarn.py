@@ -51,7 +51,7 @@ CHANGED = 1e-5
 
 
 class ScaledRope(RotaryPosition):
-    """Rotary embedding whose frequencies follow one of the rules.
+    """Rotary embedding with frequencies that follow one of the rules does the rotation.
 
     Args:
         config: the model.
@@ -64,7 +64,7 @@ class ScaledRope(RotaryPosition):
         self.rule, self.original = rule, original
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Angle per position of each feature pair, fp32 [P]."""
+        """Return the angle per position of each feature pair, fp32 [P]."""
         plain_P, factor = super().frequencies(device), self.rule.factor
         if self.rule.kind == "linear":
             return plain_P / factor
@@ -75,22 +75,22 @@ class ScaledRope(RotaryPosition):
         return plain_P * kept_P + plain_P / factor * (1 - kept_P)
 
     def prepare(self, positions_BT: Tensor) -> Rotation:
-        """The angles of `positions_BT`; YaRN's temperature stands in cosine and sine."""
+        """Return the angles of `positions_BT`; YaRN's temperature stands in cosine and sine."""
         cos, sin = super().prepare(positions_BT)
         return Rotation(cos * self.temperature, sin * self.temperature)
 
     @property
     def temperature(self) -> float:
-        """What queries and keys are multiplied by, so scores by its square."""
+        """Return what queries and keys are multiplied by; scores are by its square."""
         return 0.1 * math.log(self.rule.factor) + 1 if self.rule.kind == "yarn" else 1.0
 
     @property
     def stretched_theta(self) -> float:
-        """The base with which the slowest pair turns `factor` times slower."""
+        """Return the base with which the slowest pair rotates `factor` times slower."""
         return self.theta * self.rule.factor ** (self.head_dim / (self.head_dim - 2))
 
     def config_fields(self) -> dict[str, Any]:
-        """As transformers has it; a base change is another `rope_theta` and no scaling.
+        """Return transformers' fields; a base change is another `rope_theta` and no scaling.
 
         Releases of transformers 4 take YaRN's factor from the longest row over the original one.
         """
@@ -111,27 +111,27 @@ class ScaledRope(RotaryPosition):
         return {"rope_scaling": scaling, "max_position_embeddings": longest}
 
     def _ramp(self, device: torch.device) -> Tensor:
-        """YaRN's share of the unchanged frequency, [P]: 1 for fast pairs, 0 for slow ones."""
+        """Return YaRN's share of the unchanged frequency, [P]: 1 for fast pairs, 0 for slow."""
         first = max(math.floor(self._pair_of(self.rule.beta_fast)), 0)
         last = min(math.ceil(self._pair_of(self.rule.beta_slow)), self.head_dim - 1)
         place_P = torch.arange(self.head_dim // 2, device=device, dtype=torch.float32)
         # A ramp of no length would divide by zero; the width is the paper's code's.
         return 1 - ((place_P - first) / (max(last - first, 1e-3))).clamp(0, 1)
 
-    def _pair_of(self, turns: float) -> float:
-        """The pair, as a fraction, that turns so often within the original rows."""
-        wavelengths = self.original / (2 * math.pi * turns)
+    def _pair_of(self, rotations: float) -> float:
+        """Return the pair, as a fraction, that makes so many rotations in the original rows."""
+        wavelengths = self.original / (2 * math.pi * rotations)
         return self.head_dim * math.log(wavelengths) / (2 * math.log(self.theta))
 
     def _smooth(self, plain_P: Tensor) -> Tensor:
-        """Llama 3.1's share of the unchanged frequency, [P]."""
+        """Return Llama 3.1's share of the unchanged frequency, [P]."""
         low, high = self.rule.low_frequency_factor, self.rule.high_frequency_factor
-        turns_P = self.original * plain_P / (2 * math.pi)
-        return ((turns_P - low) / (high - low)).clamp(0, 1)
+        rotations_P = self.original * plain_P / (2 * math.pi)
+        return ((rotations_P - low) / (high - low)).clamp(0, 1)
 
 
 MOST = 1e6
-"""The largest of any of its numbers of turns and factors."""
+"""Largest value of its rotations and factors."""
 
 
 class Yarn(Technique[Build]):
@@ -169,7 +169,7 @@ class Yarn(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """A rotation whose slow pairs the rule can slow."""
+        """Support rotary embedding with pairs that the rule can slow."""
         if context.plan is None:
             return Supported()
         model, name = context.plan.model, self.name()
@@ -179,8 +179,9 @@ class Yarn(Technique[Build]):
                 mend("model.position=rope"),
             )
         for high, low in (
-            ("beta_fast", "beta_slow"), ("high_frequency_factor", "low_frequency_factor")
-        ):  # fmt: skip
+            ("beta_fast", "beta_slow"),
+            ("high_frequency_factor", "low_frequency_factor"),
+        ):
             if getattr(self, high) <= getattr(self, low):
                 return Unsupported(
                     f"{high} = {getattr(self, high):g} must be more than {low} = "
@@ -199,7 +200,7 @@ class Yarn(Technique[Build]):
         return self._within(model, self.original(context.plan))
 
     def _within(self, model: ModelConfig, original: int) -> Supported | Unsupported:
-        """Whether the rule slows a pair at all, of original rows long enough to have turns."""
+        """Return whether the rule slows a pair, and original rows are long enough for rotations."""
         name, shortest = self.name(), math.ceil(2 * math.pi * self.beta_slow)
         if self.kind == "yarn" and original < shortest:
             return Unsupported(
@@ -219,7 +220,7 @@ class Yarn(Technique[Build]):
         return Supported()
 
     def original(self, plan: Any) -> int:
-        """Tokens of a row that the model knows."""
+        """Return the tokens of a row that the model knows."""
         return self.original_length or max(1, round(plan.data.sequence_length / self.factor))
 
     def doubt(self, plan: Any) -> Doubt | None:
@@ -238,7 +239,7 @@ class Yarn(Technique[Build]):
         )
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same memory and work."""
+        """Leave memory and work as they are."""
         return ledger
 
     def apply(self, build: Build) -> None:
@@ -247,13 +248,15 @@ class Yarn(Technique[Build]):
         build.parts.position = lambda config: ScaledRope(config, self, original)
 
     def active(self, build: Build) -> Evidence:
-        """How much slower than model.rope_theta's the built model's pairs turn."""
+        """Read how much slower than with model.rope_theta the built model's pairs rotate."""
         slower_P = _slowing(build.model.position)
         slowed = int((slower_P > 1 + CHANGED).sum())
         numbers: Mapping[str, float] = {
-            "pairs": len(slower_P), "slowed": slowed, "slowest": float(slower_P.max()),
+            "pairs": len(slower_P),
+            "slowed": slowed,
+            "slowest": float(slower_P.max()),
             "temperature": _size(build.model.position),
-        }  # fmt: skip
+        }
         return Evidence(
             active=slowed > 0 and float(slower_P.min()) > 1 - CHANGED,
             detail=f"{slowed} of {len(slower_P)} pairs turn slower, up to "
@@ -262,21 +265,21 @@ class Yarn(Technique[Build]):
         )
 
 
-def _turned(position: Any) -> Tensor | None:
-    """What queries and keys meet at position 1: complex [P], or None without a rotation."""
+def _rotated(position: Any) -> Tensor | None:
+    """Return what rotates queries and keys at position 1, complex [P]; None without rotation."""
     rotation = position.prepare(torch.ones(1, 1, dtype=torch.int64))
     return None if rotation is None else torch.complex(rotation.cos, rotation.sin).flatten()
 
 
 def _slowing(position: Any) -> Tensor:
-    """How many times slower each pair turns than plain RoPE of the same base, [P]."""
-    turned_P = _turned(position)
-    if turned_P is None:
+    """Return how many times slower than in plain RoPE of this base each pair rotates, [P]."""
+    rotated_P = _rotated(position)
+    if rotated_P is None:
         return torch.ones(1)
-    return RotaryPosition.frequencies(position, turned_P.device) / turned_P.angle()
+    return RotaryPosition.frequencies(position, rotated_P.device) / rotated_P.angle()
 
 
 def _size(position: Any) -> float:
-    """What a rotation multiplies queries and keys by beside turning them."""
-    turned_P = _turned(position)
-    return 1.0 if turned_P is None else float(turned_P.abs().mean())
+    """Return what a rotation multiplies queries and keys by beside rotating them."""
+    rotated_P = _rotated(position)
+    return 1.0 if rotated_P is None else float(rotated_P.abs().mean())

@@ -1,1 +1,1 @@
-"""Compilation: fewer, larger kernels and less host work."""
+"""This room holds what compiles: it makes fewer, larger kernels and less host work."""

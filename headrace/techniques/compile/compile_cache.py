@@ -44,13 +44,13 @@ from headrace.plan.technique import (
 
 KEEPING = "inductor"
 """The backend whose results are kept."""
-KINDS = {"fx": ("inductor", "fxgraph_cache"), "aot": ("aot_autograd", "autograd_cache")}
-"""A cache -> where torch counts it, and under which name."""
+CACHES = {"fx": ("inductor", "fxgraph_cache"), "aot": ("aot_autograd", "autograd_cache")}
+"""Name of a cache -> where torch counts it, and under which name."""
 KEPT = ("fxgraph", "aotautograd")
-"""torch's folders of both."""
+"""Names of torch's folders of both caches."""
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
-"""What a group and others may do. Nothing: torch makes folders inside that they could write into.
-"""
+"""Mode bits of a group and others. None may be set: torch makes folders inside that they could
+write into."""
 
 
 class CompileCache(Technique[Build]):
@@ -77,11 +77,11 @@ class CompileCache(Technique[Build]):
     )
 
     def folder(self) -> Path:
-        """`directory` as an absolute path."""
+        """Return `directory` as an absolute path."""
         return Path(self.directory).expanduser().resolve()
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Needs something that inductor compiles, and a folder that is this user's alone."""
+        """Support plans that inductor compiles, and a folder that is this user's alone."""
         key = f"techniques.{self.name()}.directory"
         plan = context.plan
         on: Mapping[str, Technique[Any]] = plan.techniques if plan else {}
@@ -131,7 +131,7 @@ class CompileCache(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same memory and work."""
+        """Leave memory and work as they are."""
         return ledger
 
     def apply(self, build: Build) -> None:
@@ -141,12 +141,12 @@ class CompileCache(Technique[Build]):
         build.runtime.append(partial(kept_in, self.folder(), seen))
 
     def active(self, build: Build) -> Evidence:
-        """Graphs that were found or newly kept since the run began, by torch's own counters."""
+        """Read from torch's counters which graphs were taken from the cache or newly kept."""
         seen, folder = build.notes[self.name()], self.folder()
         now, before = counted(), seen["before"]
         run = {} if before is None else {name: now[name] - before[name] for name in now}
         hits, misses, bypassed = (
-            sum(run.get(f"{kind}_{what}", 0) for kind in KINDS)
+            sum(run.get(f"{kind}_{what}", 0) for kind in CACHES)
             for what in ("hit", "miss", "bypass")
         )
         files = sum(path.is_file() for kind in KEPT for path in (folder / kind).rglob("*"))
@@ -160,24 +160,24 @@ class CompileCache(Technique[Build]):
 
 
 def what_is_wrong(folder: Path) -> str:
-    """Why code must not be run from `folder`; empty where it may, or where it is not there yet."""
+    """Return why code must not be run from `folder`; empty where it may, or it does not exist."""
     if not os.path.exists(folder):  # nor can it be looked at
         return ""
-    found = folder.stat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
         return f"{folder} is not a folder"
-    if found.st_uid != os.getuid():
-        return f"{folder} belongs to user {found.st_uid}, and what lies there would be executed"
-    if found.st_mode & OTHERS:
+    if status.st_uid != os.getuid():
+        return f"{folder} belongs to user {status.st_uid}, and what lies there would be executed"
+    if status.st_mode & OTHERS:
         return (
-            f"other users may reach into {folder} (mode {stat.S_IMODE(found.st_mode):04o}, not "
+            f"other users may reach into {folder} (mode {stat.S_IMODE(status.st_mode):04o}, not "
             "0700), and what lies there would be executed"
         )
     return ""
 
 
 def _instead(path: Path) -> Remedy:
-    """What makes a folder that code may be run from: its own mode, or another beside it."""
+    """Return what makes a folder that code may be run from: its own mode, or another beside it."""
     own = path.is_dir() and path.stat().st_uid == os.getuid()
     other = mend(f"techniques.{CompileCache.name()}.directory={path}-{os.getuid()}")
     return Remedy(text=f"chmod 700 {quote(str(path))}").otherwise(other) if own else other
@@ -185,7 +185,7 @@ def _instead(path: Path) -> Remedy:
 
 @contextmanager
 def kept_in(folder: Path, seen: dict[str, Any]) -> Iterator[None]:
-    """What is compiled while it lasts is looked for in `folder`, and kept there.
+    """Look for what is compiled while it lasts in `folder`, and keep it there.
 
     Raises:
         ConfigError: it cannot be made, or another user owns it or may reach into it.
@@ -217,11 +217,11 @@ def kept_in(folder: Path, seen: dict[str, Any]) -> Iterator[None]:
 
 
 def counted() -> dict[str, int]:
-    """Hits, misses and bypasses of both caches in this process so far, by torch's counters."""
+    """Return hits, misses and bypasses of both caches in this process so far, as torch counts."""
     from torch._dynamo.utils import counters
 
     return {
         f"{kind}_{what}": int(counters[where][f"{name}_{what}"])
-        for kind, (where, name) in KINDS.items()
+        for kind, (where, name) in CACHES.items()
         for what in ("hit", "miss", "bypass")
     }

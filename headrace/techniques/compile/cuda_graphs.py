@@ -79,7 +79,7 @@ class CudaGraphs(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """An NVIDIA GPU, inductor, one process, and rows of few lengths."""
+        """Support an NVIDIA GPU, inductor, one process, and rows of few lengths."""
         if context.device != "cuda":
             return Unsupported(
                 f"{context.device} has no CUDA graphs", mend("device=cuda"), RefusalKind.DEVICE
@@ -116,7 +116,7 @@ class CudaGraphs(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Gradients of a later micro-batch, beside the sum that was copied out of the pool."""
+        """Add gradients of a later micro-batch, beside the sum that was copied out of the pool."""
         # What is compiled is recorded, and that is both passes.
         ledger = ledger.reworked(
             lambda _, piece: replace(
@@ -125,8 +125,8 @@ class CudaGraphs(Technique[Build]):
         )
         if ledger.sizes.get("micro_batches", 1) <= 1 or "gradients" not in ledger.memory:
             return ledger
-        held = Line(ledger.memory["gradients"].bytes, ("backward",))
-        return ledger.with_line("recorded_gradients", held)
+        line = Line(ledger.memory["gradients"].bytes, ("backward",))
+        return ledger.with_line("recorded_gradients", line)
 
     def apply(self, build: Build) -> None:
         """Let inductor record, and say where each micro-batch begins.
@@ -140,7 +140,7 @@ class CudaGraphs(Technique[Build]):
         build.sync = partial(_begin, notes, build.sync)
 
     def active(self, build: Build) -> Evidence:
-        """Compiled graphs that the recorder has taken and run, and in time their recordings.
+        """Read the compiled graphs that the recorder has taken and run, and their recordings.
 
         A graph's first call warms up and its second records, so the first micro-batches can show
         no recording; after `SETTLED` of them there must be one.
@@ -150,10 +150,10 @@ class CudaGraphs(Technique[Build]):
         from torch._inductor.cudagraph_trees import get_manager
 
         index = build.device.index
-        found = get_manager(
+        manager = get_manager(
             torch.cuda.current_device() if index is None else index, create_if_none_exists=False
         )
-        taken, ran, recorded = counts(found)
+        taken, ran, recorded = counts(manager)
         notes = build.notes[self.name()]
         before = notes["skips"]
         skipped = 0 if before is None else skips() - before
@@ -168,7 +168,7 @@ class CudaGraphs(Technique[Build]):
 
 @contextmanager
 def _recording(notes: dict[str, Any]) -> Iterator[None]:
-    """What inductor compiles while it lasts is recorded."""
+    """Record what inductor compiles while it lasts."""
     from torch._inductor import config
 
     if notes["skips"] is None:
@@ -178,7 +178,7 @@ def _recording(notes: dict[str, Any]) -> Iterator[None]:
 
 
 def _begin(notes: dict[str, Any], inner: Any, build: Build, last: bool) -> None:
-    """A micro-batch begins: what earlier ones left in the pool may be written over.
+    """Begin a micro-batch: what earlier micro-batches left in the pool may be written over.
 
     So the gradients of a step's first micro-batch move out of it when a second one comes, which
     then adds to them.
@@ -186,17 +186,17 @@ def _begin(notes: dict[str, Any], inner: Any, build: Build, last: bool) -> None:
     inner(build, last)
     if torch.is_grad_enabled():
         notes["begun"] += 1
-        held = [p for p in build.model.parameters() if p.grad is not None]
-        if held and not notes["summed"]:
-            for parameter in held:
+        learned = [p for p in build.model.parameters() if p.grad is not None]
+        if learned and not notes["summed"]:
+            for parameter in learned:
                 assert parameter.grad is not None
                 parameter.grad = parameter.grad.clone()
-        notes["summed"] = bool(held)
+        notes["summed"] = bool(learned)
     torch.compiler.cudagraph_mark_step_begin()
 
 
 def counts(manager: Any) -> tuple[int, int, int]:
-    """Of inductor's recorder: graphs that it has taken, that have run, and recordings."""
+    """Count graphs that inductor's recorder has taken, graphs that have run, and recordings."""
     if manager is None:
         return 0, 0, 0
     waiting = [node for nodes in manager.roots.values() for node in nodes]
@@ -209,7 +209,7 @@ def counts(manager: Any) -> tuple[int, int, int]:
 
 
 def skips() -> int:
-    """Graphs that inductor compiled and would not record, in this process so far."""
+    """Count graphs that inductor compiled and would not record, in this process so far."""
     from torch._dynamo.utils import counters
 
     return int(counters["inductor"]["cudagraph_skips"])

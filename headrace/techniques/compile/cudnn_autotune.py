@@ -71,7 +71,7 @@ class CudnnAutotune(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """An NVIDIA GPU with cuDNN, and a plan that convolves."""
+        """Support an NVIDIA GPU with cuDNN, and plans that convolve."""
         if context.device != "cuda":
             return Unsupported(
                 f"{context.device} has no cuDNN", mend("device=cuda"), RefusalKind.DEVICE
@@ -101,11 +101,11 @@ class CudnnAutotune(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The same tensors; a workspace is the algorithm's own and known when it is chosen."""
+        """Leave tensors as they are; a workspace is known only when an algorithm is chosen."""
         return ledger
 
     def apply(self, build: Build) -> None:
-        """One flag of the process, and a look at it in each step."""
+        """Set one flag of the process, and look at it in each step."""
         seen: dict[str, int] = {"timed": 0, "plain": 0}
         build.notes[self.name()] = {"seen": seen, "before": since({}, LAUNCH)}
 
@@ -116,7 +116,7 @@ class CudnnAutotune(Technique[Build]):
         build.after_update.append(look)
 
     def active(self, build: Build) -> Evidence:
-        """Steps under the flag, and what the run's convolutions were launched with."""
+        """Read the steps under the flag, and what the run's convolutions were launched with."""
         noted: dict[str, Any] = build.notes[self.name()]
         seen, launched = noted["seen"], libraries(noted["before"])
         here = [m for m in build.model.modules() if isinstance(m, CausalConvolution)]

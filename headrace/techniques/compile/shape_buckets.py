@@ -77,7 +77,7 @@ class ShapeBuckets(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Needs something compiled, and rows whose length varies and is not a multiple already."""
+        """Support compiled plans, with rows whose length varies and is not a multiple already."""
         plan = context.plan
         if plan is None:
             return Supported()
@@ -114,7 +114,7 @@ class ShapeBuckets(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Gradients are summed over micro-batches; activations are at most a whole one's."""
+        """Sum gradients over micro-batches; activations are at most a whole micro-batch's."""
         if "gradients" not in ledger.memory:
             return ledger
         return ledger.with_line("gradients", Line(ledger.memory["gradients"].bytes, ("always",)))
@@ -141,7 +141,7 @@ class ShapeBuckets(Technique[Build]):
         build.enrich.append(enrich)
 
     def active(self, build: Build) -> Evidence:
-        """Shapes as they came and as they were trained, and what was compiled again for a size.
+        """Read shapes as they came and as they were trained, and recompiles for a size.
 
         Rows that came whole, as where a run resumes after they have grown, need no padding.
         """
@@ -149,21 +149,23 @@ class ShapeBuckets(Technique[Build]):
         came, trained, padding = notes["came"], notes["trained"], notes["padding"]
         whole = build.plan.data.sequence_length
         fits = all(length % self.multiple == 0 or length >= whole for _, length in trained)
-        again = recompiles() - notes["recompiles"]
+        recompiled = recompiles() - notes["recompiles"]
         shapes = " and ".join(f"{rows} x {length}" for rows, length in trained) or "no rows"
         return Evidence(
             active=bool(came) and fits,
             detail=f"{len(came)} shapes came, trained as {shapes} tokens with {padding} of "
-            f"padding; {again} recompiles for a size",
+            f"padding; {recompiled} recompiles for a size",
             numbers={
-                "shapes_in": len(came), "shapes_out": len(trained), "padding_tokens": padding,
-                "recompiles": again,
+                "shapes_in": len(came),
+                "shapes_out": len(trained),
+                "padding_tokens": padding,
+                "recompiles": recompiled,
             },
-        )  # fmt: skip
+        )
 
 
 def deal(work: Work, length: int, rows: int) -> list[Work]:
-    """The same tokens in rows of `length`, as micro-batches of `rows` rows each.
+    """Deal the tokens out into rows of `length`, as micro-batches of `rows` rows each.
 
     What is added has no target: tokens behind each row, and rows behind the last.
     """
@@ -174,7 +176,7 @@ def deal(work: Work, length: int, rows: int) -> list[Work]:
         return F.pad(x_RL, (0, more, 0, missing), value=value)
 
     def counted(x_RL: Tensor, last_R1: Tensor) -> Tensor:
-        """`x_RL`, and behind each row what follows its last."""
+        """Return `x_RL` with rows that are continued by counting, up to the new length."""
         place = torch.arange(more, device=x_RL.device, dtype=x_RL.dtype)
         whole = torch.cat([x_RL, last_R1 + place], dim=1)
         return torch.cat([whole, whole[-1:].expand(missing, -1)])
@@ -195,7 +197,7 @@ def deal(work: Work, length: int, rows: int) -> list[Work]:
     ids, targets = filled(work.ids_BT), filled(work.targets_BT, IGNORED)
     index = filled(work.index_BT)
     extras = {name: _widened(x, R, L, length, missing) for name, x in (work.extras or {}).items()}
-    found = []
+    works = []
     for first in range(0, R + missing, rows):
         here = slice(first, first + rows)
         part = Rows(
@@ -204,12 +206,12 @@ def deal(work: Work, length: int, rows: int) -> list[Work]:
             None if prefix_R is None else prefix_R[here],
         )
         own = {name: x[here].flatten(0, 1) for name, x in extras.items()}
-        found.append(Work(ids[here], targets[here], part, index[here], own or None))
-    return found
+        works.append(Work(ids[here], targets[here], part, index[here], own or None))
+    return works
 
 
 def _widened(extra_NX: Tensor, R: int, L: int, length: int, missing: int) -> Tensor:
-    """What belongs to each token, [R x L, ...], as [rows, length, ...] with zeros for padding."""
+    """Return what belongs to each token, [R x L, ...], as [rows, length, ...]; padding is zeros."""
     wide = extra_NX.new_zeros(R + missing, length, *extra_NX.shape[1:])
     wide[:R, :L] = extra_NX.unflatten(0, (R, L))
     return wide
@@ -222,7 +224,7 @@ def _count(seen: dict[tuple[int, int], int], works: Sequence[Work]) -> None:
 
 
 def recompiles() -> int:
-    """Guards on a tensor's size that have failed in this process so far, by torch's own record."""
+    """Count guards on a tensor's size that have failed in this process, by torch's own record."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:
         return 0

@@ -37,13 +37,13 @@ class TorchCompile(Technique[Build]):
     """Compile the model into fused kernels with torch.compile."""
 
     scope: Literal["model", "block"] = "model"
-    """One graph of all blocks, or one block's graph reused for all."""
+    """What is one graph: all blocks, or one block whose graph all reuse."""
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """The code generator; the others only trace, for tests."""
+    """The code generator; all but inductor only trace, for tests."""
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """How long inductor searches for kernels; what records CUDA graphs is `cuda_graphs`."""
     fullgraph: bool = True
-    """A graph break is an error."""
+    """Whether a graph break is an error."""
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "compile"
@@ -76,7 +76,7 @@ class TorchCompile(Technique[Build]):
         return mode
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Inductor needs Triton on a GPU and a C++ compiler on a CPU."""
+        """Support Triton on a GPU and a C++ compiler on a CPU, which inductor needs."""
         on = context.plan.techniques.values() if context.plan else ()
         sharding = [t.name() for t in on if "shard" in t.composes]
         if self.scope == "model" and sharding:
@@ -104,7 +104,7 @@ class TorchCompile(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """What fusion recomputes is not kept, and logits are not held in fp32."""
+        """Keep nothing that fusion recomputes, and no logits in fp32."""
         if self.backend != "inductor":
             return ledger
         sizes, ledger = ledger.sizes, ledger.reworked(lambda _, piece: piece.compiled())
@@ -127,7 +127,7 @@ class TorchCompile(Technique[Build]):
         return self._compiled_head(ledger)
 
     def _compiled_head(self, ledger: Ledger) -> Ledger:
-        """Logits as the product gives them, which their gradient is written over."""
+        """Keep logits as the matmul gives them; their gradient is written over them."""
         logits, sizes = ledger.memory.get("logits"), ledger.sizes
         if logits is None or "head_gradients" in ledger.memory:
             return ledger
@@ -138,7 +138,7 @@ class TorchCompile(Technique[Build]):
         return ledger.with_line("head_gradients", weights)
 
     def apply(self, build: Build) -> None:
-        """Compile blocks or the whole trunk, and the head where it can be.
+        """Compile blocks or the whole decoder, and the head where it can be.
 
         A build starts from nothing: what an earlier one in this process compiled would serve this
         one too, and be no evidence for it.
@@ -161,14 +161,17 @@ class TorchCompile(Technique[Build]):
 
     def _how(self) -> dict[str, Any]:
         how: dict[str, Any] = {
-            "backend": self.backend, "fullgraph": self.fullgraph, "dynamic": False,
-        }  # fmt: skip
+            "backend": self.backend,
+            "fullgraph": self.fullgraph,
+            "dynamic": False,
+        }
         return how | ({"mode": self.mode} if self.backend == "inductor" else {})
 
     def active(self, build: Build) -> Evidence:
-        """Graphs that were made since, and breaks between them."""
-        graphs, breaks = (now - was for now, was in zip(
-            _graphs(), build.notes[self.name()], strict=True))  # fmt: skip
+        """Read the graphs that were made since, and breaks between them."""
+        graphs, breaks = (
+            now - was for now, was in zip(_graphs(), build.notes[self.name()], strict=True)
+        )
         return Evidence(
             active=graphs > 0 and not (self.fullgraph and breaks),
             detail=f"{graphs} graphs of {' and '.join(build.compiled)}, {breaks} graph breaks",
@@ -177,13 +180,13 @@ class TorchCompile(Technique[Build]):
 
 
 def _kept(kind: str, line: Line, ledger: Ledger) -> float:
-    """Bytes of one of a block's lines that the partitioner keeps.
+    """Return the bytes of one of a block's lines that the partitioner keeps.
 
-    It runs work by element again where that costs no pass over memory of its own. A product's
-    operand would have to be written again, so it is kept: results of norms and of the activation,
-    turned queries and keys, casts of weights. Of what lies between them nothing is. An 8-bit
-    product reads an operand that it casts itself, which is cast again; what an operation without
-    parts made is kept as cast. Traced from torch's partitioner.
+    It recomputes work by element where that costs no pass over memory of its own. A matmul's
+    operand would have to be written a second time, so it is kept: results of norms and of the
+    activation, rotated queries and keys, casts of weights. What lies between them is not kept. An
+    8-bit matmul reads an operand that it casts itself, which is cast a second time; what an
+    operation without parts made is kept as cast. Traced from torch's partitioner.
     """
     sizes = ledger.sizes
     stream, size = sizes.get("written", sizes["residual"]), sizes["activation_bytes"]
@@ -217,7 +220,7 @@ def _keep_side_effects() -> AbstractContextManager[Any]:
 
 
 def _graphs() -> tuple[int, int]:
-    """Graphs and graph breaks of this process so far, by torch's own counters."""
+    """Return graphs and graph breaks of this process so far, by torch's own counters."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())

@@ -1,1 +1,1 @@
-"""Several elementwise operations in one kernel."""
+"""This room holds what computes several elementwise operations in one kernel."""

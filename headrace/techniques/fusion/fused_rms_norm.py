@@ -1,4 +1,4 @@
-"""Every norm of the residual stream as one kernel each way, with the addition before it.
+"""Compute every norm of the residual stream in one kernel, with the addition before it.
 
 A norm is memory traffic and a sum. Eager torch copies a bf16 input to fp32, normalises the copy,
 rounds the result, and keeps the copy for the backward pass. The kernel reads bf16, computes in fp32
@@ -7,7 +7,7 @@ holds 4 bytes per feature where eager torch holds 6. The backward pass reads inp
 for both gradients (kernels/rms_norm says how the weight's is added up).
 
 A block adds what its mixer wrote to the residual stream and normalises the sum. That norm gets both
-(`model.norm.add_then`), and its kernel writes sum and result: the sum is not read again. Going
+(`model.norm.add_then`), and its kernel writes sum and result: the sum is read once less. Going
 back, the gradient along the stream is added to the norm's own before either is written. So of a
 block's two norms the second is joined to its addition. The other addition ends the block, and what
 follows is the next block's: joined too, a block would hand on two tensors, and whatever wraps,
@@ -47,19 +47,22 @@ from headrace.plan.technique import (
 )
 
 KERNELS = (
-    "rms_norm_forward", "rms_norm_backward", "rms_norm_add_forward", "rms_norm_add_backward",
-)  # fmt: skip
+    "rms_norm_forward",
+    "rms_norm_backward",
+    "rms_norm_add_forward",
+    "rms_norm_add_backward",
+)
 
 
 class FusedNorm(RMSNorm):
-    """The trunk's norm by one kernel; its parameter has the same name."""
+    """It computes the default norm in one kernel; its parameter has the same name."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + delta, that sum normalised)."""
+        """Return x + delta, and that sum normalised."""
         return rms_norm_add(x, delta, self.weight, self.eps)
 
 
@@ -71,8 +74,9 @@ class FusedRmsNorm(Technique[Build]):
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.norm",)
     symptoms: ClassVar[tuple[str, ...]] = (
-        "memory bandwidth:elementwise", "kernel efficiency:elementwise",
-    )  # fmt: skip
+        "memory bandwidth:elementwise",
+        "kernel efficiency:elementwise",
+    )
     card: ClassVar[Card] = Card(
         buys="H200, compiled recipe with it: 1.00x the speed (1b), 1.01x (160m); plain trunk with "
         "it: 1.05x the speed (1b), 1.10x (160m); a third of the memory that a norm keeps under "
@@ -88,19 +92,19 @@ class FusedRmsNorm(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Root-mean-square norms on an NVIDIA GPU with Triton."""
-        found = context.plan.model.norm
-        if found != "rms_norm":
+        """Support root-mean-square norms on an NVIDIA GPU with Triton."""
+        norm = context.plan.model.norm
+        if norm != "rms_norm":
             return Unsupported(
-                f"model.norm = {found!r} is not an RMS norm", mend("model.norm=rms_norm")
+                f"model.norm = {norm!r} is not an RMS norm", mend("model.norm=rms_norm")
             )
         return context.lacks_triton() or Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Beside its input, which is the residual stream, a norm keeps its result and a number."""
+        """Keep a norm's result and a number of each row, beside its input, the residual stream."""
         sizes = ledger.sizes
         kept = 2 * (sizes["residual"] + FP32 * sizes["tokens"])
-        ledger = ledger.made_whole("norm", lambda held: kept)
+        ledger = ledger.made_whole("norm", lambda _: kept)
         final = replace(ledger.memory["final_norm"], bytes=2 * sizes["residual"])
         ledger = ledger.with_line("final_norm", final)
         ledger = replace(ledger, sizes={**sizes, "norm_products": 0.0})
@@ -112,7 +116,7 @@ class FusedRmsNorm(Technique[Build]):
         build.parts.norm = _make
 
     def active(self, build: Build) -> Evidence:
-        """The kernels' launches in this run, and how many of the norms are the fused ones.
+        """Read the kernels' launches in this run, and how many norms are fused.
 
         A rank without blocks, the end of a pipeline, has no addition before its norm.
         """
@@ -129,10 +133,13 @@ class FusedRmsNorm(Technique[Build]):
             detail=f"{fused} of {len(norms)} norms; launched {forward} kernels forward and "
             f"{backward} backward, {counts[2]} and {counts[3]} of them with an addition",
             numbers={
-                "norms": fused, "forward": forward, "backward": backward,
-                "additions": counts[2], "additions_backward": counts[3],
+                "norms": fused,
+                "forward": forward,
+                "backward": backward,
+                "additions": counts[2],
+                "additions_backward": counts[3],
             },
-        )  # fmt: skip
+        )
 
 
 def _make(config: ModelConfig) -> FusedNorm:

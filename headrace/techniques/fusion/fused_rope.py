@@ -1,19 +1,19 @@
-"""The rotation of queries and keys, with their norm, as one kernel forward and one backward.
+"""Rotate queries and keys, with their norm, in one kernel forward and one backward.
 
 Rotary embedding is a few products by element, but eager torch widens queries and keys to fp32,
 makes four products and two sums of them, joins and rounds: about ten passes through device memory
 for what needs one read and one write. The kernel does that, and reads keys where they lie in the
-fused product, which saves their copy (kernels/rope). The backward pass turns the gradient by the
-negative angle with the same kernel. Nothing more is kept: cosine and sine are made once per
+fused projection, which saves their copy (kernels/rope). The backward pass rotates the gradient by
+the negative angle with the same kernel. Nothing more is kept: cosine and sine are made once per
 forward, in fp32, by whatever fills `parts.position`, and all layers share them.
 
 With `model.qk_norm` each head is first divided by the root of its mean square. A mixer hands that
 norm over to the rotation, and the kernel does it on the way, for no traffic more. Eager torch keeps
 an fp32 product of every query and key for it; here the heads are kept as they were, most of which
-the fused product holds anyway.
+the fused projection keeps anyway.
 
-It enters at each block, which passes its mixer a rotation that turns by the kernel. So it stands
-beside any rule of frequencies, and no mixer knows of it. A norm of another kind than the trunk's is
+It enters at each block, which passes its mixer a rotation that calls the kernel. So it stands
+beside any rule of frequencies, and no mixer knows of it. A norm of another kind than the default is
 applied before the kernel.
 
 A compiler makes a rotation of its own and joins it to the work around it, but not across this
@@ -54,28 +54,29 @@ KERNELS = ("rope_rotate", "rope_back", "rope_norm_rotate", "rope_norm_back")
 
 
 class FusedRotation(NamedTuple):
-    """`model.position.Rotation` by the kernel: fp32 [B or 1, T, 1, K/2]."""
+    """It does `model.position.Rotation` by the kernel; fp32 [B or 1, T, 1, K/2]."""
 
     cos: Tensor
     sin: Tensor
 
     def rotate(self, x_BTHK: Tensor, norm: Normalise = as_is) -> Tensor:
-        """`norm(x_BTHK)` turned by its positions' angles, in fp32, returned in its own dtype."""
+        """Rotate `norm(x_BTHK)` by its positions' angles in fp32; returns its own dtype."""
         if type(norm) is RMSNorm:
             return rope_norm(x_BTHK, norm.weight, norm.eps, self.cos, self.sin)
         return rope(norm(x_BTHK), self.cos, self.sin)
 
 
 class FusedRope(Technique[Build]):
-    """Turn queries and keys by their positions in one kernel, and normalise them in it."""
+    """Rotate queries and keys by their positions in one kernel, and normalise them in it."""
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "fusion"
     stage: ClassVar[Stage] = Stage.MODEL
     composes: ClassVar[tuple[str, ...]] = ("block_forward",)
     symptoms: ClassVar[tuple[str, ...]] = (
-        "memory bandwidth:elementwise", "kernel efficiency:elementwise",
-    )  # fmt: skip
+        "memory bandwidth:elementwise",
+        "kernel efficiency:elementwise",
+    )
     card: ClassVar[Card] = Card(
         buys="H200, compiled recipe with it: 1.01x the speed (1b), 1.00x (160m); plain trunk with "
         "it: 1.06x the speed (1b), 1.22x (160m); all but one read and one write of queries and "
@@ -91,16 +92,16 @@ class FusedRope(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Rotary embedding on an NVIDIA GPU with Triton."""
-        found = context.plan.model.position
-        if found != "rope":
+        """Support rotary embedding on an NVIDIA GPU with Triton."""
+        position = context.plan.model.position
+        if position != "rope":
             return Unsupported(
-                f"model.position = {found!r} rotates nothing", mend("model.position=rope")
+                f"model.position = {position!r} rotates nothing", mend("model.position=rope")
             )
         return context.lacks_triton() or Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Rotated queries and keys are kept as before; of their norm, what was copied for it."""
+        """Keep rotated queries and keys as before; of their norm, what was copied for it."""
         sizes = ledger.sizes
         heads, groups = sizes["heads"], sizes["kv_heads"]
         copied = heads if 1 < groups < heads else 0  # out of the fused product
@@ -119,31 +120,33 @@ class FusedRope(Technique[Build]):
         build.wrap_blocks(self.name(), _with_kernel)
 
     def active(self, build: Build) -> Evidence:
-        """The kernels' launches in this run; with a norm in them where the model has one.
+        """Read the kernels' launches in this run; with a norm in them where the model has one.
 
         Where a mixer learns, gradients have passed its rotation too.
         """
         if not len(build.model.blocks):
             return Evidence(None, "this rank holds no block")
         launched = since(build.notes[self.name()], "rope")
-        turned, back, normed, normed_back = (launched.get(kernel, 0) for kernel in KERNELS)
-        ran, returned = (normed, normed_back) if build.config.qk_norm else (turned, back)
+        rotated, back, normed, normed_back = (launched.get(kernel, 0) for kernel in KERNELS)
+        ran, returned = (normed, normed_back) if build.config.qk_norm else (rotated, back)
         blocks: list[Any] = [*build.model.blocks.values()]
         learns = any(p.requires_grad for block in blocks for p in block.mixer.parameters())
         return Evidence(
             active=ran > 0 and (returned > 0 or not learns),
-            detail=f"launched {turned + normed} rotations forward and {back + normed_back} "
+            detail=f"launched {rotated + normed} rotations forward and {back + normed_back} "
             f"backward, {normed} and {normed_back} of them with a norm",
             numbers={
-                "forward": turned + normed, "backward": back + normed_back,
-                "norms": normed, "norms_backward": normed_back,
+                "forward": rotated + normed,
+                "backward": back + normed_back,
+                "norms": normed,
+                "norms_backward": normed_back,
             },
-        )  # fmt: skip
+        )
 
 
 def _with_kernel(forward: Forward, layer: int) -> Forward:
-    def turned(x_BTD: Tensor, shared: Any) -> Tensor:
-        """A block whose rotation is the kernel."""
+    def with_rotation(x_BTD: Tensor, shared: Any) -> Tensor:
+        """Run a block whose rotation is the kernel."""
         return forward(x_BTD, shared._replace(rotation=FusedRotation(*shared.rotation)))
 
-    return turned
+    return with_rotation

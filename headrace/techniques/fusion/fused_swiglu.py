@@ -1,4 +1,4 @@
-"""The gated activation of the MLP as one kernel forward and one backward.
+"""Compute the gated activation of the MLP in one kernel forward and one backward.
 
 Between the two products of a gated MLP stand silu(gate) x up and, in the backward pass, the
 gradients of both, written side by side for the fused product. This is memory traffic alone, and
@@ -38,10 +38,10 @@ KERNELS = ("swiglu_forward", "swiglu_backward")
 
 
 class FusedSwiGLUMLP(SwiGLU):
-    """The trunk's MLP with the kernel between its two linears."""
+    """It puts the kernel between the default MLP's two linears."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
+        """Compute the MLP, [B, T, D] to [B, T, D]."""
         return self.down(swiglu(self.gate_up(x_BTD).contiguous(), self.group))
 
 
@@ -53,8 +53,9 @@ class FusedSwiglu(Technique[Build]):
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.mlp",)
     symptoms: ClassVar[tuple[str, ...]] = (
-        "memory bandwidth:elementwise", "kernel efficiency:elementwise",
-    )  # fmt: skip
+        "memory bandwidth:elementwise",
+        "kernel efficiency:elementwise",
+    )
     card: ClassVar[Card] = Card(
         buys="H200, compiled recipe without it: 0.98x the speed (1b), 0.98x (160m); plain trunk "
         "with it: 1.06x the speed (1b), 1.09x (160m); 3/8 less memory traffic in the activation's "
@@ -68,17 +69,17 @@ class FusedSwiglu(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """A gated MLP on an NVIDIA GPU with Triton."""
-        found = context.plan.model.activation
-        if found != "swiglu":
+        """Support gated MLPs on an NVIDIA GPU with Triton."""
+        activation = context.plan.model.activation
+        if activation != "swiglu":
             return Unsupported(
-                f"model.activation = {found!r} has no gate", mend("model.activation=swiglu")
+                f"model.activation = {activation!r} has no gate", mend("model.activation=swiglu")
             )
         return context.lacks_triton() or Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Of the activation only the result is kept, for the next product."""
-        ledger = ledger.made_whole("activation", lambda held: held / 2)
+        """Keep only the result of the activation, for the next matmul."""
+        ledger = ledger.made_whole("activation", lambda bytes: bytes / 2)
         # Backward it reads three streams and writes two; a compiler's two kernels move twice that.
         return ledger.made_one("activation", backward=0.5)
 
@@ -88,7 +89,7 @@ class FusedSwiglu(Technique[Build]):
         build.parts.mlp = _make
 
     def active(self, build: Build) -> Evidence:
-        """The kernels' launches in this run, and how many of the MLPs are the fused ones."""
+        """Read the kernels' launches in this run, and how many MLPs are fused."""
         mlps: list[Any] = [block.mlp for block in build.model.blocks.values()]
         if not mlps:
             return Evidence(None, "this rank holds no block")

@@ -1,7 +1,7 @@
-"""Norms and gated activations by Liger's Triton kernels.
+"""Compute norms and gated activations by Liger's Triton kernels.
 
 Liger is a published, widely used set of the same fusions (arXiv 2410.10989): a norm that keeps its
-input and one number per row, and silu(gate) x up in one kernel that keeps the fused product alone.
+input and one number per row, and silu(gate) x up in one kernel that keeps its input alone.
 It fills the two sockets that `fused_rms_norm` and `fused_swiglu` fill, so a plan takes these or
 those, and one can be measured against the other. Parameters keep their names and the fused layout:
 Liger's kernel for gate and up side by side reads our alternating groups as they are, one group a
@@ -46,8 +46,11 @@ OLDEST = (0, 8, 5)
 """The release that these calls were written for."""
 INSTALL = "pip install 'headrace[kernels]'"
 KERNELS = (
-    "liger_rms_norm", "liger_rms_norm_backward", "liger_silu_mul", "liger_silu_mul_backward",
-)  # fmt: skip
+    "liger_rms_norm",
+    "liger_rms_norm_backward",
+    "liger_silu_mul",
+    "liger_silu_mul_backward",
+)
 
 NORM_ROW = 22e3
 """Bytes of traffic that a row of a norm's backward pass takes as long as: each processor goes
@@ -55,7 +58,7 @@ through its rows one after the other. Fitted to one row of techniques.jsonl, 160
 
 
 class LigerNorm(RMSNorm):
-    """The trunk's norm by Liger's kernel; its parameter has the same name."""
+    """It computes the default norm by Liger's kernel; its parameter has the same name."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
@@ -63,10 +66,10 @@ class LigerNorm(RMSNorm):
 
 
 class LigerMLP(SwiGLU):
-    """The trunk's MLP with Liger's kernel between its two linears."""
+    """It puts Liger's kernel between the default MLP's two linears."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
+        """Compute the MLP, [B, T, D] to [B, T, D]."""
         return self.down(silu_mul(self.gate_up(x_BTD), self.group))
 
 
@@ -78,8 +81,9 @@ class LigerKernels(Technique[Build]):
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.norm", "parts.mlp")
     symptoms: ClassVar[tuple[str, ...]] = (
-        "memory bandwidth:elementwise", "kernel efficiency:elementwise",
-    )  # fmt: skip
+        "memory bandwidth:elementwise",
+        "kernel efficiency:elementwise",
+    )
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("Liger kernels",)
     card: ClassVar[Card] = Card(
         buys="H200, plain trunk with it: 1.11x the speed (1b), 1.15x (160m) and 0.92x the memory "
@@ -95,7 +99,7 @@ class LigerKernels(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """RMS norms and a gated MLP on an NVIDIA GPU, with the package."""
+        """Support RMS norms and a gated MLP on an NVIDIA GPU, with the package."""
         model = context.plan.model
         if model.norm != "rms_norm":
             return Unsupported(
@@ -109,22 +113,22 @@ class LigerKernels(Technique[Build]):
         if (lacks := context.lacks_triton()) is not None:
             return lacks
         try:
-            found = version("liger-kernel")
+            installed = version("liger-kernel")
         except PackageNotFoundError:
             return Unsupported("liger-kernel is not installed", INSTALL, RefusalKind.PACKAGE)
-        if _release(found) < OLDEST:
+        if _release(installed) < OLDEST:
             oldest = ".".join(map(str, OLDEST))
             return Unsupported(
-                f"liger-kernel {found} is older than {oldest}", INSTALL, RefusalKind.VERSION
+                f"liger-kernel {installed} is older than {oldest}", INSTALL, RefusalKind.VERSION
             )
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Norms keep input, result and a number; of the activation only the result is kept."""
+        """Keep input, result and a number of norms, and only the result of the activation."""
         sizes = ledger.sizes
         kept = 2 * (sizes["residual"] + FP32 * sizes["tokens"])
-        ledger = ledger.made_whole("norm", lambda held: kept)
-        ledger = ledger.made_whole("activation", lambda held: held / 2)
+        ledger = ledger.made_whole("norm", lambda _: kept)
+        ledger = ledger.made_whole("activation", lambda bytes: bytes / 2)
         final = replace(ledger.memory["final_norm"], bytes=2 * sizes["residual"])
         ledger = ledger.with_line("final_norm", final)
         ledger = replace(ledger, sizes={**sizes, "norm_products": 0.0})
@@ -133,9 +137,10 @@ class LigerKernels(Technique[Build]):
             ledger = ledger.made_one(name, launch=EAGER)
         rows = NORM_ROW * sizes["tokens"]
         return ledger.reworked(
-            lambda name, piece: replace(piece, bytes=max(piece.bytes, rows))
-            if name == "norms/backward" else piece
-        )  # fmt: skip
+            lambda name, piece: (
+                replace(piece, bytes=max(piece.bytes, rows)) if name == "norms/backward" else piece
+            )
+        )
 
     def apply(self, build: Build) -> None:
         """Fill norm and MLP."""
@@ -143,7 +148,7 @@ class LigerKernels(Technique[Build]):
         build.parts.norm, build.parts.mlp = _norm, _mlp
 
     def active(self, build: Build) -> Evidence:
-        """The kernels' launches in this run, and how many of norms and MLPs are Liger's."""
+        """Read the kernels' launches in this run, and how many norms and MLPs are Liger's."""
         model = build.model
         blocks: list[Any] = list(model.blocks.values())
         parts = [part for b in blocks for part in (b.mixer_norm, b.mlp_norm, b.mlp)]
@@ -161,7 +166,7 @@ class LigerKernels(Technique[Build]):
 
 
 def _release(text: str) -> tuple[int, ...]:
-    """The numbers that a version begins with."""
+    """Return the numbers that a version begins with."""
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 

@@ -1,1 +1,1 @@
-"""The head and the loss."""
+"""This room holds what computes the loss, and what changes it."""

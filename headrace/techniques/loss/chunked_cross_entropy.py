@@ -2,13 +2,13 @@
 
 Logits are tokens x vocabulary numbers in fp32, and their gradient as many again: at 8 x 4,096
 tokens and 128,256 entries that is 31 GiB, more than the model, its gradients and its optimizer
-together. This head takes `chunk_tokens` at a time through product, objective and gradient (kernels/
-chunked_loss), so one chunk of logits is held. The objective and its terms are untouched: they are
-sums over tokens, and the chunks add up. Where the objective is cross-entropy, plain, smoothed or
-with a z-loss, on a GPU with Triton, two kernels read a chunk's logits twice and write their
-gradient over them (kernels/fused_cross_entropy); else autograd finds it, compiled where the plan
-compiles. Both cap the logits where `model.logit_cap` asks for it. Plain cross-entropy in fp32 is
-torch's own from 2.13 on (`native`), on a CPU unasked: it was the quickest there.
+together. This head takes `chunk_tokens` at a time through matmul, objective and gradient (kernels/
+chunked_loss), so one chunk of logits exists at a time. The objective and its terms are untouched:
+they are sums over tokens, and the chunks add up. Where the objective is cross-entropy, plain,
+smoothed or with a z-loss, on a GPU with Triton, two kernels read a chunk's logits twice and write
+their gradient over them (kernels/fused_cross_entropy); else autograd finds it, compiled where the
+plan compiles. Both cap the logits where `model.logit_cap` asks for it. Plain cross-entropy in fp32
+is torch's own from 2.13 on (`native`), on a CPU unasked: it was the quickest there.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,11 +46,11 @@ from headrace.plan.technique import (
 FP32 = 4
 """Bytes of a number in fp32."""
 ADDED = 6
-"""Bytes of each number of a sum in fp32 that a product adds to, beyond a result in bf16."""
+"""Bytes of each number of a sum in fp32 that a matmul adds to, beyond a result in bf16."""
 
 
 class ChunkedHead(Head):
-    """The trunk's head with its logits held `chunk_tokens` at a time."""
+    """The default head computes logits of `chunk_tokens` tokens at a time here."""
 
     compilable = False
     """Its gradients come from autograd inside the forward pass, which a compiler cannot trace."""
@@ -71,10 +71,15 @@ class ChunkedHead(Head):
             self.loss = compile(_loss)
 
     def forward(
-        self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any,
-        objective: Objective, scale: Tensor | float = 1.0,
-    ) -> Tensor:  # fmt: skip
-        """The objective's sum over all tokens, times `scale`; a scalar."""
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        extras: Any,
+        objective: Objective,
+        scale: Tensor | float = 1.0,
+    ) -> Tensor:
+        """Return the objective's sum over all tokens, times `scale`; a scalar."""
 
         def loss(logits_nV: Tensor, targets_n: Tensor, extras_n: Any) -> Tensor:
             self.most_logits = max(self.most_logits, len(logits_nV))
@@ -93,29 +98,33 @@ class ChunkedHead(Head):
         return chunked_loss(*given, loss, self.chunk_tokens, scale=scale, both=both)
 
     def asked(self, objective: Objective) -> dict[str, Any] | None:
-        """What the kernels are told of it, if they compute it: of a vocabulary that is whole."""
+        """Return the kernels' arguments for an objective, if they compute it on whole rows."""
         fused = self.fused and type(self.vocabulary) is Vocabulary
         return kernel_arguments(objective, cross_entropy) if fused else None
 
     def is_native(self, objective: Objective) -> bool:
-        """Whether torch's own computes it, which knows cross-entropy of whole rows alone."""
+        """Return whether torch's own function computes it: cross-entropy of whole rows alone."""
         whole = type(self.vocabulary) is Vocabulary
         return self.native and whole and objective is cross_entropy and not self.cap
 
     def _both(
         self, asked: dict[str, Any], logits_nV: Tensor, targets_n: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """A chunk's loss and its gradient, by the kernels."""
+        """Return a chunk's loss and its gradient, by the kernels."""
         self.most_logits = max(self.most_logits, len(logits_nV))
         how = {"ignored": IGNORED, "softcap": self.cap, **asked}
         return loss_and_gradient_(logits_nV, targets_n, scale, **how)
 
 
 def _loss(
-    objective: Objective, vocabulary: Vocabulary, cap: float, logits: Tensor, targets: Tensor,
+    objective: Objective,
+    vocabulary: Vocabulary,
+    cap: float,
+    logits: Tensor,
+    targets: Tensor,
     extras: Any,
-) -> Tensor:  # fmt: skip
-    """A chunk's loss, in fp32 from the product on."""
+) -> Tensor:
+    """Return a chunk's loss, in fp32 from the logits on."""
     return objective(capped(logits.float(), cap), targets, extras, vocabulary)
 
 
@@ -123,7 +132,7 @@ class ChunkedCrossEntropy(Technique[Build]):
     """Compute the loss in chunks of tokens, so that the logits never exist whole."""
 
     chunk_tokens: int = Field(default=2048, ge=1, le=1 << 20)
-    """Tokens whose logits are held at once; tuner range 256 to 16384."""
+    """Tokens whose logits exist at once; tuner range 256 to 16384."""
     fused: bool | None = None
     """Whether kernels compute a chunk's loss and gradient, where the objective is cross-entropy,
     plain, smoothed or with a z-loss. Left open: on a GPU that has Triton."""
@@ -150,7 +159,7 @@ class ChunkedCrossEntropy(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Runs everywhere; its kernels on an NVIDIA GPU with Triton, and without them in chunks."""
+        """Support every device; its kernels need an NVIDIA GPU with Triton."""
         if self.fused and context.lacks_triton():
             return Unsupported(
                 "fused = true needs an NVIDIA GPU and Triton",
@@ -181,11 +190,11 @@ class ChunkedCrossEntropy(Technique[Build]):
         )
 
     def _by_kernels(self, can: bool) -> bool:
-        """Whether this project's kernels compute it, where they can."""
+        """Return whether this project's kernels compute it, where they can."""
         return can and not self.native if self.fused is None else self.fused
 
     def _not_native(self, context: Context) -> str:
-        """Why torch's own cannot compute this loss, if so."""
+        """Return why torch's own function cannot compute this loss, or an empty text."""
         if not has_native():
             return f"torch {torch.__version__} has none: 2.13 has"
         if self.fused:
@@ -195,30 +204,30 @@ class ChunkedCrossEntropy(Technique[Build]):
         return "" if context.plan is None else _more_than_cross_entropy(context.plan)
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Logits shrink to one chunk; the output matrix's gradient is there at the loss.
+        """Shrink logits to one chunk, and count the output matrix's gradient at the loss.
 
-        A chunk's logits stay as the leaf of its own backward pass, beside the trunk's tensors.
+        A chunk's logits stay as the leaf of its own backward pass, beside the head's tensors.
         torch's own holds a chunk once; on a CPU it runs unasked wherever it knows the objective.
         """
         sizes, logits = ledger.sizes, ledger.memory.get("logits")
         if logits is None or "logits_per_token" not in sizes:
             return ledger
-        held, each = min(sizes["tokens"], self.chunk_tokens), sizes["logits_per_token"]
+        chunk, each = min(sizes["tokens"], self.chunk_tokens), sizes["logits_per_token"]
         leaf = sizes["activation_bytes"] * sizes["vocab"]
-        fused = sizes["logits_fused"] * held / sizes["tokens"]
+        fused = sizes["logits_fused"] * chunk / sizes["tokens"]
         plain = not sizes.get("other_loss") and sizes.get("tensor_ranks", 1) == 1
         by_kernels = self._by_kernels(bool(sizes["on_gpu"])) and plain
         native = self._runs_native(sizes)
         copy = sizes["head_gradients"] if native else 0  # scaled into others in the backward pass
         if by_kernels or native:  # in place
             each, leaf = sizes["vocab"] * sizes["activation_bytes"], 0
-            fused = held * each
-        ledger = ledger.with_line("logits", Line(max(held * (each + leaf), copy), ("loss",)))
+            fused = chunk * each
+        ledger = ledger.with_line("logits", Line(max(chunk * (each + leaf), copy), ("loss",)))
         ledger = ledger.with_line("head_gradients", Line(sizes["head_gradients"], ("loss",)))
         facts = {"logits_fused": fused, "logits_per_token": each, "loss_forward": 1.0}
         facts |= {"logits_leaf": leaf, "loss_by_kernels": float(by_kernels)}
         ledger = replace(ledger, sizes={**sizes, **facts})
-        return self._worked(ledger, int(held), by_kernels)
+        return self._worked(ledger, int(chunk), by_kernels)
 
     def _runs_native(self, sizes: Mapping[str, float]) -> bool:
         """Return whether torch's own would compute it, asked for or not."""
@@ -229,25 +238,25 @@ class ChunkedCrossEntropy(Technique[Build]):
         half = sizes["activation_bytes"] != FP32
         return has_native() and not sizes["on_gpu"] and plain and not half
 
-    def _worked(self, ledger: Ledger, held: int, by_kernels: bool) -> Ledger:
-        """All of the head goes forward, a chunk at a time; its matrix's gradient is added up."""
+    def _worked(self, ledger: Ledger, chunk: int, by_kernels: bool) -> Ledger:
+        """Move all of the head forward, a chunk at a time, and add up its matrix's gradient."""
         sizes = ledger.sizes
-        chunks, V, D = sizes["tokens"] / held, int(sizes["vocab"]), int(sizes["dim"])
-        products = {"result": (held, V, D), "input": (held, D, V), "weight": (V, D, held)}
+        chunks, V, D = sizes["tokens"] / chunk, int(sizes["vocab"]), int(sizes["dim"])
+        matmuls = {"result": (chunk, V, D), "input": (chunk, D, V), "weight": (V, D, chunk)}
         if by_kernels:  # as fused_cross_entropy counts them
             ledger = ledger.made_one("loss", forward=0.5, backward=0.74)
 
         def edit(name: str, piece: Work) -> Work | None:
             what, _, part = name.partition("/")
             if what == "head":
-                return replace(piece, phase="forward", count=chunks, sizes=products[part])
+                return replace(piece, phase="forward", count=chunks, sizes=matmuls[part])
             if what == "loss":
                 bytes, fused = piece.bytes / chunks, piece.fused
                 fused = None if fused is None else fused / chunks
                 return replace(piece, phase="forward", count=chunks, bytes=bytes, fused=fused)
             return None if name == "head_cast/backward" else piece
 
-        # Beyond what a product in half precision writes: the sum is read, and written in fp32.
+        # Beyond what a matmul in half precision writes: the sum is read, and written in fp32.
         added = Work("forward", "stream", chunks, ADDED * V * D)
         ledger = ledger.reworked(edit)
         return replace(ledger, work={**ledger.work, "head/sum": added})
@@ -261,11 +270,11 @@ class ChunkedCrossEntropy(Technique[Build]):
         build.parts.head = lambda config: ChunkedHead(config, self.chunk_tokens, fused, native)
 
     def active(self, build: Build) -> Evidence:
-        """The largest logits that the head really held."""
+        """Read the most tokens whose logits the head computed at once."""
         head = build.model.head
         if head is None:
             return Evidence(None, "the head is on another rank")
-        held, tokens = getattr(head, "most_logits", 0), getattr(head, "most_tokens", 0)
+        most, tokens = getattr(head, "most_logits", 0), getattr(head, "most_tokens", 0)
         launched = sum(since(build.notes[self.name()], "cross_entropy_").values())
         fused = isinstance(head, ChunkedHead) and head.asked(build.objective) is not None
         calls = getattr(head, "native_calls", 0)
@@ -273,20 +282,22 @@ class ChunkedCrossEntropy(Technique[Build]):
         if calls or launched:
             by = f"launched {launched} kernels" if launched else f"torch's own, {calls} times"
         return Evidence(
-            active=0 < held <= self.chunk_tokens
+            active=0 < most <= self.chunk_tokens
             and (launched > 0) == fused
             and (calls > 0 or not self.native)
-            and (fused or held < tokens),
-            detail=f"held the logits of at most {held} of {tokens} tokens at once, {by}",
+            and (fused or most < tokens),
+            detail=f"held the logits of at most {most} of {tokens} tokens at once, {by}",
             numbers={
-                "most_logits_tokens": held, "micro_batch_tokens": tokens, "launches": launched,
+                "most_logits_tokens": most,
+                "micro_batch_tokens": tokens,
+                "launches": launched,
                 "native_calls": calls,
             },
-        )  # fmt: skip
+        )
 
 
 def _other_loss(plan: Plan) -> str:
-    """Who computes something else of the logits, or shares them among ranks."""
+    """Return what else reads the logits, or shares them among ranks; else an empty text."""
     others = [name for name, technique in plan.techniques.items() if "terms" in technique.composes]
     if others:
         return f"{' and '.join(others)} reads them too"
@@ -294,7 +305,7 @@ def _other_loss(plan: Plan) -> str:
 
 
 def _more_than_cross_entropy(plan: Plan) -> str:
-    """What the objective or the logits have beyond it."""
+    """Return what the objective or the logits have beyond it; else an empty text."""
     others = [n for n, technique in plan.techniques.items() if "objective" in technique.composes]
     if others:
         return f"it knows nothing of {' and '.join(others)}"

@@ -1,19 +1,20 @@
 """Compute the loss and its gradient in two kernels, over the logits that the output matrix made.
 
-The trunk casts logits to fp32, and torch's cross-entropy makes log-probabilities, their gradient
-and that of the logits: 12 bytes of each of tokens x vocabulary numbers in fp32, 14 in bf16, and as
-many times through memory. Here the logits stay as the product made them. One kernel reads them for
-the loss, one reads them again and writes the gradient over them (kernels/fused_cross_entropy):
-4 bytes in fp32, 2 in bf16, and nothing else of that size. Each token's numbers are those of the
-trunk: the same logits, fp32 arithmetic, one rounding of the gradient.
+The default head casts logits to fp32, and torch's cross-entropy makes log-probabilities, their
+gradient and that of the logits: 12 bytes of each of tokens x vocabulary numbers in fp32, 14 in
+bf16, and as many times through memory. Here the logits stay as the matmul made them. One kernel
+reads them for the loss, one reads them a second time and writes the gradient over them
+(kernels/fused_cross_entropy): 4 bytes in fp32, 2 in bf16, and nothing else of that size. Each
+token's numbers are those of the default head: the same logits, fp32 arithmetic, one rounding of the
+gradient.
 
 The logits are whole, so this is for memory that holds them once; the chunked loss holds a part of
 them and owns the same head. What is computed of the logits must be cross-entropy, plain, with label
-smoothing or with a z-loss: the kernels are told, and make all in the same two readings. They cap
+smoothing or with a z-loss: the kernels compute all of these in the same two readings. They cap
 the logits in passing where `model.logit_cap` asks for it. A term of another technique reads logits
 in its own backward pass, when they are written over, and is refused. An objective of another sweep,
 as Sophia's, gets fp32 logits and the gradient in memory of its own. The head stays out of the
-compiler: there is nothing to fuse between a product and a kernel, and compiled code would not write
+compiler: there is nothing to fuse between a matmul and a kernel, and compiled code would not write
 over logits. Source: Liger Kernel (arXiv 2410.10989).
 """
 
@@ -43,20 +44,20 @@ from headrace.plan.technique import (
 )
 
 OLDEST = (8, 0)
-"""Triton's oldest GPUs: Ampere."""
+"""Compute capability of the oldest GPUs that Triton supports: Ampere's."""
 
 
 class FusedVocabulary(Vocabulary):
-    """The whole vocabulary, with its likelihood by the kernels; the logits stay as they are."""
+    """It computes the likelihood over a whole vocabulary by the kernels."""
 
     def nll(self, logits_NV: Tensor, targets_N: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Summed negative log likelihood of the targets that are not `IGNORED`, a scalar."""
+        """Sum the negative log likelihood of the targets that are not `IGNORED`; a scalar."""
         how: dict[str, Any] = {"ignored": IGNORED, "label_smoothing": smoothing}
         return fused_cross_entropy(logits_NV, targets_N, **how)
 
 
 class FusedHead(Head):
-    """The trunk's head, whose cross-entropy takes the product's own logits and writes over them."""
+    """A head computes cross-entropy from the matmul's own logits and writes over them."""
 
     compilable = False
     """Compiled, the gradient would take memory of its own beside the logits."""
@@ -66,10 +67,15 @@ class FusedHead(Head):
         self.vocabulary = FusedVocabulary()
 
     def forward(
-        self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, extras: Any,
-        objective: Objective, scale: Tensor | float = 1.0,
-    ) -> Tensor:  # fmt: skip
-        """The objective's sum over all tokens, times `scale`; a scalar."""
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        extras: Any,
+        objective: Objective,
+        scale: Tensor | float = 1.0,
+    ) -> Tensor:
+        """Return the objective's sum over all tokens, times `scale`; a scalar."""
         asked = kernel_arguments(objective, cross_entropy)
         if asked is not None:
             logits_NV = F.linear(hidden_ND, weight_VD)
@@ -100,7 +106,7 @@ class FusedCrossEntropy(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Triton on an NVIDIA GPU, whole logits, and nobody else who reads them."""
+        """Support Triton on an NVIDIA GPU, whole logits, and no other technique that reads them."""
         if (lacks := context.lacks_triton()) is not None:
             return lacks
         if (context.capability or (0, 0)) < OLDEST:
@@ -126,11 +132,11 @@ class FusedCrossEntropy(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The product's own logits alone; the output matrix's gradient comes while they last."""
+        """Keep the matmul's own logits alone, and the output matrix's gradient beside them."""
         sizes = ledger.sizes
         own = sizes["logits_fused"] / 3  # what one tensor of logits is in the run's arithmetic
-        held = min(ledger.memory["logits"].bytes, own)
-        ledger = ledger.with_line("logits", Line(held, ("loss",)))
+        kept = min(ledger.memory["logits"].bytes, own)
+        ledger = ledger.with_line("logits", Line(kept, ("loss",)))
         both = sizes["activation_bytes"] * sizes["dim"] * (sizes["vocab"] + sizes["tokens"])
         ledger = ledger.with_line("head_gradients", Line(both, ("loss",)))
         ledger = replace(ledger, sizes={**sizes, "loss_by_kernels": 1.0})
@@ -144,14 +150,14 @@ class FusedCrossEntropy(Technique[Build]):
         build.notes[self.name()] = COUNTS.copy()
 
     def active(self, build: Build) -> Evidence:
-        """Kernels that were launched since."""
+        """Read which kernels the run has launched."""
         if build.model.head is None:
             return Evidence(None, "the head is on another rank")
         launched = since(build.notes[self.name()], "cross_entropy_")
-        counts = {way: launched.get(f"cross_entropy_{way}", 0) for way in ("forward", "backward")}
+        counts = {p: launched.get(f"cross_entropy_{p}", 0) for p in ("forward", "backward")}
         return Evidence(
             active=isinstance(build.model.head, FusedHead) and all(counts.values()),
             detail="launched its kernels "
-            + " and ".join(f"{count} times {way}" for way, count in counts.items()),
-            numbers={f"{way}_launches": count for way, count in counts.items()},
+            + " and ".join(f"{count} times {phase}" for phase, count in counts.items()),
+            numbers={f"{phase}_launches": count for phase, count in counts.items()},
         )

@@ -68,11 +68,11 @@ class LabelSmoothing(Technique[Build]):
         )
 
     def supports(self, context: Context) -> Supported:
-        """Runs everywhere."""
+        """Support every device."""
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Its passes over the logits, which kernels and compilers make theirs; no more is held."""
+        """Add its passes over the logits where no kernel or compiler includes them."""
         sizes = ledger.sizes
         logits = sizes["tokens"] * sizes["vocab"] / sizes.get("tensor_ranks", 1)
 
@@ -87,12 +87,12 @@ class LabelSmoothing(Technique[Build]):
         return ledger.reworked(edit)
 
     def apply(self, build: Build) -> None:
-        """Soften the objective's targets."""
+        """Smooth the objective's targets."""
         moved = build.notes[self.name()] = torch.zeros((), device=build.device)
         build.objective = Smoothed(self.smoothing, build.config.vocab, moved, IGNORED)
 
     def active(self, build: Build) -> Evidence:
-        """By how much it has moved the loss so far."""
+        """Read by how much it has moved the loss so far."""
         if build.model.head is None:
             return Evidence(None, "this stage of a pipeline computes no loss")
         nats = build.notes[self.name()].item()

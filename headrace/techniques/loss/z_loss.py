@@ -76,11 +76,11 @@ class ZLoss(Technique[Build]):
         )
 
     def supports(self, context: Context) -> Supported:
-        """Runs everywhere."""
+        """Support every device."""
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The kept logits and their second gradient: two more fp32 tensors of the logits' size.
+        """Keep logits and their second gradient: two more fp32 tensors of the logits' size.
 
         Scaling the line that it finds, it is right for a chunk and for a slice of them too. A chunk
         whose logits are fp32 and not capped keeps them already. Kernels that make the loss make it
@@ -97,12 +97,12 @@ class ZLoss(Technique[Build]):
         if sizes.get("logits_kept"):  # by another term, whose own gradients are more
             return ledger
         own, leaf = sizes["vocab"] / sizes.get("tensor_ranks", 1), sizes.get("logits_leaf", 0.0)
-        held = sizes["logits_per_token"] + leaf  # without it
+        kept = sizes["logits_per_token"] + leaf  # without it
         more = FP32 * own * (1 if leaf >= FP32 * own and not sizes["capped"] else 2)
-        return ledger.scaled(lambda name: name == "logits", 1 + more / held)
+        return ledger.scaled(lambda name: name == "logits", 1 + more / kept)
 
     def _worked(self, ledger: Ledger) -> Ledger:
-        """Its passes over the logits, fused where the loss's are by now."""
+        """Add its passes over the logits, fused where the loss's are."""
         sizes, more = ledger.sizes, dict[str, Work]()
         logits = sizes["tokens"] * sizes["vocab"] / sizes.get("tensor_ranks", 1)
         for part, (bytes, kernels) in PASSES.items():
@@ -120,7 +120,7 @@ class ZLoss(Technique[Build]):
         build.objective = WithZLoss(build.objective, self.weight, added, IGNORED)
 
     def active(self, build: Build) -> Evidence:
-        """What it has added to the loss so far."""
+        """Read what it has added to the loss so far."""
         if build.model.head is None:
             return Evidence(None, "this stage of a pipeline computes no loss")
         nats = build.notes[self.name()].item()
