@@ -252,7 +252,7 @@ CONVOLVES = "techniques.short_convolution.between=1"
 def test_what_would_keep_nothing_is_refused(make_tiny: Make, knobs: list[str], why: str) -> None:
     with pytest.raises(UnsupportedError, match=why) as caught:
         make_tiny(*knobs)
-    make_tiny(*knobs, *caught.value.remedy.text.split(" (or ")[0].split())
+    make_tiny(*knobs, *caught.value.remedy.changes[0])
 
 
 @pytest.mark.parametrize(
