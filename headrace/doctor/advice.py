@@ -52,6 +52,7 @@ class NoRemedy(Enum):
 
     TOO_FEW_STEPS = auto()
     NOT_FORECAST = auto()
+    REFUSED = auto()
     NOT_PREDICTED = auto()
     NO_CHANGE = auto()
     NO_CHANGE_OF_LOOP = auto()
@@ -179,7 +180,7 @@ def advise(
         raise
     except (HeadraceError, OSError) as error:
         why = error.message if isinstance(error, HeadraceError) else str(error)
-        return Advice(alone, no_remedy=NoRemedy.NOT_FORECAST, why=why)
+        return Advice(alone, no_remedy=NoRemedy.REFUSED, why=why)
 
 
 def advised(

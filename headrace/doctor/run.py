@@ -110,9 +110,11 @@ def examined_run(folder: Path, use: Use | None = None) -> tuple[Observation, lis
 
 
 def use_of(
-    folder: Path, report: Mapping[str, Any], catalogue: Catalogue | None = None,
+    folder: Path,
+    report: Mapping[str, Any],
+    catalogue: Catalogue | None = None,
     rates_here: Callable[[torch.device], Machine] = rates,
-) -> Use:  # fmt: skip
+) -> Use:
     """Return what the work of a run's steps takes of its device, by its plan and the rates.
 
     Args:
@@ -134,9 +136,10 @@ def use_of(
 
 
 def place_of(
-    plan: Plan, environment: Mapping[str, Any],
+    plan: Plan,
+    environment: Mapping[str, Any],
     rates_here: Callable[[torch.device], Machine] = rates,
-) -> tuple[Context, Machine]:  # fmt: skip
+) -> tuple[Context, Machine]:
     """Return where a run was, by its environment.json, and what is known of the device's rates.
 
     Raises:

@@ -135,10 +135,15 @@ def test_a_loss_is_found_in_whatever_a_model_returns(kind: str) -> None:
     weight = torch.ones((), requires_grad=True)
     loss, logits = 2.0 * weight, torch.zeros(2, 3)
     output: Any = {
-        "tuple": (logits, loss), "list": [loss, logits], "mapping": {"loss": loss},
-        "object": SimpleNamespace(loss=loss), "scalar": loss, "inside": {"out": {"loss": loss}},
-        "beside": (logits, {"loss": loss}), "named": {"logits": logits, "lm_loss": loss},
-    }[kind]  # fmt: skip
+        "tuple": (logits, loss),
+        "list": [loss, logits],
+        "mapping": {"loss": loss},
+        "object": SimpleNamespace(loss=loss),
+        "scalar": loss,
+        "inside": {"out": {"loss": loss}},
+        "beside": (logits, {"loss": loss}),
+        "named": {"logits": logits, "lm_loss": loss},
+    }[kind]
     assert loss_in(output) is loss
     assert loss_in((logits, torch.zeros(()))) is None and loss_in(logits) is None
     assert loss_in(loss.reshape(1, 1)) is None and loss_in({"a_loss": loss, "b_loss": loss}) is None
@@ -167,9 +172,13 @@ def test_the_whole_of_several_losses_is_taken_by_its_name_or_not_at_all() -> Non
             return loss
 
     for output in (
-        {"total_loss": loss, "ce_loss": part}, {"loss_total": loss}, {"Loss": loss, "a_loss": part},
-        SimpleNamespace(total_loss=loss, lm_loss=part), SimpleNamespace(lm_loss=loss), Output(),
-    ):  # fmt: skip
+        {"total_loss": loss, "ce_loss": part},
+        {"loss_total": loss},
+        {"Loss": loss, "a_loss": part},
+        SimpleNamespace(total_loss=loss, lm_loss=part),
+        SimpleNamespace(lm_loss=loss),
+        Output(),
+    ):
         assert loss_in(output) is loss, output
     assert loss_in((part, loss)) is None  # nothing says which of them is trained by
     assert loss_in((loss, part.detach())) is loss
@@ -182,8 +191,10 @@ MASKED = torch.arange(5).expand(2, 5) < 3
 def test_targets_are_counted_under_the_names_that_they_have(names: tuple[str, str]) -> None:
     ids = torch.arange(10).reshape(2, 5)
     targets = ids.where(MASKED, -100)
-    for batch in (dict(zip(names, (ids, targets), strict=True)), {"batch": {names[0]: ids,
-                  names[1]: targets}}):  # fmt: skip
+    for batch in (
+        dict(zip(names, (ids, targets), strict=True)),
+        {"batch": {names[0]: ids, names[1]: targets}},
+    ):
         counts = token_counts(batch)
         assert (counts["tokens"], int(counts["targets"])) == (10, 6)
 

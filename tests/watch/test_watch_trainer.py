@@ -39,8 +39,13 @@ def test_a_trainers_callback(monkeypatch: pytest.MonkeyPatch) -> None:
     callbacks = [DefaultFlowCallback(), watched.callback()]
     handler = CallbackHandler(callbacks, model, None, optimizer, None)
     handler.train_dataloader = loader
-    args: Any = SimpleNamespace(max_grad_norm=1.0, logging_first_step=False, logging_strategy="no",
-                                eval_strategy="no", save_strategy="no")  # fmt: skip
+    args: Any = SimpleNamespace(
+        max_grad_norm=1.0,
+        logging_first_step=False,
+        logging_strategy="no",
+        eval_strategy="no",
+        save_strategy="no",
+    )
     state: Any = SimpleNamespace(global_step=0, max_steps=9, logging_steps=1)
     control: Any = SimpleNamespace()
     handler.on_train_begin(args, state, control)
@@ -135,12 +140,17 @@ def test_a_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=64, num_attention_heads=2, num_key_value_heads=2, **size
-    ))  # fmt: skip
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, num_attention_heads=2, num_key_value_heads=2, **size
+        )
+    )
     ids = torch.arange(12)
-    row = {"input_ids": ids, "attention_mask": (ids < 9).long(),
-           "labels": ids.where(ids < 9, torch.tensor(-100))}  # fmt: skip
+    row = {
+        "input_ids": ids,
+        "attention_mask": (ids < 9).long(),
+        "labels": ids.where(ids < 9, torch.tensor(-100)),
+    }
     watched, save = headrace.watch(), transformers.Trainer._save_checkpoint
 
     def slow(*given: Any, **how: Any) -> Any:
@@ -159,14 +169,22 @@ def test_a_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     transformers.Trainer(
         model,
         transformers.TrainingArguments(
-            str(tmp_path), max_steps=6, per_device_train_batch_size=2, logging_steps=1,
-            gradient_accumulation_steps=2, save_steps=2, eval_strategy="steps", eval_steps=3,
-            report_to=[], use_cpu=True, disable_tqdm=True,
+            str(tmp_path),
+            max_steps=6,
+            per_device_train_batch_size=2,
+            logging_steps=1,
+            gradient_accumulation_steps=2,
+            save_steps=2,
+            eval_strategy="steps",
+            eval_steps=3,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
         ),
         train_dataset=[row] * 40,
         eval_dataset=Held(),
         callbacks=[watched.callback()],
-    ).train()  # fmt: skip
+    ).train()
     report = watched.report()
     assert (report["status"], report["steps"]) == ("done", 6)
     assert report["tokens"] == 6 * 2 * 2 * 12 and report["loss"]["first"] > 2

@@ -18,7 +18,7 @@ NOTHING_GAINS = f"no remedy is forecast to gain more than {HEALTHY:.0%}"
 NOTHING_HELPS = "no change is known that would help with any of this"
 PARTS = re.compile(r"(?:; |\. )(?![^(]*\))")
 """What stands between parts of a card's text; not inside of parentheses."""
-RECEIPT = re.compile("(H200, )?(compiled recipe|plain trunk)")
+RECEIPT = re.compile("(H200, )?(compiled recipe|plain (trunk|baseline))")
 """How a part begins that is a receipt."""
 
 
@@ -139,6 +139,8 @@ def why_no_remedy(advice: Advice) -> str:
             return NOTHING_HELPS
         case NoRemedy.NOT_FORECAST:
             return f"no remedy is forecast: {advice.why}"
+        case NoRemedy.REFUSED:
+            return f"no remedies are forecast: {advice.why}"
 
 
 def render_rates(rates: Rates | None) -> str:
