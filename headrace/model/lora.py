@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import Remedy, mend
+from headrace.costs.decoder_work import adapted
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.kernels.quantized_weight import QuantizedWeight
 from headrace.parallel.layout import local_of
@@ -203,6 +204,30 @@ def adapted_ledger(
     backward = 2 * (frozen + 2 * adapters - unmoved + attention)
     flops = {**ledger.flops, "forward": forward, "backward": backward}
     return replace(ledger, flops=flops, matrices=_with_adapters(ledger, taken, rank, quantized))
+
+
+def with_adapters_alone(
+    ledger: Ledger,
+    owner: str,
+    targets: Sequence[str],
+    rank: int,
+    stored: Callable[[int, int], float] | None = None,
+) -> Ledger:
+    """Return the memory and the work of a model of which only adapters learn.
+
+    Args:
+        ledger: of the model that learns whole.
+        owner: the technique.
+        targets: ends of names of the adapted linears; all without targets.
+        rank: of the adapters.
+        stored: (features in, features out) -> bytes of an adapted weight; None leaves it fp32.
+
+    Raises:
+        ConfigError: see `adapted_ledger`.
+    """
+    made = adapted_ledger(ledger, owner, targets, rank, stored)
+    share = made.memory["gradients"].bytes / ledger.memory["gradients"].bytes
+    return adapted(made.without(["head_weight_gradient"]), targets, rank, share)
 
 
 def _with_adapters(

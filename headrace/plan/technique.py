@@ -71,6 +71,11 @@ class Context:
     ranks: int
     precision: Literal["fp32", "bf16", "fp16"]
 
+    @property
+    def capability_text(self) -> str:
+        """Return the compute capability as in "8.0", or "unknown"."""
+        return ".".join(map(str, self.capability or ("unknown",)))
+
     def whole(self, *axes: str) -> Remedy:
         """Return the changes after which the model is split along none of `axes` of the mesh."""
         words: list[str] = []

@@ -18,14 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from headrace.assemble.sockets import Build, Forward
 from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.compile.torch_compile import TorchCompile
-from headrace.techniques.memory.activation_offload import ActivationOffload, Offload, Transfer
+from headrace.techniques.memory.activation_offload import ActivationOffload, HostTransfer, Offload
 from headrace.train.train import step
 
 Make = Callable[..., Build]
 LAYERS = 4
 
 
-class Late(Transfer):
+class Late(HostTransfer):
     """A stream that copies nothing before somebody waits for it, and then in turn."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Late(Transfer):
 
 
 def offload_of(
-    build: Build, transfer: Transfer, *, keep_last: int = 1, min_bytes: int = 1
+    build: Build, transfer: HostTransfer, *, keep_last: int = 1, min_bytes: int = 1
 ) -> Offload:
     """The hooks around the blocks of a build, as the technique puts them."""
     layers = [int(name) for name in build.model.blocks]
@@ -270,7 +270,7 @@ def test_peak_memory_falls_by_the_blocks_that_leave(make_tiny: Make) -> None:
     assert without - peak > 0.5 * sent, (without, peak, sent)
 
 
-class Timed(Transfer):
+class Timed(HostTransfer):
     """Copies between two events that tell the time."""
 
     def __init__(self, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from headrace.parallel.world import World
 from headrace.plan.plan import MeshConfig, Plan
 from headrace.plan.technique import Unsupported
 from headrace.techniques.memory import dynamic_batch
-from headrace.techniques.memory.dynamic_batch import DynamicBatch, Size, cut, halves
+from headrace.techniques.memory.dynamic_batch import DynamicBatch, MicroBatchSize, cut, halves
 from headrace.train import train as trainer
 from headrace.train.train import step
 
@@ -65,7 +65,7 @@ def ran(plan: Plan, **how: Any) -> Path:
 
 @pytest.mark.parametrize(("saved", "rows"), [(12, 12), (7, 6), (5, 3), (2, 1), (99, 12)])
 def test_a_resume_takes_rows_that_divide_the_plans(saved: int, rows: int) -> None:
-    (size := Size(12, 16, 0)).load_values({"rows": saved, "shrinks": 2})
+    (size := MicroBatchSize(12, 16, 0)).load_values({"rows": saved, "shrinks": 2})
     assert size.values() == {"rows": rows, "shrinks": 2} and size.numbers["rows"] == rows
 
 
@@ -206,7 +206,7 @@ def test_the_same_random_numbers_come_again() -> None:
     ids_BT = torch.arange(8).view(4, 2)
     work = dynamic_batch.Work(ids_BT, ids_BT + 1, dynamic_batch.Rows(torch.arange(2)[None]), ids_BT)
     torch.manual_seed(0)
-    dynamic_batch.guarded(Size(4, 2, 0), inner)(build, [work], None, torch.ones(()))  # type: ignore[arg-type]
+    dynamic_batch.guarded(MicroBatchSize(4, 2, 0), inner)(build, [work], None, torch.ones(()))  # type: ignore[arg-type]
     torch.manual_seed(0)
     right = [float(torch.rand(())) for _ in range(4)]
     assert drawn == [right[0], right[0], *right]

@@ -15,15 +15,14 @@ from pydantic import Field
 
 from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
-from headrace.costs.decoder_work import adapted
 from headrace.costs.ledger import Ledger
 from headrace.model.lora import (
     LoraLinear,
-    adapted_ledger,
     adapter_evidence,
     is_frozen,
     linears_of,
     over_random_weights,
+    with_adapters_alone,
 )
 from headrace.plan.technique import (
     Card,
@@ -79,9 +78,7 @@ class Lora(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Count gradients and state of the adapters alone; drop the matmuls of frozen gradients."""
-        adapters = adapted_ledger(ledger, self.name(), self.targets, self.rank, stored=None)
-        share = adapters.memory["gradients"].bytes / ledger.memory["gradients"].bytes
-        return adapted(adapters.without(["head_weight_gradient"]), self.targets, self.rank, share)
+        return with_adapters_alone(ledger, self.name(), self.targets, self.rank)
 
     def apply(self, build: Build) -> None:
         """Replace the chosen linears, and freeze all but the adapters."""

@@ -20,17 +20,16 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.count import block_linears
-from headrace.costs.decoder_work import adapted
 from headrace.costs.ledger import DERIVED, Ledger
 from headrace.costs.work import Phase, Work
 from headrace.kernels.quantized_weight import QuantizedWeight, quantize, quantized_bytes
 from headrace.model.lora import (
     LoraLinear,
-    adapted_ledger,
     adapter_evidence,
     is_frozen,
     linears_of,
     over_random_weights,
+    with_adapters_alone,
 )
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import LoopChange
@@ -70,8 +69,10 @@ class Qlora(Technique[Build]):
     composes: ClassVar[tuple[str, ...]] = ("linear", "frozen", "storage")
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = (
-        "memory capacity:parameters", "memory capacity:optimizer", "memory capacity:gradients",
-    )  # fmt: skip
+        "memory capacity:parameters",
+        "memory capacity:optimizer",
+        "memory capacity:gradients",
+    )
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("8-bit states",)
     card: ClassVar[Card] = Card(
         buys="all that lora buys, and 28 of 32 bits of the adapted linears' weights (derived)",
@@ -88,8 +89,10 @@ class Qlora(Technique[Build]):
         if plan.mesh.tensor > 1:
             return Unsupported(
                 "adapters and quantized weights do not say yet how they are split over tensor "
-                "ranks", context.whole("tensor"), RefusalKind.COMBINATION,
-            )  # fmt: skip
+                "ranks",
+                context.whole("tensor"),
+                RefusalKind.COMBINATION,
+            )
         if not plan.model.pretrained and (bits := self._bits(plan)) >= 32:
             return Unsupported(
                 f"rows so short take {bits:.1f} bits a number in {self.base} with their scales, "
@@ -107,9 +110,10 @@ class Qlora(Technique[Build]):
             "parts.mlp" in t.claims and t.equality != "exact" for t in plan.techniques.values()
         )
         shapes = [
-            (outer, inner) for name, (inner, outer) in block_linears(plan.model).items()
+            (outer, inner)
+            for name, (inner, outer) in block_linears(plan.model).items()
             if (name in self.targets or not self.targets) and (dense or name.startswith("mixer."))
-        ]  # fmt: skip
+        ]
         bytes_stored = sum(quantized_bytes(rows, columns, self.base) for rows, columns in shapes)
         return 8 * bytes_stored / max(1, sum(rows * columns for rows, columns in shapes))
 
@@ -119,13 +123,12 @@ class Qlora(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Count as lora does, with the adapted weights in few bits."""
-        quantized = adapted_ledger(
-            ledger, self.name(), self.targets, self.rank,
+        quantized = with_adapters_alone(
+            ledger,
+            self.name(),
+            self.targets,
+            self.rank,
             stored=lambda inner, outer: quantized_bytes(outer, inner, self.base),
-        )  # fmt: skip
-        share = quantized.memory["gradients"].bytes / ledger.memory["gradients"].bytes
-        quantized = adapted(
-            quantized.without(["head_weight_gradient"]), self.targets, self.rank, share
         )
         return self._made_whole(quantized)
 
@@ -147,9 +150,13 @@ class Qlora(Technique[Build]):
         phases: tuple[Phase, ...] = ("forward", "backward")
         for phase in phases:
             work[f"whole_weight/{phase}"] = Work(
-                phase, "stream", sizes["layers"], eager * sum(chosen), kernels * len(chosen),
+                phase,
+                "stream",
+                sizes["layers"],
+                eager * sum(chosen),
+                kernels * len(chosen),
                 fused * sum(chosen),
-            )  # fmt: skip
+            )
         return replace(ledger, work=work, sizes={**sizes, DERIVED: 1.0})
 
     def apply(self, build: Build) -> None:
@@ -169,8 +176,11 @@ class Qlora(Technique[Build]):
     def active(self, build: Build) -> Evidence:
         """Report bits of a stored number, adapters with a gradient, and frozen weights without."""
         active, detail, numbers = adapter_evidence(build.model, build.optimizers.values())
-        weights = [getattr(m.weight, "_local_tensor", m.weight) for m in build.model.modules()
-                if isinstance(m, LoraLinear)]  # fmt: skip
+        weights = [
+            getattr(m.weight, "_local_tensor", m.weight)
+            for m in build.model.modules()
+            if isinstance(m, LoraLinear)
+        ]
         stored = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
         count = sum(weight.numel() for weight in stored)
         bits = 8 * sum(weight.nbytes for weight in stored) / max(1, count)

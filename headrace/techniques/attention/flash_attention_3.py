@@ -273,10 +273,9 @@ class FlashAttention3(Technique[Build]):
             reason = f"{self.release} needs an NVIDIA GPU, not {context.device}"
             return Unsupported(reason, mend("device=cuda"), RefusalKind.DEVICE)
         if (context.capability or (0, 0))[0] not in needs.majors:
-            capability = ".".join(map(str, context.capability or ("unknown",)))
             return Unsupported(
                 f"{self.release} is written for {needs.gpus}, and {context.device_name} has "
-                f"compute capability {capability}",
+                f"compute capability {context.capability_text}",
                 mend(f"-{self.name()}", "+flash_attention"),
                 RefusalKind.DEVICE,
             )

@@ -64,7 +64,7 @@ VIEWS = frozenset(
 """Nodes that make another view or precision of a weight."""
 
 
-class Transfer:
+class HostTransfer:
     """Copies beside the computation, and the host's buffers for them.
 
     All copies go through one stream, in turn: a buffer is read before it is written again.
@@ -114,13 +114,13 @@ class Counts:
     kept: int = 0
 
 
-class Part:
+class SavedStorage:
     """A part is one storage of a block's saved tensors: on the device, on the host, or on both.
 
     It lives as long as autograd holds a tensor in it, and then gives its buffer back.
     """
 
-    def __init__(self, transfer: Transfer, counts: Counts, device: Tensor) -> None:
+    def __init__(self, transfer: HostTransfer, counts: Counts, device: Tensor) -> None:
         self.transfer, self.counts = transfer, counts
         self.device: Tensor | None = device
         self.host = transfer.buffer(device.nbytes)
@@ -165,10 +165,10 @@ class Group:
 
     def __init__(self, layer: int, before: "Group | None", foreign: frozenset[int]) -> None:
         self.layer, self.before, self.foreign = layer, before, foreign
-        self.parts: dict[int, weakref.ref[Part]] = {}
+        self.parts: dict[int, weakref.ref[SavedStorage]] = {}
         """by the address of their storage on the device"""
 
-    def live_parts(self) -> Iterator[Part]:
+    def live_parts(self) -> Iterator[SavedStorage]:
         """Yield the parts that autograd still holds, the last saved first."""
         for reference in reversed(list(self.parts.values())):
             if (part := reference()) is not None:
@@ -190,7 +190,7 @@ class Packed(NamedTuple):
 
     group: Group
     tensor: Tensor | None
-    part: Part | None = None
+    part: SavedStorage | None = None
     dtype: torch.dtype = torch.uint8
     place: tuple[Any, ...] = ()
     """offset, size and stride in the storage"""
@@ -209,7 +209,7 @@ class Offload:
 
     def __init__(
         self,
-        transfer: Transfer,
+        transfer: HostTransfer,
         *,
         min_bytes: int,
         sends: frozenset[int],
@@ -262,7 +262,7 @@ class Offload:
         part = known() if known is not None else None
         if part is None:
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            part = Part(self.transfer, self.counts, flat.set_(storage))
+            part = SavedStorage(self.transfer, self.counts, flat.set_(storage))
             group.parts[storage.data_ptr()] = weakref.ref(part)
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
         return Packed(group, None, part, tensor.dtype, place)
@@ -399,7 +399,7 @@ class ActivationOffload(Technique[Build]):
         """Put the hooks around this rank's blocks."""
         layers = [int(name) for name in build.model.blocks]
         offload = Offload(
-            Transfer(build.device),
+            HostTransfer(build.device),
             min_bytes=self.min_bytes,
             sends=frozenset(layers[: max(0, len(layers) - self.keep_last)]),
             last=layers[-1] if layers else -1,

@@ -63,9 +63,15 @@ class AdamW8bitOptimizer(torch.optim.Optimizer):
     """Run AdamW over matrices, with quantized moments, masked by `found_inf` on the device."""
 
     def __init__(
-        self, named: Mapping[str, nn.Parameter], *, lr: float, betas: tuple[float, float],
-        eps: float, weight_decay: float, compiled: bool,
-    ) -> None:  # fmt: skip
+        self,
+        named: Mapping[str, nn.Parameter],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        compiled: bool,
+    ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(list(named.values()), defaults)
         self.found_inf: Tensor | None = None
@@ -89,10 +95,13 @@ class AdamW8bitOptimizer(torch.optim.Optimizer):
         skip = torch.zeros((), device=p.device) if self.found_inf is None else self.found_inf
         state["step"] += 1 - skip
         how = {
-            "lr": torch.full((), group["lr"], device=p.device), "step": state["step"],
-            "skip": skip > 0, "betas": group["betas"], "eps": group["eps"],
+            "lr": torch.full((), group["lr"], device=p.device),
+            "step": state["step"],
+            "skip": skip > 0,
+            "betas": group["betas"],
+            "eps": group["eps"],
             "weight_decay": group["weight_decay"],
-        }  # fmt: skip
+        }
         for key in MOMENTS:
             state[f"{key}_scales"] = _laid_out_as(p, state[f"{key}_scales"])
         quantized = [state[f"{key}_{part}"] for key in MOMENTS for part in ("codes", "scales")]
@@ -238,17 +247,22 @@ class Adamw8bit(Technique[Build]):
         def make(named: Mapping[str, nn.Parameter]) -> AdamW8bitOptimizer:
             layouts = {name: build.layouts[name] for name in named}
             rows = {
-                name: layout.shape[-1] for name, layout in layouts.items()
+                name: layout.shape[-1]
+                for name, layout in layouts.items()
                 if layout.split.get("tensor") == len(layout.shape) - 1
-            }  # fmt: skip
+            }
             if cut := _unshared(rows, build.world.size("tensor")):
                 raise ConfigError(
                     f"{self.name()}: {cut.reason}", cut.remedy.otherwise(mend(f"-{self.name()}"))
                 )
             return AdamW8bitOptimizer(
-                named, lr=config.lr, betas=config.betas, eps=config.eps,
-                weight_decay=config.weight_decay, compiled=compiled,
-            )  # fmt: skip
+                named,
+                lr=config.lr,
+                betas=config.betas,
+                eps=config.eps,
+                weight_decay=config.weight_decay,
+                compiled=compiled,
+            )
 
         build.routes.append(Route(self.name(), takes, make, rest=self.rest))
 
@@ -297,9 +311,11 @@ def _unshared(rows: Mapping[str, int], ranks: int) -> Unsupported | None:
 def _linears(plan: Plan) -> dict[str, tuple[int, int]]:
     """Return (features in, features out) of the blocks' linears that no technique replaces."""
     replaced = {
-        part for other in plan.techniques.values() if other.equality != "exact"
+        part
+        for other in plan.techniques.values()
+        if other.equality != "exact"
         for part in other.claims
-    }  # fmt: skip
+    }
     linears = block_linears(shape_of(plan.model)).items()
     return {n: sizes for n, sizes in linears if f"parts.{n.split('.')[0]}" not in replaced}
 
@@ -310,9 +326,11 @@ def _adapters(technique: Any, plan: Plan) -> list[tuple[int, int]]:
     if "mixer.out" not in linears:
         return []
     return [
-        shape for name, (inner, outer) in linears.items() if not targets or name in targets
+        shape
+        for name, (inner, outer) in linears.items()
+        if not targets or name in targets
         for shape in ((technique.rank, inner), (outer, technique.rank))
-    ]  # fmt: skip
+    ]
 
 
 def _saves(shapes: Sequence[tuple[int, int]], smallest: int) -> bool:

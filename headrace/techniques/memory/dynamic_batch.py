@@ -99,7 +99,7 @@ train.run(Plan.read(plan.read_text(), catalogue()), progress=Progress())
 """A run of a plan file, as any other, under a limit of bytes."""
 
 
-class Size:
+class MicroBatchSize:
     """Rows of a micro-batch as they are now, and how it came to that.
 
     Args:
@@ -112,9 +112,13 @@ class Size:
     def __init__(self, rows: int, length: int, too_large: int, less: tuple[str, ...] = ()) -> None:
         self.rows, self.length, self.shrinks, self.less = rows, length, 0, less
         self.numbers: dict[str, float] = {
-            "rows": rows, "began_with": rows, "too_large": too_large, "shrinks": 0,
-            "micro_batches": 0, "too_long": 0,
-        }  # fmt: skip
+            "rows": rows,
+            "began_with": rows,
+            "too_large": too_large,
+            "shrinks": 0,
+            "micro_batches": 0,
+            "too_long": 0,
+        }
         """Numbers of this process so far; `shrinks` of the whole run."""
 
     def cut(self, works: Sequence[Work]) -> list[Work]:
@@ -217,7 +221,7 @@ class DynamicBatch(Technique[Build]):
         """Find the rows to begin with, write them into the plan, and guard the engine."""
         rows, too_large = self.first_rows(build)
         build.plan = with_rows(build.plan, rows)
-        size = Size(rows, build.plan.data.sequence_length, too_large, less(build.plan))
+        size = MicroBatchSize(rows, build.plan.data.sequence_length, too_large, less(build.plan))
         build.notes[self.name()] = build.state[self.name()] = size
         build.engine = guarded(size, build.engine)
 
@@ -250,7 +254,7 @@ class DynamicBatch(Technique[Build]):
 
     def active(self, build: Build) -> Evidence:
         """Report the micro-batches that went through it, none with more rows than it allows."""
-        size: Size = build.notes[self.name()]
+        size: MicroBatchSize = build.notes[self.name()]
         ran, over, before = (size.numbers[n] for n in ("micro_batches", "too_long", "too_large"))
         return Evidence(
             active=ran > 0 == over,
@@ -330,9 +334,13 @@ def fits(plan: Plan, limit: int, device: torch.device) -> bool:
         file.write_text(plan.replaced(directory=folder).to_toml())
         ended = subprocess.run(
             [sys.executable, "-c", CHILD, str(file), str(limit), device.type],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            text=True, errors="replace", check=False,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            check=False,
+        )
     if ended.returncode in (0, KILLED):
         return ended.returncode == 0
     if any(sign in ended.stderr for sign in NO_MEMORY):
@@ -352,7 +360,7 @@ def fits(plan: Plan, limit: int, device: torch.device) -> bool:
 # --- in the run -------------------------------------------------------------------------------
 
 
-def guarded(size: Size, inner: Engine) -> Engine:
+def guarded(size: MicroBatchSize, inner: Engine) -> Engine:
     """Return the engine, retried with smaller micro-batches where memory does not suffice."""
 
     def engine(build: Build, works: Sequence[Work], objective: Objective, scale: Tensor) -> Tensor:

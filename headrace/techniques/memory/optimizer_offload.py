@@ -68,7 +68,7 @@ class HostState(dict[str, Tensor]):
         super().__setitem__(key, lying_as(value, local_of(value.detach()).cpu()))
 
 
-class Piece(NamedTuple):
+class NumberRange(NamedTuple):
     """A range of one parameter's numbers, and where it lies in the buffers."""
 
     group: dict[str, Any]
@@ -165,9 +165,9 @@ class HostAdamW(torch.optim.Optimizer):
             self._weights[p] = self._weights[p][0], local_of(p)._version
         self.updates += 1
 
-    def _batches(self) -> Iterator[list[Piece]]:
+    def _batches(self) -> Iterator[list[NumberRange]]:
         """Yield all numbers that have a gradient, as many at a time as a buffer holds."""
-        batch: list[Piece] = []
+        batch: list[NumberRange] = []
         filled = 0
         for group in self.param_groups:
             for p in group["params"]:
@@ -175,7 +175,7 @@ class HostAdamW(torch.optim.Optimizer):
                 while start < end:
                     count = min(end - start, self.size - filled)
                     at = slice(filled, filled + count)
-                    batch.append(Piece(group, p, slice(start, start + count), at))
+                    batch.append(NumberRange(group, p, slice(start, start + count), at))
                     start, filled = start + count, filled + count
                     if filled == self.size:
                         yield batch
@@ -183,7 +183,7 @@ class HostAdamW(torch.optim.Optimizer):
         if batch:
             yield batch
 
-    def _down(self, batch: list[Piece], number: int, lane: Lane) -> None:
+    def _down(self, batch: list[NumberRange], number: int, lane: Lane) -> None:
         """Send a batch's gradients to the host, and read weights that somebody else wrote."""
         with lane.begin():
             for piece in batch:
@@ -195,7 +195,7 @@ class HostAdamW(torch.optim.Optimizer):
             if piece.numbers.start == 0 and self._weights.get(p, (None, -1))[1] != version:
                 self._weights[p] = _flat(p).to("cpu", torch.float32, copy=True), version
 
-    def _update(self, piece: Piece, grad: Tensor) -> None:
+    def _update(self, piece: NumberRange, grad: Tensor) -> None:
         """Update one piece on the host; the parameter's step is counted when all are done."""
         state = self.state[piece.parameter]
         if "step" not in state:

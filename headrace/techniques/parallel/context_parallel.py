@@ -235,8 +235,10 @@ def _round(work: Mapping[str, Piece], sizes: Mapping[str, float]) -> dict[str, P
         "forward": MERGED * queries * blocks,
         "backward": ADDED * (queries + numbers) * blocks,
     }
-    pieces = {f"attention/joined_{phase}": Piece(phase, "stream", layers, bytes, 2 * (1 + others))
-             for phase, bytes in joined.items()}  # fmt: skip
+    pieces = {
+        f"attention/joined_{phase}": Piece(phase, "stream", layers, bytes, 2 * (1 + others))
+        for phase, bytes in joined.items()
+    }
     for name, piece in work.items():
         if piece.kind == "attention":
             pieces[f"{name}/others"] = replace(piece, count=piece.count * others / 2, causal=False)
@@ -249,9 +251,14 @@ def _round(work: Mapping[str, Piece], sizes: Mapping[str, float]) -> dict[str, P
     }
     for name, (phase, bytes, times) in sends.items():
         pieces[f"attention/{name}"] = collective(
-            sizes, AXIS, phase, "send", bytes, layers * times,
+            sizes,
+            AXIS,
+            phase,
+            "send",
+            bytes,
+            layers * times,
             beside="" if name == "home" else "attention",
-        )  # fmt: skip
+        )
     return pieces
 
 

@@ -68,13 +68,26 @@ ROWS: Mapping[str, int] = {"weight": 1}
 """Along which dimension a plain linear's parameters are cut, by output or by input features; one
 with other parameters says so itself in `column_parameters` and `row_parameters`."""
 INSIDE_LINES = (
-    "qkv", "attention", "attention_input", "qk_norm", "gate_up", "activation", "weight_cast",
-)  # fmt: skip
+    "qkv",
+    "attention",
+    "attention_input",
+    "qk_norm",
+    "gate_up",
+    "activation",
+    "weight_cast",
+)
 """Ledger lines of a block that are kept inside of attention and MLP."""
 INSIDE_SIZES = (
-    "logits_per_token", "logits_leaf", "logits_fused", "down_matrices", "embedding",
-    "attention_flops", "heads", "kv_heads", "ffn",
-)  # fmt: skip
+    "logits_per_token",
+    "logits_leaf",
+    "logits_fused",
+    "down_matrices",
+    "embedding",
+    "attention_flops",
+    "heads",
+    "kv_heads",
+    "ffn",
+)
 STATE_LINES = ("parameters", "gradients", "optimizer")
 
 
@@ -132,9 +145,11 @@ class TensorParallel(Technique[Build]):
     axes: ClassVar[tuple[str, ...]] = (AXIS,)
     composes: ClassVar[tuple[str, ...]] = ("layouts",)
     symptoms: ClassVar[tuple[str, ...]] = (
-        "memory capacity:parameters", "memory capacity:optimizer", "memory capacity:activations",
+        "memory capacity:parameters",
+        "memory capacity:optimizer",
+        "memory capacity:activations",
         "memory capacity:logits",
-    )  # fmt: skip
+    )
     timed: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         buys="parameters, gradients, optimizer state, logits and activations of a rank divided by "
@@ -198,8 +213,11 @@ class TensorParallel(Technique[Build]):
         sizes |= {name: sizes[name] / ranks for name in INSIDE_SIZES if name in sizes}
         sizes[COMMUNICATORS] = sizes.get(COMMUNICATORS, 0.0) + 1
         flops = {phase: count / ranks for phase, count in ledger.flops.items()}
-        cut = {n: replace(m, share=m.share / ranks) for n, m in ledger.matrices.items()
-               if n != "position.weight"}  # fmt: skip
+        cut = {
+            n: replace(m, share=m.share / ranks)
+            for n, m in ledger.matrices.items()
+            if n != "position.weight"
+        }
         return replace(ledger, sizes=sizes, flops=flops, work=work).with_matrices(cut)
 
     def apply(self, build: Build) -> None:
@@ -220,10 +238,10 @@ class TensorParallel(Technique[Build]):
         cut = dict(_cuts(name, part))
         units = getattr(part, "units", 1)
         if not cut or units % ranks:
-            found = f"has {units} groups of features" if cut else "does not say how it is split"
+            reason = f"has {units} groups of features" if cut else "does not say how it is split"
             fits = gcd(units, ranks) if cut else 1
             raise ConfigError(
-                f"mesh.tensor = {ranks}, and {name} ({type(part).__name__}) {found}",
+                f"mesh.tensor = {ranks}, and {name} ({type(part).__name__}) {reason}",
                 mend(f"mesh.tensor={fits}") | WHOLE if fits > 1 else WHOLE,
             )
         biases = [f"{row}.bias" for row in getattr(part, "rows", ())]

@@ -64,9 +64,9 @@ class Bf16Autocast(Technique[Build]):
         """Run on GPUs since Ampere, and on CPUs, if slowly."""
         capability = context.capability
         if context.device == "cuda" and (capability is None or capability < AMPERE):
-            found = ".".join(map(str, capability or ("unknown",)))
             return Unsupported(
-                f"{context.device_name} has compute capability {found}, and bf16 products need 8.0",
+                f"{context.device_name} has compute capability {context.capability_text}, and bf16 "
+                "products need 8.0",
                 mend(f"-{self.name()}", "+fp16_loss_scaling", "model.precision=fp16"),
                 RefusalKind.DEVICE,
             )

@@ -107,10 +107,9 @@ class Float8Linear(Technique[Build]):
         if context.device == "cuda":
             capability = context.capability
             if capability is None or capability < (8, 9):
-                found = ".".join(map(str, capability or ("unknown",)))
                 return Unsupported(
-                    f"{context.device_name} has compute capability {found}, and fp8 products need "
-                    "8.9",
+                    f"{context.device_name} has compute capability {context.capability_text}, "
+                    "and fp8 products need 8.9",
                     "an Ada or Hopper GPU, or newer",
                     RefusalKind.DEVICE,
                 )
@@ -151,13 +150,20 @@ class Float8Linear(Technique[Build]):
                 moved = each * (tokens * inner + inner * outer)
                 moved += (READ + 2 * CAST) * tokens * outer if phase == "backward" else 0.0
                 casts[f"{name}/casts_{phase}"] = Work(
-                    phase, "stream", layers, moved, fused=TURNED * moved if whole else None,
+                    phase,
+                    "stream",
+                    layers,
+                    moved,
+                    fused=TURNED * moved if whole else None,
                     unknown=f"float8_linear {how} does not say yet what it does to a step's time",
-                )  # fmt: skip
+                )
         ledger = ledger.reworked(
-            lambda name, piece: replace(piece, precision="fp8")
-            if name.partition("/")[0] in fits and piece.kind == "product" else piece
-        )  # fmt: skip
+            lambda name, piece: (
+                replace(piece, precision="fp8")
+                if name.partition("/")[0] in fits and piece.kind == "product"
+                else piece
+            )
+        )
         return replace(ledger, work={**ledger.work, **casts})
 
     def _fits(self, inner: int, outer: int) -> bool:
@@ -167,10 +173,10 @@ class Float8Linear(Technique[Build]):
     def _nothing_fits(self, sizes: set[tuple[int, int]]) -> ConfigError:
         """Return the error for linears of these sizes (in, out), none of which fits."""
         narrow = max(min(ends) for ends in sizes)
-        told = ", ".join(sorted(f"{outer} x {inner}" for inner, outer in sizes))
+        linears = ", ".join(sorted(f"{outer} x {inner}" for inner, outer in sizes))
         return ConfigError(
             f"float8_linear takes linears whose sizes are multiples of {self.multiple_of} and "
-            f"at least {self.min_size}, and this model has {told}",
+            f"at least {self.min_size}, and this model has {linears}",
             mend(
                 f"techniques.float8_linear.min_size={narrow}",
                 text=f"techniques.float8_linear.min_size={narrow}, at a loss of speed",
@@ -182,16 +188,18 @@ class Float8Linear(Technique[Build]):
     def apply(self, build: Build) -> None:
         """Replace every linear of the blocks whose sizes fit."""
         linears = {
-            name: module for name, module in build.model.named_modules()
+            name: module
+            for name, module in build.model.named_modules()
             if isinstance(module, nn.Linear) and name.startswith("blocks.")
-        }  # fmt: skip
+        }
         ranks = build.world.size("tensor")  # each holds a share of one of the two sizes
         names = [
-            n for n, m in linears.items()
+            n
+            for n, m in linears.items()
             if self._fits(m.in_features, m.out_features)
             and m.in_features % (ranks * self.multiple_of) == 0
             and m.out_features % (ranks * self.multiple_of) == 0
-        ]  # fmt: skip
+        ]
         if not names:
             raise self._nothing_fits({(m.in_features, m.out_features) for m in linears.values()})
         make = _maker(self.recipe, build)

@@ -80,9 +80,9 @@ class Tf32(Technique[Build]):
                 RefusalKind.DEVICE,
             )
         if context.capability is None or context.capability < (8, 0):
-            found = ".".join(map(str, context.capability or ("unknown",)))
             return Unsupported(
-                f"{context.device_name} has compute capability {found}, and TF32 needs 8.0",
+                f"{context.device_name} has compute capability {context.capability_text}, and TF32 "
+                "needs 8.0",
                 "an Ampere GPU or newer",
                 RefusalKind.DEVICE,
             )
