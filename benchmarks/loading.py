@@ -22,7 +22,6 @@ from unittest.mock import patch
 import receipts
 
 from headrace.cli.app import catalogue
-from headrace.core.progress import Progress
 from headrace.data.rows import Cut
 from headrace.observe.signals import STALL_SHARE
 from headrace.plan.changes import changed
@@ -51,8 +50,7 @@ def slowly(seconds: float) -> Any:
 def timed(plan: Plan, row_s: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the second half of a run's steps, and its report."""
     with slowly(row_s):
-        folder = train.run(plan, progress=Progress(), catalogue=catalogue())
-    assert folder is not None
+        folder = train.run(plan, catalogue=catalogue()).folder
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return steps[len(steps) // 2 :], json.loads((folder / "report.json").read_text())
 

@@ -45,7 +45,7 @@ from natural_said import SPARE_BYTES, Said, say
 from natural_times import BEGUN, STAGE, STAYS, Wanted, awake, measure
 
 from headrace.assemble.context import choose_device, find_device, make_context
-from headrace.cli.arguments import rates_here
+from headrace.cli.plans import rates_here
 from headrace.data.ingest import prepare
 from headrace.predict.foresight import foresee
 from headrace.tuner.worker import Worker

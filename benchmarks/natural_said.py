@@ -21,9 +21,8 @@ from natural_times import TOGETHER_BYTES
 
 from headrace.assemble.context import choose_device
 from headrace.cli.app import catalogue
-from headrace.cli.arguments import rates_here
+from headrace.cli.plans import rates_here
 from headrace.core.errors import HeadraceError
-from headrace.core.progress import Progress
 from headrace.doctor.advice import Advice, advise
 from headrace.doctor.findings import ABSTAINED
 from headrace.doctor.observation import WARM_STEPS, observe
@@ -102,7 +101,7 @@ def _say(
     device = choose_device(work)
     drawn = nullcontext() if device.type == "cpu" else device_weights(device)
     with drawn, turn_from_third_step(gate):
-        path = train.run(work, progress=Progress())
+        path = train.run(work).folder
     folder = resolve_run(path or Path(work.directory) / work.name)
     advice, run = advise(folder, catalogue(), rates_here), RunFolder(folder)
     report = run.read_report()

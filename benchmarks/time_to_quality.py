@@ -19,7 +19,6 @@ from typing import Any
 import receipts
 
 from headrace.cli.app import catalogue
-from headrace.core.progress import Progress
 from headrace.data.ingest import prepare
 from headrace.plan.plan import Plan
 from headrace.train import train
@@ -63,8 +62,7 @@ def measure(
     if not stop:
         overrides += ["goal.bits_per_byte=0.01"]
     plan = plan_of(args, overrides)
-    folder = train.run(plan, progress=Progress())
-    assert folder is not None
+    folder = train.run(plan).folder
     report = RunFolder(folder).read_report()
     apart = report["phase_s"]["compile"] + report["phase_s"]["eval"]
     rate = report["steady_tokens_per_s"]

@@ -33,7 +33,7 @@ from scoring.numbers import LOSER_NATS, LOSER_STEPS
 
 from headrace.assemble.context import choose_device, make_context
 from headrace.cli.app import catalogue
-from headrace.cli.arguments import rates_here
+from headrace.cli.plans import rates_here
 from headrace.core.statistics import Equivalence, equivalence
 from headrace.data.ingest import prepare
 from headrace.plan.changes import changed, difference

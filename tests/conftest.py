@@ -20,7 +20,6 @@ from latecomer import fewer_bytes as fewer_bytes  # a fixture
 from tiny import PLAN, keep_rates, save_weights, write_corpus
 
 from headrace.cli.app import catalogue
-from headrace.core.progress import Progress
 from headrace.plan.plan import Plan
 
 if not torch.cuda.is_available():  # read when triton is imported: its kernels run on the host
@@ -169,7 +168,7 @@ def train(tiny_plan: Callable[..., Plan]) -> Callable[..., Path]:
 
     def run(*overrides: str, resume: bool = False, checkpoint: str | None = None) -> Path:
         plan = tiny_plan(*overrides)
-        return trainer.run(plan, progress=Progress(), resume=resume, checkpoint=checkpoint)
+        return trainer.run(plan, resume=resume, checkpoint=checkpoint).folder
 
     return run
 

@@ -56,6 +56,11 @@ ENDLESS = 10**6
 """Columns of a file."""
 
 
+def note(text: str) -> None:
+    """Print a text on standard error as it is."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
 @contextmanager
 def exit_codes(as_json: bool, *, together: bool = False) -> Iterator[None]:
     """Turn errors that a user can mend into one message and their exit code.

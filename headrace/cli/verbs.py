@@ -4,12 +4,14 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib import import_module
 from itertools import pairwise
 from math import isfinite
-from typing import Any, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command, get_group
 
 from headrace.cli.terminal import exit_codes, is_first
 from headrace.core.command import typed
@@ -29,40 +31,86 @@ RETIRED = {
 """Verb that is no more -> the message and the remedy of who types it."""
 
 
+class Verb(NamedTuple):
+    """A verb, and the module that is imported when the verb is called."""
+
+    name: str
+    function: str
+    """its module and function in headrace.cli, as in "runs.sample"; or a `Typer` of more verbs"""
+    help: str
+
+    def line(self) -> TyperCommand:
+        """Return the verb as the help of `headrace` lists it."""
+        return TyperCommand(self.name, help=self.help)
+
+    def load(self) -> Any:
+        """Import the module of the verb, and return the whole verb."""
+        module, _, name = self.function.partition(".")
+        function = getattr(import_module(f"headrace.cli.{module}"), name)
+        alone = typer.Typer(add_completion=False)
+        if isinstance(function, typer.Typer):
+            alone.add_typer(function, name=self.name, help=self.help)
+            return get_group(alone).commands[self.name]
+        alone.command(self.name, help=self.help)(function)
+        return get_command(alone)
+
+
 class Verbs(TyperGroup):
-    """The verbs. With --json a command line that none of them takes is told as JSON, too."""
+    """The verbs. With --json an error of usage, too, is printed as JSON."""
+
+    verbs: ClassVar[tuple[Verb, ...]] = ()
+    commands: dict[str, Any]
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = {verb.name: verb.line() for verb in self.verbs}
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        """What stands before the verb."""
+        """Parse what stands before the verb, and answer the errors of the rest of the command."""
         ctx.meta["json"] = "--json" in args
         ctx.meta["words"] = [*args]
         self._check_json(args)
         if not is_first() and {"--help", "--version"} & set(args):  # the first rank prints it
             raise typer.Exit
         with exit_codes(ctx.meta["json"], together=True), _usage(ctx):
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
+        ctx.with_resource(self._answering(ctx))
+        return rest
 
-    def invoke(self, ctx: typer.Context) -> Any:
-        """The verb, once it takes what stands behind it."""
+    @contextmanager
+    def _answering(self, ctx: typer.Context) -> Iterator[None]:
+        """Let remedies repeat the command line, and turn its errors into messages and codes."""
         words = ctx.meta["words"]
         with (
             typed(words, self._takes(words)),
             exit_codes(ctx.meta["json"], together=True),
             _usage(ctx),
         ):
-            return super().invoke(ctx)
+            yield
 
-    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:
-        """Find the verb that the words name; refuse one that is no more."""
+    def resolve_command(
+        self, ctx: typer.Context, args: list[str]
+    ) -> tuple[str | None, Any, list[str]]:
+        """Return the name of the verb, the verb, and the words behind it.
+
+        Raises:
+            ConfigError: the verb is no more.
+        """
         if args[0] in RETIRED:
             raise ConfigError(*RETIRED[args[0]])
-        return super().resolve_command(ctx, args)
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, self.load(name), rest
+
+    def load(self, name: str | None) -> Any:
+        """Return a verb with its options; None where there is none of that name."""
+        found = next((verb for verb in self.verbs if verb.name == name), None)
+        return found and found.load()
 
     def _takes(self, words: list[str]) -> set[str]:
-        """The options of the verb of a command line that take the next word as their value."""
-        verb: Any = self
-        for word in words[:2]:
-            verb = getattr(verb, "commands", {}).get(word, verb)
+        """Return the options of a command line's verb that take the next word as their value."""
+        verb: Any = (self.load(words[0]) if words else None) or self
+        if len(words) > 1 and verb is not self:
+            verb = getattr(verb, "commands", {}).get(words[1], verb)
         return {
             name
             for option in verb.params

@@ -10,12 +10,13 @@ import shutil
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
-
-from filelock import BaseFileLock, FileLock, Timeout
+from typing import TYPE_CHECKING, Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.remedy import leave_out, mend
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 RECORDED = ".plan.toml"
 """The name, in a run's folder, of the plan that it was started with; plan.toml is for people."""
@@ -96,7 +97,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise
 
 
-def hold_lock(file: Path, *, wait: bool, key: str) -> BaseFileLock:
+def hold_lock(file: Path, *, wait: bool, key: str) -> "BaseFileLock":
     """Lock a file until `release`; the system takes the lock back when the process ends.
 
     Args:
@@ -108,6 +109,8 @@ def hold_lock(file: Path, *, wait: bool, key: str) -> BaseFileLock:
         ConfigError: the file system has no locks.
         Timeout: another process holds it, and `wait` is false.
     """
+    from filelock import FileLock, Timeout  # it loads asyncio, which most verbs need not wait for
+
     lock = FileLock(file, timeout=-1 if wait else 0, fallback_to_soft=False)
     try:
         lock.acquire()

@@ -9,14 +9,42 @@ training used.
 Shapes: B rows, T tokens of the prompt, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, Diverged
 from headrace.kernels.autocast import compute_dtype
 from headrace.model.attention import KVCache
 from headrace.model.decoder import Decoder
 from headrace.model.mask import Rows
+
+
+def generate_text(build: Build, prompt: str, *, new_tokens: int, **how: Any) -> str:
+    """Return the text that a trained model continues a prompt with.
+
+    Args:
+        build: a run with its model and its tokenizer.
+        prompt: the beginning of a document.
+        new_tokens: most tokens to add.
+        **how: what `generate` takes.
+    """
+    tokenizer = build.prepared.tokenizer
+    ids = [tokenizer.document_token, *tokenizer.encode_batch([prompt])[0].tolist()]
+    ids_BT = torch.tensor([ids], device=build.device)
+    with build.autocast():
+        rows_BT = generate(
+            build.model,
+            ids_BT,
+            new_tokens=new_tokens,
+            stop=tokenizer.document_token,
+            entries=tokenizer.vocab,
+            **how,
+        )
+    added = [i for i in rows_BT[0, len(ids) :].tolist() if i != tokenizer.document_token]
+    return tokenizer.decode(added)
 
 
 @torch.no_grad()

@@ -5,8 +5,3 @@ at any time and gives the same bytes. The page needs no network, no script and n
 charts are inline SVG drawn by matplotlib and coloured by the page's style sheet, bars are HTML, and
 a content security policy forbids the rest. What was not measured is said so, never shown as 0.
 """
-
-from headrace.report.compare import compare_reports
-from headrace.report.single import write_report
-
-__all__ = ["compare_reports", "write_report"]

@@ -10,6 +10,7 @@ Stack at the gradient: cli.train -> train.run -> train.step -> engine -> backwar
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from headrace.parallel.layout import local_of
 from headrace.parallel.world import World, open_world
 from headrace.plan.doubts import check_meant, doubts_of
 from headrace.plan.plan import Plan
-from headrace.plan.technique import Catalogue
+from headrace.plan.technique import Catalogue, installed
 from headrace.train.checkpoint import Saved, steps_in
 from headrace.train.evaluate import TARGETS, count_targets, doubts
 from headrace.train.guard import guard
@@ -41,6 +42,7 @@ from headrace.train.identity import (
     without_base,
 )
 from headrace.train.interrupts import Interrupts
+from headrace.train.result import Result
 from headrace.train.run_folder import RunFolder, telling_of_lost_ranks
 from headrace.train.session import Session
 from headrace.train.start import NOTE as START
@@ -48,14 +50,20 @@ from headrace.train.start import Start, process_age_s
 
 
 def run(
-    plan: Plan, *, progress: Progress, resume: bool = False, folder: Path | None = None,
-    checkpoint: str | None = None, catalogue: Catalogue | None = None, command: bool = False,
-) -> Path | None:  # fmt: skip
-    """Train until the plan's goal; returns the run's folder, or None on all ranks but the first.
+    plan: Plan,
+    *,
+    progress: Progress | None = None,
+    resume: bool = False,
+    folder: Path | None = None,
+    checkpoint: str | None = None,
+    catalogue: Catalogue | None = None,
+    command: bool = False,
+) -> Result:
+    """Train until the goal of the plan, and return what the run left behind.
 
     Args:
         plan: the run.
-        progress: where to tell how it goes.
+        progress: shows how it goes; nothing is shown without it.
         resume: continue the newest run of this name.
         folder: continue the run in this folder instead.
         checkpoint: the checkpoint to continue from, as in "step-100"; the newest without it.
@@ -68,13 +76,11 @@ def run(
         Stopped: a signal ended it; a checkpoint is saved.
     """
     start = Start(process_age_s() if command else None)
-    # A plan that was made in Python has not been through `Plan.read`, which does this.
-    plan = plan.with_keys(plan.model_dump(exclude_unset=True, exclude={"techniques"}))
+    plan, progress = _with_keys(plan), progress or Progress()
     device = choose_device(plan)
     with ExitStack() as stack:
         stop = stack.enter_context(Interrupts())
-        # Before any work: is there anything to resume.
-        run_before = RunFolder.find(plan, folder) if resume else None
+        run_before = RunFolder.find(plan, folder) if resume else None  # before any work
         first = plan.model.pretrained
         plan = _as_restored(plan, run_before, checkpoint) if run_before else plan
         world = stack.enter_context(open_world(plan.mesh, device))
@@ -82,15 +88,12 @@ def run(
         device = _own_device(device, world)
         _check_plan(plan, device, progress, given=first, begins=not resume)
         prepared = prepare_together(plan, world, progress, run_before)
-        if world.rank == 0:
-            _tell_data(plan, prepared, progress, run_before)
         start.mark("prepare")
         plan, timed = choose_attention(plan, catalogue, prepared, world, device, progress)
         start.mark("choose")
         build = make_build(plan, prepared, world, device, tell=progress.note)
         start.mark("build")
-        build.notes |= {NOTE: timed, START: start, TARGETS: _look_at_validation(build, progress)}
-        _note_first_weights(build, first)
+        _take_notes(build, first, progress, {NOTE: timed, START: start})
         for flags in build.runtime:
             stack.enter_context(flags())
         files, checkpoint = _open_folder(build, resume, folder, checkpoint)
@@ -105,8 +108,7 @@ def run(
             with session.watched():
                 numbers = step(build, batch.micros, session.counters.step)
             session.after_step(batch, numbers)
-        path = session.finish(stop)
-        return path if world.rank == 0 else None
+        return Result(session.finish(stop), catalogue or installed(), first=world.rank == 0)
 
 
 def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
@@ -173,7 +175,7 @@ def divide_gradients(build: Build, factor: Tensor) -> None:
 def prepare_together(
     plan: Plan, world: World, progress: Progress, run_before: RunFolder | None = None
 ) -> Prepared:
-    """Shards and tokenizer: made by the first rank, then opened by all.
+    """Return the data of a run, which the first rank prepares and shows, and all ranks open.
 
     Args:
         plan: the run.
@@ -187,9 +189,12 @@ def prepare_together(
             return prepare(plan, progress=task)
         return reopen(plan, run_before.read_data(), run_before.path, progress=task)
 
-    prepared: list[Prepared] = []
-    by_first(world, lambda: prepared.append(opened(progress.task)))
-    return prepared[0] if prepared else opened()
+    by_the_first: list[Prepared] = []
+    by_first(world, lambda: by_the_first.append(opened(progress.task)))
+    prepared = by_the_first[0] if by_the_first else opened()
+    if world.rank == 0:
+        _tell_data(plan, prepared, progress, run_before)
+    return prepared
 
 
 def _tell_data(
@@ -247,6 +252,11 @@ def _check_plan(
         progress.note(f"note: {doubt.line}")
 
 
+def _with_keys(plan: Plan) -> Plan:
+    """Return a plan that was made in Python as `Plan.read` would have made it."""
+    return plan.with_keys(plan.model_dump(exclude_unset=True, exclude={"techniques"}))
+
+
 def _own_device(device: torch.device, world: World) -> torch.device:
     if device.type != "cuda":
         return device
@@ -264,11 +274,12 @@ def _as_restored(plan: Plan, run: RunFolder, checkpoint: str | None) -> Plan:
     return plan
 
 
-def _note_first_weights(build: Build, folder: str) -> None:
-    """Write into the plan which folder the run began from, and keep the digests of frozen weights.
+def _take_notes(build: Build, folder: str, progress: Progress, notes: dict[str, Any]) -> None:
+    """Keep the size of the validation, the folder that the run began from, and frozen digests.
 
-    A model that a checkpoint makes was built without it.
+    A model that a checkpoint makes was built without the folder.
     """
+    build.notes |= notes | {TARGETS: _look_at_validation(build, progress)}
     build.plan = build.plan.replaced(model={**dict(build.plan.model), "pretrained": folder})
     note_frozen(build)
 

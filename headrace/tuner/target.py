@@ -32,7 +32,6 @@ from statistics import fmean, median
 from typing import Any
 
 from headrace.core.errors import RefusalKind
-from headrace.core.progress import Progress
 from headrace.core.statistics import LOOKS, seeds_better, seeds_enough, seeds_ratio
 from headrace.plan.plan import Plan
 from headrace.train import train as trainer
@@ -76,8 +75,7 @@ def reach(plan: Plan, cut: bool) -> Reading:
         from torch._inductor.utils import fresh_cache  # loads half of the compiler
 
         with fresh_cache():
-            folder = trainer.run(plan, progress=Progress())
-        assert folder is not None, "one process is the first rank"
+            folder = trainer.run(plan).folder
         report = RunFolder(folder).read_report()
         goal, found.tokens_per_s = report["goal"], report["steady_tokens_per_s"]
         if goal["reached"]:

@@ -1,4 +1,4 @@
-"""From the command to the gradient: few frames, and nine files that a newcomer reads."""
+"""From the command to the gradient: few frames, and eight files that a newcomer reads."""
 
 import re
 import traceback
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-import headrace.cli.app
 import headrace.train.train
 from headrace.assemble.sockets import SOCKETS, Build
+from headrace.cli.app import app
 from headrace.plan.technique import Stage
 
 MOST_FRAMES = 4
@@ -36,12 +36,12 @@ def test_four_frames_at_most(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(headrace.train.train, "make_build", hooked)
     monkeypatch.chdir(plan_file.parent)
     with pytest.raises(FromTheGradient) as caught:
-        headrace.cli.app.train(str(plan_file), json=True)
+        app(["train", str(plan_file), "--json"], prog_name="headrace")
     stack = [frame for frame, _ in traceback.walk_tb(caught.tb)]
     ours = [f for f in stack if f.f_globals["__name__"].startswith("headrace.")]
     names = [f"{f.f_globals['__name__']}.{f.f_code.co_name}" for f in ours]
     assert names[:3] == [
-        "headrace.cli.app.train",
+        "headrace.cli.train.train",
         "headrace.train.train.run",
         "headrace.train.train.step",
     ]
@@ -53,7 +53,7 @@ def test_the_newcomers_files_are_there(root: Path) -> None:
     design = (root / "docs" / "design.md").read_text()
     walk = design.split("### A newcomer's walk", 1)[1].split("###", 1)[0]
     files = re.findall(r"^\d\. `([^`]+)`", walk, re.MULTILINE)
-    assert len(files) == 9
+    assert len(files) == 8
     assert not [f for f in files if not (root / f).is_file()]
 
 

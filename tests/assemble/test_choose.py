@@ -38,7 +38,7 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-from headrace.report import write_report
+from headrace.report.single import write_report
 from headrace.train import train as trainer
 
 MEASURED = "attention=measured"
@@ -159,8 +159,7 @@ def test_the_fastest_is_written_into_the_plan_and_repeated(
         of(Fast, Lacking, Absent, Other),
         Told(),
     )
-    folder = trainer.run(plan, progress=told, catalogue=known)
-    assert folder is not None
+    folder = trainer.run(plan, progress=told, catalogue=known).folder
     resolved = Plan.read((folder / "plan.toml").read_text(), known)
     assert resolved.attention == "plan" and list(resolved.techniques) == ["fast"]
     report = tiny.report(folder)
@@ -182,17 +181,16 @@ def test_the_fastest_is_written_into_the_plan_and_repeated(
         raise AssertionError("timed again")
 
     monkeypatch.setattr(choose, "_seconds", never)
-    again = trainer.run(plan, progress=told, catalogue=known)
-    assert again is not None and tiny.report(again)["attention"] == {**found, "cached": True}
+    again = trainer.run(plan, progress=told, catalogue=known).folder
+    assert tiny.report(again)["attention"] == {**found, "cached": True}
     longer = resolved.replaced(goal={"steps": 6})  # its own plan: nothing is asked again
-    resumed = trainer.run(longer, progress=told, resume=True, folder=folder)
+    resumed = trainer.run(longer, progress=told, resume=True, folder=folder).folder
     assert resumed == folder and tiny.report(folder)["attention"] == found
 
 
 def test_the_trunk_stays_where_it_is_fastest(tiny_plan: Callable[..., Plan]) -> None:
     plan = tiny_plan(MEASURED, "goal.steps=1", "checkpoint.every_steps=0")
-    folder = trainer.run(plan, progress=Progress(), catalogue=of(Late))
-    assert folder is not None
+    folder = trainer.run(plan, catalogue=of(Late)).folder
     found = tiny.report(folder)["attention"]
     assert found["chosen"] == "trunk" and found["milliseconds"].keys() == {"trunk", "late"}
     assert found["kernels"] == [FLASH] and FLASH in found["detail"]
@@ -207,8 +205,7 @@ def test_torchs_own_choice_is_named_where_a_plan_chooses(
     """By what ran, so that another kernel has another name."""
     plan, told = tiny_plan("goal.steps=2"), Told()
     with sdpa_kernel(allowed):
-        folder = trainer.run(plan, progress=told)
-    assert folder is not None
+        folder = trainer.run(plan, progress=told).folder
     found = tiny.report(folder)["attention"]
     flash = allowed == SDPBackend.FLASH_ATTENTION
     assert (found["kernels"] == [FLASH]) == flash and ("bmm" in found["kernels"]) != flash
@@ -217,7 +214,7 @@ def test_torchs_own_choice_is_named_where_a_plan_chooses(
     page = write_report(folder).read_text()
     assert page.count(f"Attention: {found['detail']}.") == 1
     longer = plan.replaced(goal={"steps": 3}, techniques={"fast": Fast()})
-    assert trainer.run(longer, progress=Progress(), resume=True, folder=folder) == folder
+    assert trainer.run(longer, resume=True, folder=folder).folder == folder
     report = tiny.report(folder)  # from here a technique computes it
     assert report["attention"] is None and report["techniques"]["fast"]["active"]
     assert "Attention:" not in write_report(folder).read_text()
@@ -291,8 +288,7 @@ def test_a_result_that_cannot_be_kept_leaves_nothing_aside(home: Path) -> None:
 
 def test_layers_without_attention_do_not_count(tiny_plan: Callable[..., Plan]) -> None:
     more = ("model.layers=5", "techniques.short_convolution.between=1", "goal.steps=1")
-    folder = trainer.run(tiny_plan(MEASURED, *more), progress=Progress(), catalogue=of(Fast))
-    assert folder is not None
+    folder = trainer.run(tiny_plan(MEASURED, *more), catalogue=of(Fast)).folder
     assert tiny.report(folder)["attention"]["at"]["layers"] == 2
 
 
@@ -319,8 +315,7 @@ def test_masks_are_the_runs(tiny_plan: Callable[..., Plan], slow_trunk: None) ->
         "techniques.document_packing={}", "techniques.sliding_window={window=4,between=1}",
     )  # fmt: skip
     plan = tiny_plan(MEASURED, "model.layers=2", "goal.steps=1", *overrides)
-    folder = trainer.run(plan, progress=Progress(), catalogue=of(Fast))
-    assert folder is not None
+    folder = trainer.run(plan, catalogue=of(Fast)).folder
     found = tiny.report(folder)["attention"]
     assert found["chosen"] == "fast" and not found["at"]["compiled_by"]
     assert found["at"]["documents"] >= 8 and "window=4" in found["at"]["mask"]
@@ -353,8 +348,7 @@ def test_a_gpu_has_several_to_choose_from(tiny_plan: Callable[..., Plan], packed
         MEASURED, "device=cuda", "model.dim=128", "model.layers=2", "goal.steps=2",
         "data.sequence_length=64", *more,
     )  # fmt: skip
-    folder = trainer.run(plan, progress=Progress(), catalogue=catalogue())
-    assert folder is not None
+    folder = trainer.run(plan, catalogue=catalogue()).folder
     found = tiny.report(folder)["attention"]
     assert found["kernels"] and len(found["milliseconds"]) >= 3, found
     best = min(found["milliseconds"], key=lambda name: found["milliseconds"][name]["median"])
@@ -367,8 +361,7 @@ def test_a_gpu_has_several_to_choose_from(tiny_plan: Callable[..., Plan], packed
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpus_own_kernels_are_named(tiny_plan: Callable[..., Plan]) -> None:
     shape = ("model.dim=128", "data.sequence_length=64", "goal.steps=2", "checkpoint.every_steps=0")
-    folder = trainer.run(tiny_plan("device=cuda", *shape), progress=Progress())
-    assert folder is not None
+    folder = trainer.run(tiny_plan("device=cuda", *shape)).folder
     found = tiny.report(folder)["attention"]
     assert found["kernels"] and FLASH not in found["kernels"], found
     assert found["detail"].startswith("torch ran scaled_dot_product")

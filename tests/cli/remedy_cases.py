@@ -156,21 +156,21 @@ RUNS = {
     "inference/load:_checkpoint#1": Case("eval demo --checkpoint step-999"),
     "cli/verbs:Verbs._check_json#1": Case("sample demo --prompt --json", fills={"VALUE": "the"}),
     "cli/verbs:_usage#1": Case("sample demo --nothing"),
-    "cli/app:train#1": Case("train runs/demo/plan.toml --checkpoint step-6"),
-    "cli/app:sample#2": Case(f"sample demo --seed {2**70}"),
-    "cli/app:explain#1": Case("explain"),
-    "cli/app:list_techniques#1": Case("list --families --recipes"),
+    "cli/train:train#1": Case("train runs/demo/plan.toml --checkpoint step-6"),
+    "cli/runs:sample#2": Case(f"sample demo --seed {2**70}"),
+    "cli/techniques:explain#1": Case("explain"),
+    "cli/techniques:list_techniques#1": Case("list --families --recipes"),
     "catalogue/explain:check_explained#1": Case("explain muon --matrix"),
     "catalogue/explain:check_explained#2": Case("explain muon --graph"),
     "catalogue/explain:check_explained#3": Case("explain muon --with z_loss"),
     "catalogue/explain:nothing_to_explain#1": Case("explain demo-1", copied("demo-1")),
     "catalogue/explain:nothing_to_explain#2": Case("explain muun"),
-    "cli/closed_loop:doctor#1": Case("doctor runs/demo --with muon"),
-    "cli/closed_loop:_judged_run#1": Case(
+    "cli/doctor:doctor#1": Case("doctor runs/demo --with muon"),
+    "cli/doctor:_judged_run#1": Case(
         "doctor trace", write("trace", ""), does={"runs/demo": nothing}, then="doctor runs/demo"
     ),
-    "cli/closed_loop:_judged_run#2": Case("doctor runs/demo/metrics.jsonl"),
-    "cli/closed_loop:_judged_run#3": Case("doctor tracefile", write("tracefile", "{}")),
+    "cli/doctor:_judged_run#2": Case("doctor runs/demo/metrics.jsonl"),
+    "cli/doctor:_judged_run#3": Case("doctor tracefile", write("tracefile", "{}")),
     "recipes/__init__:read_recipe#1": Case("train runs/demo"),
     "recipes/__init__:read_recipe#3": Case(
         "train demmo.toml", fills={"headrace train demo": "headrace train {tiny}"}

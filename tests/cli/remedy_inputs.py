@@ -291,7 +291,7 @@ WEIGHTS = {
         f"{FINE} data.tokenizer=tok.json",
         lambda folder: (weights(lambda _: None)(folder), spoiled(swapped)(folder)),
     ),
-    "cli/arguments:_weigh#1": Case(
+    "cli/plans:_weigh#1": Case(
         f"{FINE} data.vocab=300", weights(lambda folder: None), prose={"leave it out": "as FINE"}
     ),
     "assemble/build:_as_pretrained#1": Case(

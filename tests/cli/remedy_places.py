@@ -282,7 +282,7 @@ SHARED = {
     "core/files:_not_utf_8#1": Case(
         f"{INGEST}caf\udce9.jsonl", lambda _: Path("x.caf\udce9.jsonl").write_text(GOOD)
     ),
-    "cli/app:sample#1": Case("sample demo --tokens 2 --prompt caf\udce9"),
+    "cli/runs:sample#1": Case("sample demo --tokens 2 --prompt caf\udce9"),
 }
 """Files, disks and packages."""
 FETCH = shlex.quote("import tiktoken; tiktoken.get_encoding('gpt2')")

@@ -14,11 +14,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from headrace.cli import closed_loop
-from headrace.cli.app import app
-from headrace.cli.arguments import catalogue
+from headrace.cli.app import app, catalogue
+from headrace.cli.plans import named_plan, place
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
+from headrace.probes import together
 from headrace.tuner import ablate, command
 from headrace.tuner.proposals import Sources
 from headrace.tuner.readings import Reading
@@ -58,7 +58,8 @@ def verbs_with_json() -> set[str]:
     """Every verb that has --json, by its words."""
 
     def walk(group: Any, words: str) -> Iterator[str]:
-        for name, verb in group.commands.items():
+        for name in group.commands:
+            verb = group.load(name) if hasattr(group, "load") else group.commands[name]
             if hasattr(verb, "commands"):
                 yield from walk(verb, f"{words}{name} ")
             elif any("--json" in option.opts for option in verb.params):
@@ -98,8 +99,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(command, "sources", sources)
     monkeypatch.setattr(Worker, "begin", lambda self, what: None)
-    monkeypatch.setattr(closed_loop, "measure_together", lambda where, **how: closed_loop.place(
-        closed_loop.named_plan("demo", ["device=cpu"]))[1])  # fmt: skip
+    plan = named_plan("demo", ["device=cpu"])
+    monkeypatch.setattr(together, "measure_together", lambda where, **how: place(plan)[1])
 
 
 def words(verb: str, given: tuple[str, ...], tiny: list[str], folder: Path) -> list[str]:
@@ -158,7 +159,7 @@ def test_an_interruption_of_anything_is_one_document(
     def interrupted(*given: Any, **how: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headrace.cli.app.resolve_run", interrupted)
+    monkeypatch.setattr("headrace.inference.load.resolve_run", interrupted)
     for argv in (("eval", RUN), ("sample", RUN), ("report", RUN), ("export", RUN, "--to", "hf")):
         assert call(*argv, code=130)["exit_code"] == 130
 

@@ -15,10 +15,10 @@ import pytest
 import typer
 from torch.distributed import TCPStore
 
-from headrace.__main__ import CODES as EARLY
 from headrace.cli.app import app
 from headrace.cli.terminal import exit_codes, show_json
 from headrace.core.errors import ConfigError
+from headrace.core.loading import CODES as EARLY
 from headrace.train.interrupts import CODES
 
 

@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -10,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from headrace.cli.app import app
+from headrace.cli.app import Headrace, app
 from headrace.core.errors import HeadraceError
 
 Call = Callable[..., Any]
@@ -20,18 +21,16 @@ RUN = "runs/demo"
 def numbers() -> Iterator[str]:
     """Every option of a verb that takes a number, behind its verb."""
 
-    def walk(group: typer.Typer) -> Iterator[str]:
-        for command in group.registered_commands:
-            verb = command.callback
-            assert verb is not None
-            for name, kind in get_type_hints(verb).items():
+    for verb in Headrace.verbs:
+        module, name = verb.function.split(".")
+        found = getattr(import_module(f"headrace.cli.{module}"), name)
+        inner = [(verb.name, found)]
+        if isinstance(found, typer.Typer):
+            inner = [(f"{verb.name} {one.name}", one.callback) for one in found.registered_commands]
+        for words, function in inner:
+            for option, kind in get_type_hints(function).items():
                 if {int, float} & {kind, *get_args(kind)}:
-                    yield f"{command.name or verb.__name__} {name}"
-        for inner in group.registered_groups:
-            assert inner.typer_instance is not None
-            yield from walk(inner.typer_instance)
-
-    return walk(app)
+                    yield f"{words} {option}"
 
 
 @pytest.mark.parametrize(
@@ -183,31 +182,31 @@ def test_every_number_that_an_option_takes_is_looked_at() -> None:
 
 
 ARRIVES = [
-    (f"eval {RUN}", "cli.app.open_model", "--checkpoint", "checkpoint", "step-3"),
-    (f"sample {RUN}", "cli.app.open_model", "--checkpoint", "checkpoint", "step-3"),
-    (f"export {RUN} --to hf", "cli.app.open_model", "--checkpoint", "checkpoint", "step-3"),
-    (f"sample {RUN}", "cli.app.generate", "--tokens", "new_tokens", 7),
-    (f"sample {RUN}", "cli.app.generate", "--temperature", "temperature", 0.31),
-    (f"sample {RUN}", "cli.app.generate", "--top-k", "top_k", 7),
-    (f"sample {RUN}", "cli.app.generate", "--top-p", "top_p", 0.31),
-    (f"sample {RUN}", "cli.app.generate", "--seed", "seed", 7),
-    ("probe", "cli.closed_loop.measure_together", "--seconds", "budget_s", 7.0),
-    ("tune TINY", "cli.closed_loop.tune_command", "--seeds", "seeds", 9),
-    ("tune TINY", "cli.closed_loop.tune_command", "--minutes", "minutes", 7.0),
-    ("tune TINY", "cli.closed_loop.tune_command", "--for", "aim", "memory"),
-    ("tune TINY", "cli.closed_loop.tune_command", "--architecture", "architecture", True),
+    (f"eval {RUN}", "inference.load.open_model", "--checkpoint", "checkpoint", "step-3"),
+    (f"sample {RUN}", "inference.load.open_model", "--checkpoint", "checkpoint", "step-3"),
+    (f"export {RUN} --to hf", "inference.load.open_model", "--checkpoint", "checkpoint", "step-3"),
+    (f"sample {RUN}", "inference.sample.generate", "--tokens", "new_tokens", 7),
+    (f"sample {RUN}", "inference.sample.generate", "--temperature", "temperature", 0.31),
+    (f"sample {RUN}", "inference.sample.generate", "--top-k", "top_k", 7),
+    (f"sample {RUN}", "inference.sample.generate", "--top-p", "top_p", 0.31),
+    (f"sample {RUN}", "inference.sample.generate", "--seed", "seed", 7),
+    ("probe", "probes.together.measure_together", "--seconds", "budget_s", 7.0),
+    ("tune TINY", "tuner.command.tune_command", "--seeds", "seeds", 9),
+    ("tune TINY", "tuner.command.tune_command", "--minutes", "minutes", 7.0),
+    ("tune TINY", "tuner.command.tune_command", "--for", "aim", "memory"),
+    ("tune TINY", "tuner.command.tune_command", "--architecture", "architecture", True),
     (
         "ablate TINY --with z_loss",
-        "cli.closed_loop.ablate_command",
+        "tuner.ablate.ablate_command",
         "--loss-steps",
         "loss_steps",
         7,
     ),
-    ("ablate TINY --with z_loss", "cli.closed_loop.ablate_command", "--minutes", "minutes", 7.0),
-    ("ablate TINY --with z_loss", "cli.closed_loop.ablate_command", "--pairs", "pairs", True),
+    ("ablate TINY --with z_loss", "tuner.ablate.ablate_command", "--minutes", "minutes", 7.0),
+    ("ablate TINY --with z_loss", "tuner.ablate.ablate_command", "--pairs", "pairs", True),
     (
         "ablate TINY --with z_loss",
-        "cli.closed_loop.ablate_command",
+        "tuner.ablate.ablate_command",
         "--out",
         "folder",
         Path("seven"),

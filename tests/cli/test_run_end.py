@@ -12,12 +12,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli import app as cli
+from headrace.cli.app import app
+from headrace.cli.terminal import note
+from headrace.cli.train import closing_words
 from headrace.core.files import write_whole
 from headrace.core.outcome import outcome_of
 from headrace.core.units import format_count, format_seconds
+from headrace.plan.technique import installed
+from headrace.report import conclude as ending
 from headrace.train import session
+from headrace.train import train as trainer
 from headrace.train.interrupts import Closing
+from headrace.train.result import Conclusion, Result
 from headrace.train.run_folder import RunFolder
 from headrace.train.track import Trackers
 
@@ -34,46 +40,54 @@ def ended(workshop: Path) -> Any:
         write_whole(path, content)
 
 
+def conclude(folder: Path, closing: Closing | None = None) -> Conclusion:
+    """Conclude a run as the command does."""
+    return Result(folder, installed()).conclude(closing, note)
+
+
+def words(folder: Path, report: dict[str, Any], *, own_text: bool) -> str:
+    """What the command prints of a run with such a report."""
+    page = None if "page" in report["not_made"] else folder / "report.html"
+    return closing_words(folder, Conclusion(report, [], page, {}), own_text=own_text)
+
+
 def broken(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("no luck\nbelow")
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("advise", "findings"), ("narrowest", "findings"), ("_sample_of", "sample")]
+    ("name", "what"),
+    [("advise", "findings"), ("closing_verdict", "findings"), ("sample_of", "sample")],
 )
 def test_what_cannot_be_made_is_told_and_the_rest_is_there(
     ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     name: str, what: str,
 ) -> None:  # fmt: skip
     (ended / "report.html").unlink()
-    monkeypatch.setattr(cli, name, broken)
-    report = cli.conclude(ended)
+    monkeypatch.setattr(ending, name, broken)
+    report = conclude(ended).report
     assert report == json.loads((ended / "report.json").read_text())
     assert report["status"] == "done" and report["not_made"] == {what: "no luck"}
     assert (report["narrowest"] is None) == (what == "findings")
     assert (report["sample"] is None) == (what == "sample")
     assert f"no {what}: no luck; the run is complete without" in capsys.readouterr().err
     assert (ended / "report.html").is_file()
-    cli._tell(ended, report, on_its_own=True)
-    assert "report.html" in capsys.readouterr().err
+    assert "report.html" in words(ended, report, own_text=False)
 
 
-def test_the_end_is_told_with_the_runs_own_numbers(
-    ended: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_end_is_told_with_the_runs_own_numbers(ended: Path) -> None:
     """Each of another size, so that none can stand in the place of another."""
     report = json.loads((ended / "report.json").read_text()) | {"not_made": {}}
     last = report["val"][-1] | {"bits_per_byte": 1.234, "share": 0.25}
     goal = report["goal"] | {"step": 3, "tokens": 77, "wall_s": 11.0, "ended_by": "steps",
                              "asked": {"bits_per_byte": 0.9}, "reached": False}  # fmt: skip
     report |= {"val": [last], "goal": goal, "tokens": 41_000, "wall_s": 700.0}
-    cli._tell(ended, report | {"steady_tokens_per_s": 5_300.0}, on_its_own=False)
-    told = capsys.readouterr().err
+    told = words(ended, report | {"steady_tokens_per_s": 5_300.0}, own_text=True)
     assert "budget spent (steps): 1.234 bits per byte over 25.0% of the validation text" in told
     assert f"(goal 0.9) after {format_count(41_000)} tokens and {format_seconds(700)}, " in told
     assert f"{format_count(5_300)} tokens/s in steady steps" in told
-    cli._tell(ended, report | {"steady_tokens_per_s": None}, on_its_own=False)
-    assert "speed not measured" in capsys.readouterr().err
+    told = words(ended, report | {"steady_tokens_per_s": None}, own_text=True)
+    assert "speed not measured" in told
 
 
 @pytest.mark.parametrize("shut", [False, True])
@@ -91,7 +105,7 @@ def test_messages_that_nobody_takes_fail_no_run(
     monkeypatch.setattr(sys, "stderr", taken)
     argv = ["train", *tiny_demo, "name=quiet", "goal.steps=1", *["--json"] * as_json]
     with pytest.raises(SystemExit) as left:
-        cli.app(argv, prog_name="headrace")
+        app(argv, prog_name="headrace")
     assert not left.value.code
     report = json.loads(Path("runs/quiet/report.json").read_text())
     assert report["status"] == "done" and report["not_made"] == {}
@@ -112,16 +126,16 @@ def signalled(number: signal.Signals) -> Callable[..., Any]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
     ("name", "left_out"),
-    [("advise", {"findings", "sample", "page"}), ("_sample_of", {"sample", "page"})],
+    [("advise", {"findings", "sample", "page"}), ("sample_of", {"sample", "page"})],
 )
 def test_a_signal_while_it_is_made_leaves_out_the_rest(
     ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     name: str, left_out: set[str], number: signal.Signals,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(cli, name, signalled(number))
+    monkeypatch.setattr(ending, name, signalled(number))
     with Closing() as closing:
         closing.begin()
-        report = cli.conclude(ended, closing)
+        report = conclude(ended, closing).report
     assert report == json.loads((ended / "report.json").read_text())
     assert report["status"] == "done" and report["sample"] is None
     assert report["not_made"] == dict.fromkeys(left_out, number.name)
@@ -141,7 +155,7 @@ def test_a_signal_while_the_report_is_written_loses_none_of_it(
     monkeypatch.setattr(RunFolder, "write", slow)
     with Closing() as closing:
         closing.begin()
-        report = cli.conclude(ended, closing)
+        report = conclude(ended, closing).report
     assert report["sample"]["text"] and report["not_made"] == {"page": "SIGINT"}
     assert report == json.loads((ended / "report.json").read_text())
 
@@ -154,13 +168,13 @@ def test_ctrl_c_at_the_end_of_a_run_fails_no_command(
     monkeypatch.chdir(workshop)
     again, last = signalled(signal.SIGINT), session.last_look
     if where == "sample":
-        monkeypatch.setattr(cli, "_sample_of", again)
+        monkeypatch.setattr(ending, "sample_of", again)
     elif where == "report":
         monkeypatch.setattr(session, "last_look", lambda *a: (again(), last(*a))[1])
     else:
-        monkeypatch.setattr(cli.trainer, "run", again)
+        monkeypatch.setattr(trainer, "run", again)
     name = f"name=ctrl-{where}"
-    made = CliRunner().invoke(cli.app, ["train", *tiny_demo, name, "goal.steps=3", "--json"])
+    made = CliRunner().invoke(app, ["train", *tiny_demo, name, "goal.steps=3", "--json"])
     told = json.loads(made.stdout)
     if where == "begin":
         assert made.exit_code == told["exit_code"] == 130 and "before its first step" in str(told)
@@ -178,17 +192,19 @@ def test_a_page_that_cannot_be_drawn_fails_no_run(
     for module in [name for name in sys.modules if name.startswith("headrace.report")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    report = cli.conclude(ended)
+    report = conclude(ended).report
     assert set(report["not_made"]) == {"page"} and report["sample"]["text"]
     assert report == json.loads((ended / "report.json").read_text())
-    cli._tell(ended, report, on_its_own=False)
-    told = capsys.readouterr().err
+    told = words(ended, report, own_text=True)
     assert "report.json" in told and "diverged" not in told
     lost = outcome_of([{"loss_nats": 64.0, "step": 9}], 5.0, 64.0, step=9, vocab=300,
                       ended_wild=False)  # fmt: skip
     report["outcome"] = lost.to_dict()
-    cli._tell(ended, report, on_its_own=False)
-    assert capsys.readouterr().err.lstrip().startswith("diverged (92.3 bits per token after")
+    assert (
+        words(ended, report, own_text=True)
+        .lstrip()
+        .startswith("diverged (92.3 bits per token after")
+    )
 
 
 def test_a_disk_that_is_full_after_the_report_fails_no_run(
@@ -198,13 +214,13 @@ def test_a_disk_that_is_full_after_the_report_fails_no_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(RunFolder, "write", full)
-    assert "report with findings and sample" in cli.conclude(ended)["not_made"]
+    assert "report with findings and sample" in conclude(ended).not_made
 
 
 def test_a_sample_of_learned_positions_ends_with_them(
     ended: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, asked = cli.open_model, []
+    opened, asked = ending.open_model, []
 
     def learned(*args: Any, **kwargs: Any) -> Any:
         build = opened(*args, **kwargs)
@@ -215,9 +231,9 @@ def test_a_sample_of_learned_positions_ends_with_them(
         asked.append(new_tokens)
         return "text"
 
-    monkeypatch.setattr(cli, "open_model", learned)
-    monkeypatch.setattr(cli, "_generate", generate)
-    assert cli._sample_of(ended) == {"prompt": "", "text": "text"} and asked == [15]
+    monkeypatch.setattr(ending, "open_model", learned)
+    monkeypatch.setattr(ending, "generate_text", generate)
+    assert ending.sample_of(ended, installed()) == {"prompt": "", "text": "text"} and asked == [15]
 
 
 def test_a_logger_that_fails_is_told_once_and_the_others_go_on() -> None:

@@ -10,16 +10,18 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-import headrace.cli.app
 from headrace.cli.app import app
 from headrace.core.errors import UnsupportedError
-from headrace.report import compare_reports
+from headrace.plan.technique import installed
+from headrace.report.compare import compare_reports
+from headrace.train import train as trainer
 
 REPORT_KEYS = {
     "goal", "tokens", "wall_s", "steady_tokens_per_s", "model_flops_utilization",
@@ -105,7 +107,7 @@ def test_a_seed_of_more_than_64_bits_is_one_message_and_2(call: Callable[..., An
 
 
 def test_list_has_every_technique_family_and_recipe(call: Callable[..., Any]) -> None:
-    known = headrace.cli.app.catalogue()
+    known = installed()
     assert [row["technique"] for row in call("list")] == list(known.techniques)
     assert [row["family"] for row in call("list", "--families")] == list(known.families)
     assert "demo" in [row["recipe"] for row in call("list", "--recipes")]
@@ -113,7 +115,7 @@ def test_list_has_every_technique_family_and_recipe(call: Callable[..., Any]) ->
 
 def test_list_shows_a_person_every_name(say: Callable[..., tuple[str, str]]) -> None:
     out, _ = say("list")
-    for name in headrace.cli.app.catalogue().techniques:
+    for name in installed().techniques:
         assert name in out
 
 
@@ -124,7 +126,7 @@ def test_explain_a_plan(call: Callable[..., Any], tiny_demo: list[str]) -> None:
     assert sum(told["memory_lines"].values()) == pytest.approx(told["peak_memory_bytes"])
 
 
-@pytest.mark.parametrize("name", headrace.cli.app.catalogue().techniques)
+@pytest.mark.parametrize("name", installed().techniques)
 def test_explain_a_technique(
     name: str, call: Callable[..., Any], say: Callable[..., tuple[str, str]]
 ) -> None:
@@ -215,7 +217,12 @@ def test_a_remedy_is_a_command_that_works(
     words = shlex.split(found[0]["first"]["command"])
     assert words[:3] == ["headrace", "train", "runs/ran/plan.toml"]
     told: list[Any] = []
-    monkeypatch.setattr(headrace.cli.app.trainer, "run", lambda plan, **_: told.append(plan))
+
+    def run(plan: Any, **_: Any) -> Any:
+        told.append(plan)
+        return SimpleNamespace(first=False)
+
+    monkeypatch.setattr(trainer, "run", run)
     assert CliRunner().invoke(app, words[1:], prog_name="headrace").exit_code == 0
     (plan,) = told
     assert {*plan.techniques} == {"cuda_graphs", "torch_compile"}
@@ -399,7 +406,7 @@ def test_steps_that_set_no_model_are_told_where_a_time_is_foreseen(
     def silent(*_: Any) -> Any:
         raise UnsupportedError("its steps are those of several ranks", "without --after")
 
-    monkeypatch.setattr("headrace.cli.closed_loop.after", silent)
+    monkeypatch.setattr("headrace.predict.foresight.after", silent)
     here = [word for word in tiny_demo if word != "device=cpu"]
     told = call("plan", *here, "--after", "demo", "--device-name", "NVIDIA H200", code=3)
     assert "several ranks" in told["error"]

@@ -39,15 +39,15 @@ from headrace.train.evaluate import evaluate
 from headrace.inference.load import open_model
 from headrace.model.zoo import families
 from headrace.core.progress import Progress
-from headrace.report import write_report
+from headrace.report.single import write_report
 from headrace.train.run_folder import RunFolder
 from headrace.train import train
 
 catalogue = Catalogue({}, families())
 plan = Plan.read(Path(sys.argv[1]).read_text(), catalogue)
-folder = train.run(plan, progress=Progress())
+folder = train.run(plan).folder
 before = RunFolder(folder).read("report")
-folder = train.run(plan, progress=Progress(), resume=True, checkpoint="step-2")
+folder = train.run(plan, progress=Progress(), resume=True, checkpoint="step-2").folder
 after = RunFolder(folder).read("report")
 assert before["status"] == after["status"] == "done" and after["techniques"] == {}
 assert before["val"][-1]["loss_nats"] == after["val"][-1]["loss_nats"]

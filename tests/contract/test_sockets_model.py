@@ -203,10 +203,10 @@ def test_state_is_saved_and_restored(tmp_path: Path) -> None:
         eval={"every_steps": 2, "tokens": 4 * LENGTH},
         checkpoint={"every_steps": 2},
     )
-    folder = train.run(plan, progress=Progress())
+    folder = train.run(plan).folder
     first = metrics(folder)
     assert first[1]["val_loss_nats"] != first[3]["val_loss_nats"]
-    folder = train.run(plan, progress=Progress(), resume=True, checkpoint="step-2")
+    folder = train.run(plan, progress=Progress(), resume=True, checkpoint="step-2").folder
     for before, after in zip(first, metrics(folder), strict=True):
         assert before["loss"] == after["loss"]
         assert before.get("val_loss_nats") == after.get("val_loss_nats")
@@ -277,7 +277,7 @@ def test_pack_makes_the_rows_and_its_padding_counts_as_waste(tmp_path: Path) -> 
     )
     packing = Variant(house.PACKING).technique()
     plan = house.make_plan(padded, packing, directory=str(tmp_path), micro_rows=2, guard=False)
-    report = RunFolder(train.run(plan, progress=Progress())).read("report")
+    report = RunFolder(train.run(plan).folder).read_report()
     assert report["wasted_token_fraction"] == pytest.approx(1 - kept / LENGTH)
     build = house.build_of(plan)
     ids = build.loader.step(0).micros[0].ids_BT

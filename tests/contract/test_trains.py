@@ -15,7 +15,6 @@ from house import Variant
 from headrace.assemble.filled import check_active
 from headrace.cli.app import catalogue
 from headrace.core.errors import RunError
-from headrace.core.progress import Progress
 from headrace.inference.load import open_model
 from headrace.plan.plan import Plan
 from headrace.train import train
@@ -30,8 +29,8 @@ SHORT = {
 
 def run(plan: Plan, **how: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Train, and open what was trained; returns the report and the rows of metrics."""
-    folder = train.run(plan, progress=Progress(), **how)
-    assert folder is not None and open_model(folder, catalogue()).model is not None
+    folder = train.run(plan, **how).folder
+    assert open_model(folder, catalogue()).model is not None
     rows = (folder / "metrics.jsonl").read_text().splitlines()
     return RunFolder(folder).read("report"), [json.loads(row) for row in rows]
 

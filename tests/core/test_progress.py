@@ -34,9 +34,9 @@ def test_a_run_off_a_terminal_tells_steps_validations_and_saves(
     tiny_plan: Callable[..., Plan],
 ) -> None:
     log = Flushed()
-    folder = run(tiny_plan(), progress=Lines([log]))
+    folder = run(tiny_plan(), progress=Lines([log])).folder
     lines = log.flushed.splitlines()
-    assert folder is not None and log.flushed == log.getvalue()
+    assert log.flushed == log.getvalue()
     steps = [line for line in lines if re.match(r"step \d+/12  ", line)]
     form = r"step \d+/12  loss [\d.]+  [\d,]+ tokens/s  memory [\d.]+ [MG]iB  [\d.]+ m?s left"
     assert [re.fullmatch(form, line) is not None for line in steps] == [True] * 12

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headrace.cli import app as cli
+from headrace.cli import data as verbs
+from headrace.cli.app import app
 from headrace.core.progress import Progress
 from headrace.data import ingest
 from headrace.data.tokenizer import Tokenizer
@@ -28,10 +29,10 @@ def run(argv: list[str], moment: str) -> None:
         Path("reached").touch()
         hashlib.pbkdf2_hmac("sha256", b"", b"", LONG)
 
-    cli.make_progress = lambda as_json: Slow()
+    verbs.make_progress = lambda as_json: Slow()
     if moment == "inside of the tokenizer's training":
         ingest.train_tokenizer = native
     if moment == "inside of the tokenizer":
         Tokenizer.encode_batch = native
     sys.argv = ["headrace", *argv]
-    cli.app()
+    app()

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from headrace.cli.arguments import named_plan
+from headrace.cli.plans import named_plan
 from headrace.core.errors import ConfigError, MemoryFull, RunError
 from headrace.data import formats, ingest
 from headrace.data.heldout import Weights

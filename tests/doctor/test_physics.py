@@ -11,7 +11,7 @@ import torch
 
 from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.app import catalogue
-from headrace.cli.arguments import named_plan
+from headrace.cli.plans import named_plan
 from headrace.core.statistics import Interval
 from headrace.costs.machine import Machine
 from headrace.costs.work import HOST_S
@@ -296,8 +296,6 @@ def test_the_host_is_ahead_by_the_median_step_and_the_share_of_dry_ones() -> Non
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
 def test_the_small_recipe_waits_for_launches_on_a_gpu(tmp_path: Path) -> None:
     """An eager run leads from its folder to the remedy, on any data-centre GPU."""
-    from headrace.cli.app import conclude
-    from headrace.core.progress import Progress
     from headrace.doctor.advice import advise
     from headrace.train import train
 
@@ -312,14 +310,14 @@ def test_the_small_recipe_waits_for_launches_on_a_gpu(tmp_path: Path) -> None:
             "checkpoint.every_steps=0",
         ],
     )
-    folder = train.run(plan, progress=Progress(), catalogue=catalogue())
-    assert folder is not None
-    found = advise(folder, catalogue())
+    result = train.run(plan, catalogue=catalogue())
+    found = advise(result.folder, catalogue())
     assert found.verdict is not None and found.first is not None
     assert found.verdict.kind is Kind.GPU_IDLES
     assert found.verdict.share > 0.5 and found.healthy is False
     assert {*PAIR} <= {*found.first.change}
-    assert conclude(folder)["narrowest"]["sentence"] == describe(found.verdict).sentence
+    assert result.verdict is not None
+    assert result.verdict.sentence == describe(found.verdict).sentence
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.report import compare_reports
+from headrace.report.compare import compare_reports
 
 MakeRun = Callable[..., Path]
 PLAN = "[optimizer]\nlr = 0.003\n[data]\nsources = 'stdlib'\n"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import RunError
-from headrace.report import write_report
+from headrace.report.single import write_report
 
 MakeRun = Callable[..., Path]
 NULLS: dict[str, Any] = {

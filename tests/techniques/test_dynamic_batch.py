@@ -16,7 +16,6 @@ from headrace.assemble.context import make_context
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
 from headrace.core.errors import RunError, UnsupportedError
-from headrace.core.progress import Progress
 from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
 from headrace.model.mask import Rows
@@ -58,8 +57,7 @@ def run_out(build: Build, most: int, *, forward: bool = True, after: int = 0) ->
 
 def ran(plan: Plan, **how: Any) -> Path:
     """Run a plan and return its folder."""
-    folder = trainer.run(plan, progress=Progress(), **how)
-    assert folder is not None
+    folder = trainer.run(plan, **how).folder
     return folder
 
 

@@ -114,11 +114,9 @@ def test_patience_counts_steps_in_a_row(make_tiny: Callable[..., Build]) -> None
 
 def test_a_resumed_run_goes_on_with_the_same_scale(tiny_plan: Callable[..., Plan]) -> None:
     plan = tiny_plan(f"techniques.{NAME}.exponent=3", f"techniques.{NAME}.growth_steps=3")
-    folder = trainer.run(plan, progress=Progress())
-    assert folder is not None
+    folder = trainer.run(plan).folder
     ends = [report_of(folder)]
-    folder = trainer.run(plan, progress=Progress(), resume=True, checkpoint="step-8")
-    assert folder is not None
+    folder = trainer.run(plan, progress=Progress(), resume=True, checkpoint="step-8").folder
     ends.append(report_of(folder))
     assert ends[0] == ends[1]
 

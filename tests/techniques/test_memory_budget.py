@@ -9,7 +9,7 @@ from pieces import gradients
 from headrace.assemble.build import predict
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
-from headrace.cli.arguments import catalogue
+from headrace.cli.app import catalogue
 from headrace.core.errors import ConfigError, RunError, UnsupportedError
 from headrace.costs.machine import Machine
 from headrace.data.loader import Micro

@@ -117,9 +117,9 @@ def test_a_resumed_run_is_the_same_run(tiny_plan: Callable[..., Plan], tmp_path:
     ends = []
     for name in ("whole", "cut"):
         plan = tiny_plan(*WITH, f"directory='{tmp_path / name}'")
-        ends.append(train.run(plan, progress=Progress()))
+        ends.append(train.run(plan).folder)
     assert ends[1] is not None and ends[0] is not None
-    ends[1] = train.run(plan, progress=Progress(), resume=True, checkpoint="step-8")
+    ends[1] = train.run(plan, resume=True, checkpoint="step-8").folder
     assert_same_run(*ends)
 
 

@@ -15,8 +15,7 @@ import pytest
 from tiny import PLAN, report
 from typer.testing import CliRunner
 
-from headrace.cli.app import app
-from headrace.cli.arguments import catalogue
+from headrace.cli.app import app, catalogue
 from headrace.core.files import toml_value
 from headrace.plan.changes import override, word
 from headrace.plan.plan import Plan

@@ -34,15 +34,14 @@ def trained(
     """A run of two steps, and a build of the same plan."""
     from tiny import READ
 
-    from headrace.cli.arguments import catalogue
-    from headrace.core.progress import Progress
+    from headrace.cli.app import catalogue
     from headrace.train import train as trainer
 
     folder = tmp_path_factory.mktemp("sealed")
     text = READ.format(corpus=corpus, prepared=prepared_folder)
     overrides = (f"directory={folder}", "goal.steps=2", "checkpoint.every_steps=1")
     plan = Plan.read(text, catalogue(), overrides=overrides)
-    run = trainer.run(plan, progress=Progress())
+    run = trainer.run(plan).folder
     assert run is not None
     return run, make_build(plan, prepare(plan), World(), torch.device("cpu"))
 

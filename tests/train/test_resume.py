@@ -11,9 +11,8 @@ import pytest
 import torch
 from tiny import READ, assert_same_run, metrics, report, without_times, write_corpus
 
-from headrace.cli.arguments import catalogue
+from headrace.cli.app import catalogue
 from headrace.core.errors import ConfigError, RunError
-from headrace.core.progress import Progress
 from headrace.inference.load import open_model, plan_to_resume
 from headrace.plan.plan import Plan
 from headrace.train import state
@@ -358,7 +357,7 @@ def test_a_later_goal_that_moves_the_schedule_is_told(
     text = READ.format(corpus=corpus, prepared=prepared_folder)
     keys = [f"directory={tmp_path}", "checkpoint.every_steps=5", "schedule.final_fraction=0"]
     plan = Plan.read(text, catalogue(), overrides=[*keys, "goal.steps=10"])
-    run = trainer.run(plan, progress=Progress())
+    run = trainer.run(plan).folder
     told: list[str] = []
     how: dict[str, Any] = {"catalogue": catalogue(), "tell": told.append}
     assert plan_to_resume(plan, run, **how).horizon_steps == 10 and not told

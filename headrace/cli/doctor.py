@@ -1,0 +1,107 @@
+"""The verb doctor."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.arguments import DeviceName, Json, With, Without
+from headrace.cli.terminal import exit_codes, show_json, show_table
+from headrace.core.command import again
+from headrace.core.errors import ConfigError
+from headrace.core.files import shell
+from headrace.core.loading import loading
+
+
+def doctor(
+    what: Annotated[
+        list[Path],
+        typer.Argument(
+            help="A run: runs/NAME, or its NAME; a plan that was not run; what headrace.watch "
+            "saved; or torch.profiler traces, one of each rank. After a plan key=value, as in "
+            "batch.tokens=16384.",
+            metavar="RUN|PLAN|WATCHED|TRACE...",
+        ),
+    ],
+    *,
+    with_: With = None,
+    without: Without = None,
+    device_name: DeviceName = "",
+    json: Json = False,
+) -> None:
+    """What holds a run up, the gravest first, and what each remedy would gain."""
+    with exit_codes(json):
+        with loading():
+            from headrace.cli.plans import named_plan, place, rates_here
+            from headrace.doctor import advice
+            from headrace.doctor.run import TRACES
+            from headrace.doctor.trace.facts import HEAD, kernel_lines
+            from headrace.doctor.words.answer import findings_json, render_advice
+            from headrace.plan.technique import installed
+        first, kernels = what[0], []
+        if _is_plan(first):
+            words = [str(word) for word in what[1:]]
+            wanted = named_plan(str(first), words, with_, without, verb="doctor")
+            found = advice.advise_plan(wanted, *place(wanted, device_name), installed())
+        elif with_ or without:
+            raise ConfigError(
+                f"--with and --without change a plan, and {first} is none",
+                again((first, _plan_of(first)), verb="doctor"),
+            )
+        elif len(what) > 1 or (first.name.endswith(TRACES) and not first.is_dir()):
+            found = advice.advise_loop(what, installed())
+        else:
+            folder = _judged_run(first)
+            found = advice.advise(folder, installed(), rates_here)
+            kernels = kernel_lines(folder)
+        if json:
+            show_json(findings_json(found))
+            return
+        print(render_advice(found))
+        if kernels:
+            show_table(HEAD, kernels)
+
+
+def _judged_run(what: Path) -> Path:
+    """The run's folder; a file or a folder that is no run may have been meant as traces.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    from headrace.doctor.run import TRACES
+    from headrace.inference.load import resolve_run
+
+    try:
+        return resolve_run(what)
+    except ConfigError as error:
+        ending = next((e for e in TRACES if any(what.glob(f"*{e}"))), "")
+        if what.is_file() and not what.stat().st_size:
+            raise ConfigError(f"{what} is empty", error.remedy) from None
+        if what.is_file() and (what.parent / "plan.toml").is_file():
+            message = f"{what} is a file of a run, and a run is judged by its folder"
+            raise ConfigError(message, again((what, what.parent), verb="doctor")) from None
+        if what.is_file():  # gzip is seen by what is in it
+            named = f"{what}{TRACES[0]}"
+            command = again((what, named), verb="doctor")
+            remedy = f"mv {shell(what)} {shell(named)}, if it is one; {command}"
+        elif ending:
+            remedy = f"headrace doctor {shell(what)}/*{ending}"
+        else:
+            raise
+        message = f"{error.message}; the name of a trace ends with {' or '.join(TRACES)}"
+        raise ConfigError(message, remedy) from None
+
+
+def _plan_of(what: Path) -> Path:
+    """The plan of a run, or one that is always there."""
+    found = (folder / "plan.toml" for folder in (what, Path("runs") / what))
+    return next((file for file in found if file.is_file()), Path("demo"))
+
+
+def _is_plan(what: Path) -> bool:
+    """A TOML file, or a recipe of which there is no run."""
+    from headrace.recipes import recipes
+
+    if any((folder / "plan.toml").is_file() for folder in (what, Path("runs") / what)):
+        return False
+    return what.suffix == ".toml" or str(what) in recipes()

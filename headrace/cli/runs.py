@@ -1,0 +1,170 @@
+"""The verbs that look at a run: eval, sample, report and export."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.arguments import Checkpoint, Json, RunName
+from headrace.cli.terminal import exit_codes, show_json, show_table
+from headrace.core.errors import ConfigError
+from headrace.core.limits import MOST, WIDEST
+from headrace.core.loading import loading
+
+MOST_NEW = 1_000_000
+"""Most tokens that a sample adds; each of them takes a forward pass."""
+
+
+def evaluate_run(
+    run: RunName,
+    *,
+    checkpoint: Checkpoint = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MOST, help="At most this many, spread evenly over the text; all without it."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Validation loss of a run's checkpoint over all its text, in nats and bits per byte."""
+    with exit_codes(json):
+        with loading():
+            from headrace.inference.load import computed, open_model, resolve_run
+            from headrace.plan.technique import installed
+            from headrace.train.evaluate import doubts, evaluate, finite
+        folder = resolve_run(run)
+        build = open_model(folder, installed(), checkpoint=checkpoint, with_data=True)
+        found = computed(
+            lambda: finite(evaluate(build, tokens)),
+            build,
+            folder,
+            installed(),
+            checkpoint=checkpoint,
+        )
+        values = {"run": str(folder), **vars(found), **build.prepared.loss_fields}
+        # Who asks for few of many targets knows it.
+        counted = found.tokens if found.share == 1 else build.prepared.validation.tokens - 1
+        told = doubts(build, None, counted, bits_per_byte=found.bits_per_byte)
+        if json:
+            doubtful = {"doubts": [doubt.to_dict() for doubt in told]} if told else {}
+            show_json(values | doubtful)
+        else:
+            show_table(
+                list(values),
+                [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in values.values()]],
+            )
+            for doubt in told:
+                print(doubt.line)
+
+
+def sample(
+    run: RunName,
+    *,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, max=MOST_NEW, help="Most tokens to add.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, max=1e6, help="0 is greedy.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, max=WIDEST, help="0 is all.")] = 50,
+    top_p: Annotated[float, typer.Option(max=1, help="Above 0; 1 is all.")] = 1.0,
+    seed: int = 0,
+    checkpoint: Checkpoint = None,
+    json: Json = False,
+) -> None:
+    """Continue a prompt with a trained run."""
+    with exit_codes(json):
+        if prompt != (text := prompt.encode(errors="replace").decode()):
+            raise ConfigError(
+                f"the prompt is not UTF-8: {prompt!a}", f"--prompt {shlex.quote(text)}"
+            )
+        if not -(2**63) <= seed < 2**63:
+            raise ConfigError("--seed takes whole numbers of 64 bits", f"--seed {2**63 - 1}")
+        with loading():
+            from headrace.inference.load import computed, open_model, resolve_run
+            from headrace.inference.sample import generate_text
+            from headrace.plan.technique import installed
+        folder = resolve_run(run)
+        build = open_model(folder, installed(), checkpoint=checkpoint)
+        how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        text = computed(
+            lambda: generate_text(build, prompt, new_tokens=tokens, **how),
+            build,
+            folder,
+            installed(),
+            checkpoint=checkpoint,
+        )
+        lost = build.prepared.loss_fields
+        if json:
+            show_json({"prompt": prompt, "text": text, **lost})
+        else:
+            print(prompt + text)
+            for loses in lost.values():
+                print(f"the tokenizer loses text: {loses}", file=sys.stderr)
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="One run, or several to compare.")],
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Where the page goes: into the run, or comparison.html, without it."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write a run's page again, or lay runs side by side on one page."""
+    with exit_codes(json):
+        with loading():
+            from headrace.inference.load import resolve_run
+            from headrace.report.compare import compare_reports
+            from headrace.report.single import write_report
+        folders = [resolve_run(r) for r in runs]
+        alone = len(folders) == 1
+        page = (
+            write_report(folders[0], output)
+            if alone
+            else compare_reports(folders, output or Path("comparison.html"))
+        )
+        if json:
+            show_json({"page": str(page)})
+        else:
+            print(page)
+
+
+def export(
+    run: RunName,
+    *,
+    to: Annotated[str, typer.Option(help="hf: Hugging Face safetensors, config and tokenizer.")],
+    output: Annotated[Path | None, typer.Option(help="A new folder; RUN/hf without it.")] = None,
+    checkpoint: Checkpoint = None,
+    json: Json = False,
+) -> None:
+    """Write a run's model in another tool's format."""
+    with exit_codes(json):
+        with loading():
+            from headrace.export.run import export_run
+            from headrace.inference.load import open_model, read_plan, resolve_run
+            from headrace.model.companions import LOST, Companions, read_companions
+            from headrace.plan.technique import installed
+        folder = resolve_run(run)
+        build = open_model(folder, installed(), checkpoint=checkpoint)
+        plan = read_plan(folder, installed())
+        companions = read_companions(
+            folder, plan.model.pretrained, lambda line: print(line, file=sys.stderr)
+        )
+        written = export_run(
+            build,
+            to,
+            output or folder / to,
+            run=folder,
+            sequence_length=plan.data.sequence_length,
+            companions=companions or Companions(),
+        )
+        told = build.prepared.loss_fields
+        if json:
+            lost = [*LOST] if companions is None else []
+            show_json({"to": to, "folder": str(written), "not_kept": lost, **told})
+        else:
+            print(written)
+            for loses in told.values():
+                print(f"the tokenizer loses text: {loses}", file=sys.stderr)

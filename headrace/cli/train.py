@@ -1,0 +1,161 @@
+"""The verb train."""
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.cli.arguments import Checkpoint, Json, Overrides, PlanName, With, Without
+from headrace.cli.terminal import (
+    exit_codes,
+    make_progress,
+    note,
+    show_json,
+    started_as,
+    tell_error,
+)
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.loading import loading
+from headrace.core.units import format_count, format_seconds, part_of_text
+
+if TYPE_CHECKING:
+    from headrace.train.interrupts import Closing
+    from headrace.train.result import Conclusion, Verdict
+
+
+def train(
+    plan: PlanName,
+    overrides: Overrides = None,
+    *,
+    with_: With = None,
+    without: Without = None,
+    resume: Annotated[bool, typer.Option(help="Continue the newest run of this name.")] = False,
+    checkpoint: Checkpoint = None,
+    json: Json = False,
+) -> None:
+    """Train a plan to its goal, and print what became of the run."""
+    with exit_codes(json, together=True), ExitStack() as stack:
+        with loading():
+            from headrace.cli.plans import named_plan
+            from headrace.inference.load import plan_to_resume, run_of
+            from headrace.plan.technique import installed
+            from headrace.train import train as trainer
+            from headrace.train.interrupts import Closing, Interrupts
+        wanted = named_plan(plan, overrides, with_, without)
+        if checkpoint and not resume:
+            raise ConfigError(
+                "--checkpoint says where to resume from", f"--resume --checkpoint {checkpoint}"
+            )
+        Interrupts.tell = partial(tell_error, as_json=json)
+        progress = make_progress(json)
+        closing = stack.enter_context(Closing())
+        changes: Any = {
+            "overrides": overrides or (),
+            "with_": with_ or (),
+            "without": without or (),
+        }
+        try:
+            if resume:
+                more = {**changes, "tell": progress.note, "checkpoint": checkpoint}
+                wanted = plan_to_resume(wanted, run_of(plan), installed(), **more)
+            result = trainer.run(
+                wanted,
+                progress=progress,
+                resume=resume,
+                folder=run_of(plan),
+                checkpoint=checkpoint,
+                catalogue=installed(),
+                command=True,
+            )
+        except HeadraceError as error:
+            closing.begin()
+            _conclude_failed(error, closing)
+            raise
+        finally:
+            closing.begin()
+            progress.close()
+        if not result.first:
+            return
+        conclusion = result.conclude(closing, note)
+        if json:
+            show_json({**conclusion.report, "told": progress.notes})
+        else:
+            own_text = [*wanted.source_list] != ["stdlib"]
+            note(closing_words(result.folder, conclusion, own_text=own_text))
+
+
+def _conclude_failed(error: HeadraceError, closing: "Closing") -> None:
+    """Conclude the run that an error ended, if it ended one."""
+    from headrace.plan.technique import installed
+    from headrace.train.result import Result
+
+    if error.run is None:
+        return
+    try:
+        Result(error.run, installed()).conclude(closing, note)
+    except Exception as failed:  # the error that ended the run is the one to report
+        note(f"no conclusion: {failed}; the run is complete without")
+
+
+def closing_words(folder: Path, conclusion: "Conclusion", *, own_text: bool) -> str:
+    """Return what became of a run, and what to type next.
+
+    Args:
+        folder: the folder of the run.
+        conclusion: what was made of it.
+        own_text: whether it trained on text of the user's, who needs not be told how to.
+    """
+    report = conclusion.report
+    last = report["val"][-1]
+    part = f" {part_of_text(last['share'])}" if "share" in last else ""  # an older checkpoint's
+    asked = report["goal"]["asked"].get("bits_per_byte")
+    target = f" (goal {asked})" if asked else ""
+    speed = report["steady_tokens_per_s"]
+    rate = f"{format_count(speed)} tokens/s in steady steps" if speed else "speed not measured"
+    lines = [
+        "",
+        f"{_outcome(report)}: {last['bits_per_byte']:.3f} bits per byte{part}{target} after "
+        f"{format_count(report['tokens'])} tokens and {format_seconds(report['wall_s'])}, {rate}",
+        *(f"{doubt['sentence']}; try: {doubt['remedy']}" for doubt in report["data"]["doubts"]),
+        *_verdict_lines(conclusion.verdict),
+    ]
+    if conclusion.sample is not None:
+        lines.append(f"sample: {conclusion.sample}")
+    lines.append(f"report: {conclusion.page or folder / 'report.json'}")
+    if own_text:
+        lines.append(f"next:   {started_as()} sample {folder}")
+    else:
+        lines.append(f"next:   {started_as()} sample {folder} --prompt 'def main('")
+        yours = "train demo data.sources=PATH_OF_YOUR_TEXT name=mine"
+        lines.append(f"        {started_as()} {yours}")
+    return "\n".join(lines)
+
+
+def _outcome(report: dict[str, Any]) -> str:
+    """Return whether the run reached its goal, what ended it, and whether it diverged."""
+    goal = report["goal"]
+    outcome = f"ended by {goal['ended_by']}"
+    if "bits_per_byte" in goal["asked"]:
+        spent = f"budget spent ({goal['ended_by']})"
+        outcome = "goal reached" if goal["reached"] else spent
+    if report["outcome"]["diverged"]:
+        return f"{report['outcome']['sentence']}; {outcome}"
+    return outcome
+
+
+def _verdict_lines(verdict: "Verdict | None") -> list[str]:
+    """Return the lines of the verdict with its remedy; none where no finding could be made."""
+    if verdict is None:
+        return []
+    from headrace.doctor.words.answer import NOTHING_GAINS
+
+    lines = [f"{verdict.sentence} ({verdict.evidence})"]
+    if verdict.unknown:
+        lines.append(verdict.unknown)
+    if verdict.healthy:
+        lines.append(f"healthy: {NOTHING_GAINS}")
+    if verdict.remedy:
+        lines.append(f"try first: {verdict.remedy}: {verdict.gain}")
+    return lines

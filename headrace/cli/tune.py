@@ -1,0 +1,116 @@
+"""The verbs that measure changes of a plan beside it: tune and ablate."""
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.arguments import Json, Overrides, PlanName, With, Without
+from headrace.cli.terminal import console, exit_codes, make_progress, show_json, show_table
+from headrace.core.limits import MOST, TUNE_MINUTES, TUNE_SEEDS, TuneAim
+from headrace.core.loading import loading
+
+
+def tune(
+    plan: PlanName,
+    overrides: Overrides = None,
+    *,
+    with_: With = None,
+    without: Without = None,
+    aim: Annotated[
+        TuneAim | None,
+        typer.Option(
+            "--for",
+            help="What is to become less: of a plan with a target the time to it "
+            "(quality) where runs fit into the minutes, else of a step (time).",
+        ),
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="On the clock, at most.")] = TUNE_MINUTES,
+    seeds: Annotated[
+        int, typer.Option(min=2, max=100, help="Of a change of learning, at most.")
+    ] = TUNE_SEEDS,
+    architecture: Annotated[
+        bool,
+        typer.Option(
+            "--architecture", help="Try other blocks, attention and shapes of the model too."
+        ),
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Try what is foreseen to help, measure it beside the best so far, keep what won."""
+    with exit_codes(json):
+        with loading():
+            from headrace.cli.plans import named_plan, place
+            from headrace.plan.technique import installed
+            from headrace.tuner.command import folder_of, told, tune_command
+        wanted = named_plan(plan, overrides, with_, without, verb="tune")
+        context, machine = place(wanted)
+        progress = make_progress(json)
+        try:
+            tuned = tune_command(
+                wanted,
+                aim=aim,
+                minutes=minutes,
+                catalogue=installed(),
+                context=context,
+                machine=machine,
+                seeds=seeds,
+                architecture=architecture,
+                tell=progress.note,
+                progress=progress,
+            )
+        finally:
+            progress.close()
+        if json:
+            show_json(tuned.plain())
+        else:
+            print(told(tuned, folder_of(wanted)))
+
+
+def ablate(
+    plan: PlanName,
+    overrides: Overrides = None,
+    *,
+    with_: With = None,
+    without: Without = None,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Two at a time, too.")] = False,
+    minutes: Annotated[float, typer.Option(help="On the clock, at most.")] = math.inf,
+    loss_steps: Annotated[
+        int, typer.Option(min=0, max=MOST, help="Also compare losses after so many.")
+    ] = 0,
+    output: Annotated[Path | None, typer.Option("--out", help="Where the rows go.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure what each technique of a plan is worth: left out, alone, and in pairs."""
+    with exit_codes(json):
+        with loading():
+            from headrace.cli.plans import named_plan
+            from headrace.plan.technique import installed
+            from headrace.tuner.ablate import ablate_command
+        wanted = named_plan(plan, overrides, with_, without, verb="ablate")
+        changes = [f"+{n}" for n in with_ or ()] + [f"-{n}" for n in without or ()]
+        progress = make_progress(json)
+        try:
+            found = ablate_command(
+                wanted,
+                catalogue=installed(),
+                pairs=pairs,
+                minutes=minutes,
+                loss_steps=loss_steps,
+                folder=output,
+                progress=progress,
+                changes=[*changes, *(overrides or ())],
+            )
+        finally:
+            progress.close()
+        if json:
+            show_json(found.plain(), found.exit_code)
+        else:
+            for title, head, rows in found.tables():
+                show_table(head, rows, title)
+            print("\n".join(found.lines()))
+        if found.interrupted:
+            console.print("interrupted; the same command goes on", markup=False)
+    if found.interrupted:
+        raise typer.Exit(found.exit_code)

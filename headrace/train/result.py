@@ -1,0 +1,132 @@
+"""What `train.run` returns: the run's folder, and what is made of a run once it has ended.
+
+Training needs neither the doctor nor a sample nor a page, and their rooms stand above this one. So
+they are imported, by name as `installed` imports techniques, when somebody first asks for them: a
+shell does as soon as the run has ended, a notebook when it reads `result.findings`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from headrace.plan.technique import Catalogue
+from headrace.train.interrupts import Closing
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """State what binds the steps of a run, and which remedy to try first.
+
+    Args:
+        station: the bottleneck; None where no step was measured.
+        share: its share of the time.
+        sentence: the verdict in a sentence.
+        evidence: the measurements that it rests on.
+        healthy: whether no remedy is forecast to gain much; None where no gain is forecast.
+        remedy: the command that applies the remedy; None where there is none.
+        gain: the forecast gain of the remedy, in words.
+        unknown: what is not known about the run, and what would tell; "" where all is known.
+    """
+
+    station: str | None
+    share: float | None
+    sentence: str
+    evidence: str
+    healthy: bool | None
+    remedy: str | None
+    gain: str | None
+    unknown: str
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """Hold what is made of a run after it has ended.
+
+    Args:
+        report: what report.json holds.
+        findings: what findings.json holds, the gravest first.
+        page: report.html.
+        not_made: what could not be made, and why.
+    """
+
+    report: dict[str, Any]
+    findings: list[dict[str, Any]]
+    page: Path | None
+    not_made: dict[str, str]
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Return the verdict of the doctor; None where it could not be made."""
+        narrowest = self.report["narrowest"]
+        return narrowest and Verdict(**narrowest)
+
+    @property
+    def sample(self) -> str | None:
+        """Return a text that the model wrote; None where there is no checkpoint."""
+        sample = self.report["sample"]
+        return sample and sample["text"]
+
+
+@dataclass
+class Result:
+    """Hold what a run left behind. What is made of it is made when it is first asked for.
+
+    Args:
+        folder: the folder of the run.
+        catalogue: the techniques that its remedies may use.
+        first: whether this process is the first rank, which alone concludes a run.
+    """
+
+    folder: Path
+    catalogue: Catalogue
+    first: bool = True
+    _conclusion: Conclusion | None = field(default=None, repr=False)
+
+    def conclude(
+        self, closing: Closing | None = None, say: Callable[[str], None] | None = None
+    ) -> Conclusion:
+        """Return the findings, a sample and the page, which are also written into the folder.
+
+        Args:
+            closing: hears the signals that leave out what is not made yet.
+            say: is called with a line about each thing that cannot be made.
+        """
+        if self._conclusion is not None:
+            return self._conclusion
+        room = import_module("headrace.report.conclude")
+        conclusion: Conclusion = room.conclude(
+            self.folder, self.catalogue, closing or Closing(), say or _ignore
+        )
+        self._conclusion = conclusion
+        return conclusion
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """Return what report.json holds."""
+        return self.conclude().report
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        """Return the findings of the doctor with their remedies, the gravest first."""
+        return self.conclude().findings
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Return the verdict of the doctor."""
+        return self.conclude().verdict
+
+    @property
+    def sample(self) -> str | None:
+        """Return a text that the model wrote."""
+        return self.conclude().sample
+
+    @property
+    def page(self) -> Path | None:
+        """Return the file of the page about the run."""
+        return self.conclude().page
+
+
+def _ignore(line: str) -> None:
+    """Show a line to nobody: `not_made` holds it."""
