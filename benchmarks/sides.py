@@ -15,7 +15,7 @@ import torch
 
 from headrace.assemble.build import make_context
 from headrace.assemble.context import check_supported, choose_device
-from headrace.assemble.filled import OWN, check_active, note_own_attention
+from headrace.assemble.filled import check_active, note_own_attention
 from headrace.cli.app import catalogue
 from headrace.core.errors import HeadraceError
 from headrace.plan.plan import Plan
@@ -162,7 +162,7 @@ def attention_of(plan: Plan) -> Reading:
             owners = build.filled.get("parts.attend", [])
             told = [f"{t.name()} {t.active(build).detail}" for t in build.techniques
                     if t.name() in owners]  # fmt: skip
-            if own := build.notes.get(OWN):
+            if own := build.run_notes.own_attention:
                 names = (n.removeprefix("void ").partition("<")[0] for n in own["kernels"])
                 more = [n for n in names if n not in own["detail"]]
                 told = [", ".join(dict.fromkeys([own["detail"], *more]))]

@@ -46,8 +46,6 @@ from headrace.parallel.world import World
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Stage, Technique, Unsupported, check_claims
 
-NOTE = "attention"
-"""Where a build keeps what was measured; the report has it under the same name."""
 TRUNK = "trunk"
 """The trunk's own backend among the candidates."""
 WARMUP, ROUNDS, CALLS = 2, 7, 3

@@ -19,8 +19,6 @@ from headrace.model.attention import Attention, kernels_of, operations_of
 from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.technique import Evidence, Technique
 
-OWN = "own_attention"
-"""Where a build notes what torch chose."""
 PATIENT_STEPS = 32
 """Steps that a trial takes for one with targets, before it gives up."""
 
@@ -167,7 +165,7 @@ def note_own_attention(build: Build) -> None:
     found = kernels if on_gpu else operations
     told = f"torch ran {', '.join(operations)}" if operations else "what torch ran was not seen"
     unseen = ", whose kernels were not seen" if operations and not found else ""
-    build.notes[OWN] = {"kernels": [*found], "detail": told + unseen + why}
+    build.run_notes.own_attention = {"kernels": [*found], "detail": told + unseen + why}
     build.tell(f"attention: {told}{unseen}{why}")
 
 

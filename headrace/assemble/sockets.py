@@ -142,6 +142,24 @@ class Unwatched:
 
 
 @dataclass
+class RunNotes:
+    """Hold what a run learns about itself, for its report and for a resume."""
+
+    guard: dict[str, Any] | None = None
+    """how far the first step was from the baseline's, or why the two were not compared"""
+    timed_attention: dict[str, Any] | None = None
+    """the times of the attention backends, where a plan wants them measured"""
+    own_attention: dict[str, Any] | None = None
+    """the kernels of torch's own attention, looked at after the first step"""
+    start_s: dict[str, float] | None = None
+    """the seconds of each part of the time before the end of the first step"""
+    validation_targets: int | None = None
+    """how many targets an evaluation counts"""
+    frozen: dict[str, str] | None = None
+    """the sha256 of the weights that the run trains beside, by the key that names their folder"""
+
+
+@dataclass
 class Build:
     """A run in the making, then the run."""
 
@@ -229,6 +247,7 @@ class Build:
     filled: dict[str, list[str]] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     """what a technique remembers between `apply` and `active`, by its name"""
+    run_notes: RunNotes = field(default_factory=RunNotes)
 
     @property
     def dtype(self) -> torch.dtype:

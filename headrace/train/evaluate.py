@@ -20,9 +20,6 @@ from headrace.model.head import IGNORED, cross_entropy
 from headrace.plan.doubts import BYTE_BITS
 from headrace.plan.technique import Doubt
 
-TARGETS = "validation_targets"
-"""Where a build keeps how many targets the run's evaluations count."""
-
 
 @dataclass(frozen=True)
 class Validation:

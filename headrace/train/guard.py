@@ -42,8 +42,6 @@ from headrace.plan.plan import Plan
 
 Step = Callable[[Build, Sequence[Any], int], Tensor]
 """train.step"""
-NOTE = "guard"
-"""Where a build keeps what came of it; the report has it under the same name."""
 BANDS = {"fp32": 1e-3, "bf16": 0.1}
 """Largest relative difference of a gradient's norm, by precision; a tenth of it is the loss's. In
 bf16 a gradient is off by 0.02 to 0.05 (L2), mostly not in its length; a fault takes away parts."""
@@ -289,7 +287,7 @@ def guard(build: Build, step: Step) -> None:
         RunError: its loss or a gradient's norm is another one; the update was not applied.
     """
     if not build.plan.guard:
-        build.notes[NOTE] = {"compared": False, "why": "guard = false"}
+        build.run_notes.guard = {"compared": False, "why": "guard = false"}
         return
     wanted = first_of_the_trunk(build, step)
     if isinstance(wanted, str):
@@ -310,7 +308,7 @@ def _kept(plan: Plan) -> list[str]:
 
 
 def _not_compared(build: Build, why: str) -> None:
-    build.notes[NOTE] = {"compared": False, "why": why}
+    build.run_notes.guard = {"compared": False, "why": why}
     if build.plan.techniques:  # else it is the plain trainer
         build.tell(f"the first step is not compared with the plain trainer's: {why}")
 
@@ -332,7 +330,7 @@ def compare(build: Build, found: First, wanted: First, again: Callable[[int], Fi
     share = {name: value / limits.get(name, limits[""]) for name, value in off.items()}
     worst = max(share, key=lambda name: share[name] if share[name] == share[name] else math.inf)
     worst = worst if share[MEAN] <= 1 else MEAN
-    build.notes[NOTE] = {
+    build.run_notes.guard = {
         "compared": True, "without": left, "kept": _kept(build.plan), "loss_off": off[MEAN],
         "gradients": len(off.keys() - {MEAN, ALL}), "worst": worst, "off": off[worst],
         "band": limits.get(worst, limits[""]),

@@ -22,8 +22,6 @@ from headrace.plan.plan import Plan
 from headrace.plan.technique import Technique
 from headrace.train.checkpoint import Saved
 
-FROZEN = "frozen"
-"""The note under which a Build has the digests of weights that no checkpoint holds."""
 MUST_STAY = (
     "seed", "model", "batch.tokens",
     "data.sources", "data.weights", "data.validation", "data.text_key", "data.tokenizer",
@@ -286,9 +284,9 @@ def _check_shape_of_base(plan: Plan, saved: Saved) -> None:
 
 def note_frozen(build: Build) -> dict[str, str]:
     """Read the digests once, when the weights themselves are read; every checkpoint keeps them."""
-    if FROZEN not in build.notes:
-        build.notes[FROZEN] = frozen_digests(build.plan)
-    return build.notes[FROZEN]
+    if build.run_notes.frozen is None:
+        build.run_notes.frozen = frozen_digests(build.plan)
+    return build.run_notes.frozen
 
 
 def check_frozen(saved: Saved, plan: Plan, found: Mapping[str, str]) -> None:

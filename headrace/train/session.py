@@ -29,13 +29,14 @@ from headrace.observe.gauges import Gauges
 from headrace.observe.profiler import ProfilerWindows
 from headrace.observe.signals import RANKED_STEPS, Signals, TrackedMemory, between_ranks, peak_bytes
 from headrace.plan.technique import Evidence
-from headrace.train import start, state
+from headrace.train import state
 from headrace.train.checkpoint import Checkpoints, RankGone, Saved
 from headrace.train.evaluate import evaluate
 from headrace.train.goal import Counters, ended_by
 from headrace.train.identity import differences, told
 from headrace.train.interrupts import Interrupts
 from headrace.train.run_folder import RunFolder, command_line, in_words, metrics_line
+from headrace.train.start import Start
 from headrace.train.summary import remember, summarize
 from headrace.train.track import Trackers, open_trackers
 
@@ -49,9 +50,9 @@ MEASURED = (
 class Session:
     """The run's life around its steps."""
 
-    def __init__(self, build: Build, folder: RunFolder, progress: Progress) -> None:
+    def __init__(self, build: Build, folder: RunFolder, progress: Progress, start: Start) -> None:
         plan, world = build.plan, build.world
-        self.build, self.folder, self.progress = build, folder, progress
+        self.build, self.folder, self.progress, self.start = build, folder, progress, start
         self.first = world.rank == 0
         if self.first:
             folder.lock()
@@ -285,8 +286,6 @@ class Session:
     def _wall_s(self) -> float:
         return self._wall_before_s + time.perf_counter() - self._started_s
 
-    # --- around a step ---
-
     def next_batch(self) -> StepBatch:
         """This rank's rows of the next step."""
         self.signals.mark("input")
@@ -340,8 +339,8 @@ class Session:
         self._take_rows(keep=1)
         if self.evidence is None:
             self._take_rows(keep=0)
-            if self.steps_here == 1 and (began := self.build.notes.get(start.NOTE)):
-                began.mark("first_step", compile_s=compile_s)
+            if self.steps_here == 1:
+                self.start.mark("first_step", compile_s=compile_s)
             if self.counted:  # else no gradient reached any
                 self.evidence = check_active(self.build)
         if self.steps_here == 1:

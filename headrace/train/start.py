@@ -5,9 +5,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-NOTE = "start"
-"""Where a build keeps it; the report has it as `start_s`."""
-
 
 class Start:
     """Seconds of each part of a start, in turn.

@@ -25,8 +25,7 @@ from headrace.observe.signals import STALL_SHARE, device_peak_bytes
 from headrace.plan.doubts import doubts_of
 from headrace.plan.symptoms import saves_memory
 from headrace.plan.technique import Evidence
-from headrace.train import guard, start
-from headrace.train.evaluate import TARGETS, doubts
+from headrace.train.evaluate import doubts
 from headrace.train.goal import Counters, reached
 from headrace.train.run_folder import command_line
 
@@ -36,8 +35,9 @@ WORK_MEMORY = "activations, logits and work"
 
 def remember(build: Build, counters: Counters) -> None:
     """Take over what a build noted, for the report and for a resume."""
-    counters.guard = build.notes.get(guard.NOTE, counters.guard)
-    timed, own = build.notes.get(choose.NOTE), build.notes.get(filled.OWN)
+    notes = build.run_notes
+    counters.guard = notes.guard or counters.guard
+    timed, own = notes.timed_attention, notes.own_attention
     known = timed or counters.attention or {}
     if known.get("chosen") == choose.TRUNK and "parts.attend" in build.filled:
         known = {}  # a resume has a technique compute it
@@ -85,7 +85,7 @@ def summarize(
         "memory_lines": [{"name": name, "bytes": bytes} for name, bytes in owners.items()],
         "memory_measured": _measured(build, tracked),
         "phase_s": counters.phase_s,
-        "start_s": begun.spent_s if (begun := build.notes.get(start.NOTE)) else None,
+        "start_s": build.run_notes.start_s,
         "wasted_token_fraction": counters.wasted_tokens / max(1, counters.tokens),
         "input_wait": _waits(waits_s, step_s),
         "signals": _signals(build, ledger, last),
@@ -110,7 +110,7 @@ def summarize(
 
 def _data(build: Build, counters: Counters) -> dict[str, Any]:
     """Both sides of the text, how many targets an evaluation counts, and what is doubtful of it."""
-    tokens, targets = build.plan.eval.tokens, build.notes.get(TARGETS)
+    tokens, targets = build.plan.eval.tokens, build.run_notes.validation_targets
     found = build.prepared.sides(build.plan.data.validation).to_dict()
     last = counters.val[-1]["bits_per_byte"] if counters.val else None
     told = doubts(build, None if targets is None else tokens, targets, bits_per_byte=last)

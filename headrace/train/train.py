@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.assemble.autotune import NOTE, choose_attention
+from headrace.assemble.autotune import choose_attention
 from headrace.assemble.build import check_weights, make_build
 from headrace.assemble.context import check_supported, choose_device, make_context
-from headrace.assemble.sockets import Build
+from headrace.assemble.sockets import Build, RunNotes
 from headrace.core.progress import Progress
 from headrace.data.ingest import is_current, prepare, reopen
 from headrace.data.loader import Micro
@@ -31,12 +31,13 @@ from headrace.plan.doubts import check_meant, doubts_of
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, installed
 from headrace.train.checkpoint import Saved, steps_in
-from headrace.train.evaluate import TARGETS, count_targets, doubts
+from headrace.train.evaluate import count_targets, doubts
 from headrace.train.guard import guard
 from headrace.train.identity import (
     changed_knobs,
     check_frozen,
     check_same_run,
+    frozen_digests,
     note_frozen,
     told,
     without_base,
@@ -45,7 +46,6 @@ from headrace.train.interrupts import Interrupts
 from headrace.train.result import Result
 from headrace.train.run_folder import RunFolder, telling_of_lost_ranks
 from headrace.train.session import Session
-from headrace.train.start import NOTE as START
 from headrace.train.start import Start, process_age_s
 
 
@@ -93,11 +93,11 @@ def run(
         start.mark("choose")
         build = make_build(plan, prepared, world, device, tell=progress.note)
         start.mark("build")
-        _take_notes(build, first, progress, {NOTE: timed, START: start})
+        build.run_notes = _first_notes(build, first, progress, timed, start)
         for flags in build.runtime:
             stack.enter_context(flags())
         files, checkpoint = _open_folder(build, resume, folder, checkpoint)
-        session = stack.enter_context(Session(build, files, progress))
+        session = stack.enter_context(Session(build, files, progress, start))
         if resume:
             session.restore(checkpoint)
         if session.counters.step == 0:
@@ -274,14 +274,26 @@ def _as_restored(plan: Plan, run: RunFolder, checkpoint: str | None) -> Plan:
     return plan
 
 
-def _take_notes(build: Build, folder: str, progress: Progress, notes: dict[str, Any]) -> None:
-    """Keep the size of the validation, the folder that the run began from, and frozen digests.
+def _first_notes(
+    build: Build, folder: str, progress: Progress, timed: dict[str, Any] | None, start: Start
+) -> RunNotes:
+    """Return what a run notes before its first step, and name the folder that it began from.
 
-    A model that a checkpoint makes was built without the folder.
+    Args:
+        build: the run. A model that a checkpoint makes was built without the folder.
+        folder: the folder of weights that the run first began from; "" where there was none.
+        progress: shows what makes the validation loss doubtful.
+        timed: the times of attention backends, where they were measured.
+        start: the parts of the time before the first step, which go on.
     """
-    build.notes |= notes | {TARGETS: _look_at_validation(build, progress)}
+    targets = _look_at_validation(build, progress)
     build.plan = build.plan.replaced(model={**dict(build.plan.model), "pretrained": folder})
-    note_frozen(build)
+    return RunNotes(
+        timed_attention=timed,
+        start_s=start.spent_s,
+        validation_targets=targets,
+        frozen=frozen_digests(build.plan),
+    )
 
 
 def _open_folder(

@@ -226,7 +226,7 @@ def test_plain_products_are_named_and_so_is_what_cannot_be_seen(
     capped = tiny_plan("goal.steps=1", "techniques.logit_soft_cap={}", "checkpoint.every_steps=0")
     build = make_build(capped, prepare(capped), World(), CPU)
     filled.note_own_attention(build)
-    assert build.notes[filled.OWN]["kernels"] == ["bmm", "softmax"]
+    assert build.run_notes.own_attention["kernels"] == ["bmm", "softmax"]
 
     def fails(*given: Any) -> None:
         raise RuntimeError("no such thing\nat all")
@@ -235,7 +235,7 @@ def test_plain_products_are_named_and_so_is_what_cannot_be_seen(
     build.model.attend.prepare, build.tell = fails, told.append  # type: ignore[method-assign]
     filled.note_own_attention(build)
     detail = "what torch ran was not seen (no such thing)"
-    assert build.notes[filled.OWN] == {"kernels": [], "detail": detail}
+    assert build.run_notes.own_attention == {"kernels": [], "detail": detail}
     assert told == [f"attention: {detail}"]
 
 

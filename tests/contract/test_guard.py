@@ -14,7 +14,7 @@ from house import Variant, toy
 from headrace.assemble.sockets import Build
 from headrace.core.errors import RunError
 from headrace.plan.technique import Stage
-from headrace.train.guard import NOTE, First, compare, guard
+from headrace.train.guard import First, compare, guard
 from headrace.train.train import step
 
 
@@ -44,7 +44,7 @@ def first_step(*techniques: Any, **keys: Any) -> Build:
 def test_a_right_combination_passes(names: tuple[str, ...], micro_rows: int) -> None:
     techniques = [Variant(n, house.tiny_knobs(n, "cpu")).technique() for n in names]
     build = first_step(*techniques, micro_rows=micro_rows)
-    told = build.notes[NOTE]
+    told = build.run_notes.guard
     assert told["compared"] and told["gradients"] > 4
     assert told["off"] < 1e-3 and told["loss_off"] < 1e-4
 
@@ -73,7 +73,7 @@ def rounded(names: tuple[str, ...]) -> tuple[list[Any], dict[str, Any]]:
 )
 def test_what_is_approximate_lies_within_its_band(names: tuple[str, ...]) -> None:
     techniques, keys = rounded(names)
-    told = first_step(*techniques, **keys).notes[NOTE]
+    told = first_step(*techniques, **keys).run_notes.guard
     assert told["compared"] and told["gradients"] > 4
     assert told["kept"] == [n for n in names if n == "z_loss"]
     assert sorted(told["without"]) == sorted(n for n in names if n != "z_loss")
@@ -126,7 +126,7 @@ def test_where_rounding_alone_goes_as_far_nothing_was_compared() -> None:
     learns = toy("chaos", Stage.MODEL, chaos, composes=("block_forward",))
     type(learns).equality = "learning"
     bad = toy("bad", Stage.STEP, scaled, claims=("reduce",))
-    told = first_step(learns, bad).notes[NOTE]
+    told = first_step(learns, bad).run_notes.guard
     assert told["compared"] is False and "rounding alone" in told["why"]
 
 
@@ -157,7 +157,7 @@ def test_the_plain_model_multiplies_fp32_whole(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_step_that_overflows_fp16_ends_no_run() -> None:
     scale = Variant("fp16_loss_scaling", {"exponent": 24}).technique()
-    told = first_step(scale, precision="fp16").notes[NOTE]
+    told = first_step(scale, precision="fp16").run_notes.guard
     assert told["compared"] and told["gradients"] == 0 and told["worst"] == "the loss"
 
 
@@ -174,7 +174,7 @@ def test_an_owner_of_the_clip_that_frees_nothing_is_missed() -> None:
 
 def test_gradients_that_an_update_has_freed_are_not_missed() -> None:
     build = first_step(Variant("optimizer_in_backward").technique())
-    assert build.notes[NOTE]["compared"] and build.notes[NOTE]["gradients"] == 0
+    assert build.run_notes.guard["compared"] and build.run_notes.guard["gradients"] == 0
 
 
 def frozen(build: Build) -> None:
@@ -260,10 +260,10 @@ def test_what_is_no_number_and_what_is_there_alone_is_apart(found: First, says: 
 
 def test_says_why_nothing_was_compared() -> None:
     for technique in ((), (Variant("muon").technique(),), (Variant("bf16_autocast").technique(),)):
-        told = first_step(*technique).notes[NOTE]
+        told = first_step(*technique).run_notes.guard
         assert told["compared"] is False and "left out" in told["why"]
     off = first_step(Variant("selective_checkpoint").technique(), guard=False)
-    assert off.notes[NOTE] == {"compared": False, "why": "guard = false"}
+    assert off.run_notes.guard == {"compared": False, "why": "guard = false"}
 
 
 def test_the_weights_are_those_of_an_unguarded_run() -> None:

@@ -68,7 +68,7 @@ def test_a_loss_is_compared_where_the_gradients_overflow() -> None:
     told: list[str] = []
     build = run("fp16", EXACT, told=told)
     compare(build, First(2.0, math.inf, {"a": math.inf, "b": 4.0}), WANTED, lambda draw: "none")
-    assert build.notes[guard.NOTE]["worst"] == MEAN and "overflowed" in told[0]
+    assert build.run_notes.guard["worst"] == MEAN and "overflowed" in told[0]
     with pytest.raises(RunError, match=r"first loss is 2\.4"):
         compare(build, First(2.4, math.inf, {"a": 1.0}), WANTED, lambda draw: "none")
 

@@ -33,7 +33,7 @@ def first_step(world: World, *techniques: Any) -> dict[str, Any]:
     micros = build.loader.step(0).micros
     build.loader.close()
     step(build, micros, 0)
-    return build.notes[headrace.train.guard.NOTE]
+    return build.run_notes.guard
 
 
 def uneven(build: Build) -> None:
