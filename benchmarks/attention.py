@@ -29,24 +29,32 @@ def main() -> None:
     args = words.parse_args()
     args.set = [*args.set, "attention=measured"]
     plan = plan_from(args)
-    chosen, found = choose_attention(
+    chosen, times = choose_attention(
         plan, catalogue(), prepare(plan), World(), choose_device(plan), Progress()
     )
-    assert found is not None
+    assert times is not None
     asked = [item for item in args.set if not item.startswith(("data.", "attention="))]
     metrics: dict[str, Any] = {
         name: {"value": ms["median"], "low": ms["low"], "high": ms["high"], "unit": "ms"}
-        for name, ms in found["milliseconds"].items()
+        for name, ms in times["milliseconds"].items()
     }
     receipts.append(
-        "attention", metrics, results=args.results, shape=args.shape, seeds=[plan.seed],
+        "attention",
+        metrics,
+        results=args.results,
+        shape=args.shape,
+        seeds=[plan.seed],
         n=ROUNDS if metrics else 0,
-        chosen=found["chosen"], kernels=found["kernels"], cannot=found["refused"],
+        chosen=times["chosen"],
+        kernels=times["kernels"],
+        cannot=times["refused"],
         recipe=" ".join(["recipe", *args.with_, *(f"-{n}" for n in args.without), *asked]),
-        cached=found["cached"], at=found["at"], techniques=sorted(chosen.techniques),
+        cached=times["cached"],
+        at=times["at"],
+        techniques=sorted(chosen.techniques),
         plan_sha256=receipts.sha256(plan.dump()),
-    )  # fmt: skip
-    print(told(found))
+    )
+    print(told(times))
 
 
 if __name__ == "__main__":

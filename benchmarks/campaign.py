@@ -125,16 +125,23 @@ class Campaign:
         """Start the process of a job, in a process group of its own."""
         most_s = min(job.most_s, self.left_s)
         command = job.command.format(
-            python=shlex.quote(sys.executable), data=self.data, logs=shlex.quote(str(self.logs)),
-            part=f"{gpu + 1}/{self.gpus}", left_s=max(1, round(most_s - END_S)),
-        )  # fmt: skip
+            python=shlex.quote(sys.executable),
+            data=self.data,
+            logs=shlex.quote(str(self.logs)),
+            part=f"{gpu + 1}/{self.gpus}",
+            left_s=max(1, round(most_s - END_S)),
+        )
         share = cores_of(gpu, self.gpus, job.cores, sorted(os.sched_getaffinity(0)))
         print(f"{label}: on GPU {gpu}, {self.left_s:.0f} s left", flush=True)
         with (self.logs / f"{label}.log").open("ab") as log:
             process = subprocess.Popen(
-                ["bash", "-c", command], cwd=receipts.ROOT, stdout=log, stderr=log,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}, start_new_session=True,
-            )  # fmt: skip
+                ["bash", "-c", command],
+                cwd=receipts.ROOT,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
+                start_new_session=True,
+            )
         if share:
             os.sched_setaffinity(process.pid, share)
         return Running(job, label, process, time.monotonic() + most_s)
@@ -184,12 +191,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def jobs(file: Path) -> list[Job]:
     """Return the list; a key that no job has is an error."""
-    told = tomllib.loads(file.read_text())["jobs"]
-    found = [Job(**one) for one in told]
-    names = [job.name for job in found]
+    tables = tomllib.loads(file.read_text())["jobs"]
+    listed = [Job(**one) for one in tables]
+    names = [job.name for job in listed]
     if len({*names}) < len(names):
         raise SystemExit(f"{file} has two jobs of one name")
-    return found
+    return listed
 
 
 def main() -> None:

@@ -61,26 +61,27 @@ def scale_of(composition: Composition) -> int:
     return 1 if composition.shape == "wide" else SCALE
 
 
-def distances(found: Outcome, wanted: Outcome) -> dict[str, float]:
+def distances(outcome: Outcome, wanted: Outcome) -> dict[str, float]:
     """Return L2 distances over the reference's norm."""
 
     def far(kind: str) -> dict[str, float]:
-        ours, theirs = getattr(found, kind), getattr(wanted, kind)
+        ours, theirs = getattr(outcome, kind), getattr(wanted, kind)
         assert ours.keys() == theirs.keys(), f"{kind} of {sorted(ours.keys() ^ theirs.keys())}"
         return {n: float((ours[n].float() - t).norm() / t.norm()) for n, t in theirs.items()}
 
     weights = far("weights")
-    gradients = far("gradients") if found.gradients else {}  # freed by an update in backward
-    told = {
-        "loss": max(abs(a - b) / abs(b)
-                    for a, b in zip(found.losses, wanted.losses, strict=True)),
+    gradients = far("gradients") if outcome.gradients else {}  # freed by an update in backward
+    norms = {
+        "loss": max(
+            abs(a - b) / abs(b) for a, b in zip(outcome.losses, wanted.losses, strict=True)
+        ),
         "weights": max(weights.values()),
-    }  # fmt: skip
+    }
     if gradients:
-        told["gradient"] = max(gradients.values())
-        told["worst"] = max(gradients, key=lambda n: gradients[n])  # type: ignore[assignment]
-        told["embedding_gradient"] = gradients.get("embed.weight", 0.0)
-    return told
+        norms["gradient"] = max(gradients.values())
+        norms["worst"] = max(gradients, key=lambda n: gradients[n])  # type: ignore[assignment]
+        norms["embedding_gradient"] = gradients.get("embed.weight", 0.0)
+    return norms
 
 
 def measure(composition: Composition, world: World) -> tuple[dict[str, Any], Outcome]:
@@ -90,10 +91,12 @@ def measure(composition: Composition, world: World) -> tuple[dict[str, Any], Out
         torch.cuda.reset_peak_memory_stats()
     build, outcome = run(composition, world, device=DEVICE, scale=scale_of(composition))
     evidence = {n: e.detail for n, e in check_active(build).items()}
-    parts = world.gather({
-        kind: {n: t.cpu() for n, t in getattr(outcome, kind).items()}
-        for kind in ("gradients", "weights")
-    })  # fmt: skip
+    parts = world.gather(
+        {
+            kind: {n: t.cpu() for n, t in getattr(outcome, kind).items()}
+            for kind in ("gradients", "weights")
+        }
+    )
     whole = Outcome(outcome.losses, {}, {})
     for part in parts:
         whole.gradients |= part["gradients"]
@@ -107,21 +110,27 @@ def reference(composition: Composition) -> tuple[Outcome, list[float]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(16 if DEVICE == "cuda" else threads)
     wanted, *nudged = (
-        run(composition, World(), alone=True, scale=scale_of(composition), nudged=which,
-            unit=house.UNIT_BF16)[1]
+        run(
+            composition,
+            World(),
+            alone=True,
+            scale=scale_of(composition),
+            nudged=which,
+            unit=house.UNIT_BF16,
+        )[1]
         for which in range(NUDGES + 1)
-    )  # fmt: skip
+    )
     torch.set_num_threads(threads)
     return wanted, [distances(moved, wanted).get("gradient", 0.0) for moved in nudged]
 
 
-def beside(composition: Composition, found: Outcome) -> float:
+def beside(composition: Composition, outcome: Outcome) -> float:
     """Return the gradient's distance from that of the same plan on one GPU."""
     _, alone = run(composition, World(), alone=True, device=DEVICE, scale=scale_of(composition))
     alone.gradients, alone.weights = (
         {n: t.cpu() for n, t in kind.items()} for kind in (alone.gradients, alone.weights)
     )
-    return distances(found, alone)["gradient"]
+    return distances(outcome, alone)["gradient"]
 
 
 def urgency(composition: Composition) -> tuple[bool, bool]:
@@ -170,7 +179,7 @@ def main() -> None:
             worlds[key] = join(mesh, torch.device(DEVICE))
         world = worlds[key]
         row: dict[str, Any] = {}
-        found = wanted = None
+        outcome = wanted = None
         try:
             if world.rank == 0:
                 prepare(composition.plan(device=DEVICE, scale=scale_of(composition)))
@@ -179,7 +188,7 @@ def main() -> None:
                     references[alone] = reference(composition)
                 wanted = references[alone]
             world.barrier()
-            row, found = measure(composition, world)
+            row, outcome = measure(composition, world)
         except HeadraceError as error:
             print(f"rank {dist.get_rank()}: {error}", flush=True)
             row = {"refused": str(error)}
@@ -188,10 +197,10 @@ def main() -> None:
             row = {"refused": traceback.format_exc().strip().splitlines()[-1]}
         failed = world.gather("refused" in row)
         if world.rank == 0:
-            if found is not None and wanted is not None:
-                row |= distances(found, wanted[0]) | {"rounding": wanted[1]}
+            if outcome is not None and wanted is not None:
+                row |= distances(outcome, wanted[0]) | {"rounding": wanted[1]}
                 if limit_of(row) > BAND:
-                    row["beside"] = beside(composition, found)
+                    row["beside"] = beside(composition, outcome)
             write(composition, row, ranks, arguments.results)
         if any(failed) and not all(failed):
             break  # the ranks are no longer at the same place
@@ -236,16 +245,29 @@ def write(composition: Composition, row: dict[str, Any], ranks: int, results: Pa
         metrics = {}
     else:
         facts["evidence"], facts["worst_gradient"] = row["evidence"], row.get("worst", "")
-        units = {"loss": "relative", "gradient": "relative L2", "embedding_gradient": "relative L2",
-                 "rounding": "relative L2", "beside": "relative L2", "weights": "relative L2",
-                 "seconds": "s", "peak": "bytes"}  # fmt: skip
+        units = {
+            "loss": "relative",
+            "gradient": "relative L2",
+            "embedding_gradient": "relative L2",
+            "rounding": "relative L2",
+            "beside": "relative L2",
+            "weights": "relative L2",
+            "seconds": "s",
+            "peak": "bytes",
+        }
         readings = {n: row[n] if n == "rounding" else [row[n]] for n in units if n in row}
         metrics = {n: receipts.spread(values, units[n]) for n, values in readings.items()}
         facts["band"], facts["inside"] = limit_of(row), is_inside(composition, row)
     receipts.append("compositions", metrics, results=results, **facts)
     shown = {n: m["value"] for n, m in metrics.items()}
-    print(composition.name, dict(composition.mesh), facts.get("inside"), shown,
-          facts.get("refused", ""), flush=True)  # fmt: skip
+    print(
+        composition.name,
+        dict(composition.mesh),
+        facts.get("inside"),
+        shown,
+        facts.get("refused", ""),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

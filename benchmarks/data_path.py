@@ -55,10 +55,15 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         plan = Plan.read(
-            "", catalogue(),
-            overrides=[f"data.sources={args.source}", f"data.directory='{scratch}'",
-                       "data.vocab=4096", "goal.steps=1"],
-        )  # fmt: skip
+            "",
+            catalogue(),
+            overrides=[
+                f"data.sources={args.source}",
+                f"data.directory='{scratch}'",
+                "data.vocab=4096",
+                "goal.steps=1",
+            ],
+        )
         shards = prepare(plan).train
         metrics = {}
         for workers in (0, 1, 2):
@@ -68,9 +73,14 @@ def main() -> None:
             took = [resume(shards, step) for _ in range(args.rounds)]
             metrics[f"resume_at_step_{step}"] = receipts.spread(took, "ms")
     row = receipts.append(
-        "data_path", metrics, results=args.results, n=args.rounds, seeds=[0],
-        shape=f"T{LENGTH} rows{ROWS}", source=args.source,
-    )  # fmt: skip
+        "data_path",
+        metrics,
+        results=args.results,
+        n=args.rounds,
+        seeds=[0],
+        shape=f"T{LENGTH} rows{ROWS}",
+        source=args.source,
+    )
     print(row["metrics"])
 
 

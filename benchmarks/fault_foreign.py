@@ -60,11 +60,11 @@ def train(case: Case) -> None:
     vocab = shape.vocab or plan.data.vocab
     with device:
         model = Decoder(vocab, shape.dim, shape.heads, shape.ffn, shape.layers)
-    held = list(model.parameters())
+    micros = list(model.parameters())
     if case.fault:
-        count = sum(p.numel() for p in held) * case.severity / (1 - case.severity)
-        held.append(nn.Parameter(torch.zeros(round(count), device=device)))
-    optimizer = torch.optim.AdamW(held, lr=1e-3)
+        count = sum(p.numel() for p in micros) * case.severity / (1 - case.severity)
+        micros.append(nn.Parameter(torch.zeros(round(count), device=device)))
+    optimizer = torch.optim.AdamW(micros, lr=1e-3)
     rows = max(1, min(plan.batch.tokens, MOST_TOKENS) // length)
     draw = torch.Generator().manual_seed(plan.seed)
     # A token is the one before it and a little more: there is something to learn.

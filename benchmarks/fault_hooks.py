@@ -142,9 +142,10 @@ def before_steps(
 ) -> AbstractContextManager[None]:
     """Give `change` the micro-batches of each step before it; it may return others."""
     return patched(
-        train, "step",
+        train,
+        "step",
         lambda step: lambda build, micros, index: step(build, change(build, micros, index), index),
-    )  # fmt: skip
+    )
 
 
 def after_blocks(do: Callable[[Tensor], None]) -> AbstractContextManager[None]:

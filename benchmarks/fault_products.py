@@ -92,7 +92,7 @@ def _widen_linears(case: Case, build: Build) -> Facts:
 def _more_s(linear: nn.Linear, rows: int, length: int) -> float:
     """Return the seconds that the three matmuls of a linear take longer in fp32 than in bf16."""
     features, out = linear.in_features, linear.out_features
-    found = []
+    seconds = []
     for dtype in (torch.bfloat16, torch.float32):
         x_ND, y_NE, w_ED = (
             torch.randn(shape, dtype=dtype, device="cuda")
@@ -106,9 +106,9 @@ def _more_s(linear: nn.Linear, rows: int, length: int) -> float:
                 torch.mm(a, b)
             wait(x_ND.device)
             spent_s = time.perf_counter() - began_s
-        found.append(spent_s)
+        seconds.append(spent_s)
     torch.cuda.empty_cache()
-    return found[1] - found[0]
+    return seconds[1] - seconds[0]
 
 
 @torch.library.custom_op("headrace_faults::wide_product", mutates_args=())

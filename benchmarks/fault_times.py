@@ -132,8 +132,8 @@ def new_lengths(case: Case) -> Iterator[Facts]:
         return None if tensor is None else tensor.reshape(-1, int(tensor.size(1) / factor))
 
     def change(build: Build, micros: list[Micro], index: int) -> list[Micro]:
-        turn = index // every
-        factor = factors[(turn - 1) % len(factors)] if 0 < turn <= shapes else 1
+        place = index // every
+        factor = factors[(place - 1) % len(factors)] if 0 < place <= shapes else 1
         if factor == 1:
             return micros
         names = ("ids_BT", "targets_BT", "segments_BT", "positions_BT")
@@ -151,7 +151,7 @@ def new_numbers(case: Case) -> Iterator[Facts]:
     severity wants of all. torch would stop after eight; nobody who lets it go on is stopped.
     """
     steps = case.plan().goal.steps or 0
-    turns = sorted({max(2, round(share * steps)) for share in AGAIN})
+    numbers = sorted({max(2, round(share * steps)) for share in AGAIN})
     dose = Dose(case)
     scaled: Any = torch.compile(lambda x, n: (x * n).mean(), backend="eager", dynamic=False)
 
@@ -164,11 +164,11 @@ def new_numbers(case: Case) -> Iterator[Facts]:
         x = torch.ones(8, device=build.device)
         if index == 0:
             dose.facts["unit_s"] = median([one_s(x) for _ in range(5)])
-        if index in turns:
-            spend_s = case.extra_s * (steps - 2) / len(turns) + dose.lead_s
+        if index in numbers:
+            spend_s = case.extra_s * (steps - 2) / len(numbers) + dose.lead_s
             for _ in range(times := max(1, round(spend_s / dose.facts["unit_s"]))):
                 one_s(x)
-            dose.facts |= {"steps": turns, "times": times}
+            dose.facts |= {"steps": numbers, "times": times}
         return micros
 
     config: Any = torch._dynamo.config

@@ -81,9 +81,15 @@ every_steps = 0
 
 
 def _make(
-    name: str, device: str, model: str, *, length: int, tokens: int = 32768, batch: str = "",
+    name: str,
+    device: str,
+    model: str,
+    *,
+    length: int,
+    tokens: int = 32768,
+    batch: str = "",
     more: str = "",
-) -> Workload:  # fmt: skip
+) -> Workload:
     body = SMALL if device == "cpu" else LARGE.replace("TOKENS", str(tokens))
     body = body.replace("LENGTH", str(length))
     head = COMMON.format(name=name, device=device, model=model.replace(", ", "\n"))
@@ -115,9 +121,16 @@ VARIANTS = {
 """What a healthy run may have beside its workload: name -> overrides. One that is resumed is
 trained to its half first. None trades time for memory that is free, which is a fault."""
 NOT_ON_GPU = (
-    "packed", "accumulated", "long", "short", "compiled", "growing", "saved", "resumed",
+    "packed",
+    "accumulated",
+    "long",
+    "short",
+    "compiled",
+    "growing",
+    "saved",
+    "resumed",
     "small_batches",
-)  # fmt: skip
+)
 """Variants that are left out on a GPU: cuDNN's attention refuses documents, four rows leave the
 device waiting for the host, each new length recompiles, and checkpoints of 1B parameters fill
 the disk."""
@@ -134,36 +147,94 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         _make("cpu_dense", "cpu", "dim = 96, layers = 3, heads = 3, ffn = 256", length=64),
-        _make("cpu_packed", "cpu", "dim = 64, layers = 4, heads = 2, ffn = 192", length=128,
-              more="[techniques.document_packing]\n"),
-        _make("cpu_accumulated", "cpu", "dim = 128, layers = 2, heads = 4, ffn = 320", length=32,
-              batch="micro_sequences = 8"),
-        _make("cpu_experts", "cpu", "dim = 64, layers = 2, heads = 2, ffn = 128", length=64,
-              more=MIXED),
+        _make(
+            "cpu_packed",
+            "cpu",
+            "dim = 64, layers = 4, heads = 2, ffn = 192",
+            length=128,
+            more="[techniques.document_packing]\n",
+        ),
+        _make(
+            "cpu_accumulated",
+            "cpu",
+            "dim = 128, layers = 2, heads = 4, ffn = 320",
+            length=32,
+            batch="micro_sequences = 8",
+        ),
+        _make(
+            "cpu_experts",
+            "cpu",
+            "dim = 64, layers = 2, heads = 2, ffn = 128",
+            length=64,
+            more=MIXED,
+        ),
         _make("cpu_wide", "cpu", "dim = 192, layers = 1, heads = 4, ffn = 512", length=64),
-        _make("cpu_tied", "cpu", "dim = 80, layers = 5, heads = 5, ffn = 208", length=32,
-              more=TIED),
-        _make("cpu_muon", "cpu", "dim = 112, layers = 2, heads = 7, kv_heads = 1, ffn = 288",
-              length=128, batch="micro_sequences = 8", more="[techniques.muon]\n"),
-        _make("gpu_30m", "cuda", "dim = 512, layers = 6, heads = 8, ffn = 1408, vocab = 16384",
-              length=1024, tokens=131072, more=LEAN),
-        _make("gpu_160m", "cuda", "dim = 768, layers = 12, heads = 12, ffn = 2048, vocab = 32768",
-              length=2048, tokens=65536, more=LEAN),
-        _make("gpu_160m_accumulated", "cuda",
-              "dim = 1024, layers = 8, heads = 16, ffn = 2816, vocab = 32768", length=1024,
-              tokens=98304, batch="micro_sequences = 48", more=BLOCKS),
-        _make("gpu_400m_long", "cuda",
-              "dim = 1280, layers = 16, heads = 20, kv_heads = 4, ffn = 3456, vocab = 32768",
-              length=4096, more=LEAN),
-        _make("gpu_1b", "cuda",
-              "dim = 2048, layers = 16, heads = 32, kv_heads = 8, ffn = 8192, vocab = 65536",
-              length=2048, tokens=16384, more=LEAN),
-        _make("gpu_90m_deep", "cuda",
-              "dim = 512, layers = 24, heads = 8, ffn = 1408, vocab = 16384", length=512,
-              tokens=131072, more=BLOCKS + TIED),
-        _make("gpu_600m_muon", "cuda",
-              "dim = 1536, layers = 16, heads = 12, kv_heads = 4, ffn = 4096, vocab = 32768",
-              length=2048, more=LEAN + "[techniques.muon]\n"),
+        _make(
+            "cpu_tied", "cpu", "dim = 80, layers = 5, heads = 5, ffn = 208", length=32, more=TIED
+        ),
+        _make(
+            "cpu_muon",
+            "cpu",
+            "dim = 112, layers = 2, heads = 7, kv_heads = 1, ffn = 288",
+            length=128,
+            batch="micro_sequences = 8",
+            more="[techniques.muon]\n",
+        ),
+        _make(
+            "gpu_30m",
+            "cuda",
+            "dim = 512, layers = 6, heads = 8, ffn = 1408, vocab = 16384",
+            length=1024,
+            tokens=131072,
+            more=LEAN,
+        ),
+        _make(
+            "gpu_160m",
+            "cuda",
+            "dim = 768, layers = 12, heads = 12, ffn = 2048, vocab = 32768",
+            length=2048,
+            tokens=65536,
+            more=LEAN,
+        ),
+        _make(
+            "gpu_160m_accumulated",
+            "cuda",
+            "dim = 1024, layers = 8, heads = 16, ffn = 2816, vocab = 32768",
+            length=1024,
+            tokens=98304,
+            batch="micro_sequences = 48",
+            more=BLOCKS,
+        ),
+        _make(
+            "gpu_400m_long",
+            "cuda",
+            "dim = 1280, layers = 16, heads = 20, kv_heads = 4, ffn = 3456, vocab = 32768",
+            length=4096,
+            more=LEAN,
+        ),
+        _make(
+            "gpu_1b",
+            "cuda",
+            "dim = 2048, layers = 16, heads = 32, kv_heads = 8, ffn = 8192, vocab = 65536",
+            length=2048,
+            tokens=16384,
+            more=LEAN,
+        ),
+        _make(
+            "gpu_90m_deep",
+            "cuda",
+            "dim = 512, layers = 24, heads = 8, ffn = 1408, vocab = 16384",
+            length=512,
+            tokens=131072,
+            more=BLOCKS + TIED,
+        ),
+        _make(
+            "gpu_600m_muon",
+            "cuda",
+            "dim = 1536, layers = 16, heads = 12, kv_heads = 4, ffn = 4096, vocab = 32768",
+            length=2048,
+            more=LEAN + "[techniques.muon]\n",
+        ),
     )
-}  # fmt: skip
+}
 """name -> workload."""

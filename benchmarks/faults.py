@@ -98,8 +98,8 @@ class Ran:
         """Return the seconds of a step, with recompilations spread over all steps."""
         rows = self._undisturbed
         usual = median([r["step_s"] for r in rows if not r["compile_s"]] or [math.nan])
-        again = sum(r["step_s"] - usual for r in rows if r["compile_s"])
-        return usual + max(0.0, again) / max(1, len(rows))
+        recompiled = sum(r["step_s"] - usual for r in rows if r["compile_s"])
+        return usual + max(0.0, recompiled) / max(1, len(rows))
 
     @property
     def mean_s(self) -> float:
@@ -160,18 +160,23 @@ class Examination:
         name, ranks = f"case-{self.count}", what.get("ranks", 1)
         case = Case(
             workload.plan,
-            (f"directory={self.work / 'runs'}", f"data.directory={self.work / 'data'}",
-             f"name={name}", *([f"mesh.data={ranks}"] if ranks > 1 else []), *overrides,
-             *self.args.set),
+            (
+                f"directory={self.work / 'runs'}",
+                f"data.directory={self.work / 'data'}",
+                f"name={name}",
+                *([f"mesh.data={ranks}"] if ranks > 1 else []),
+                *overrides,
+                *self.args.set,
+            ),
             **what,
-        )  # fmt: skip
-        told, folder = self.work / f"{name}.json", self.work / "runs" / name
+        )
+        answer_file, folder = self.work / f"{name}.json", self.work / "runs" / name
         watched = folder / fault_foreign.FILE
         if self.args.here:
-            train_case(case, told)
-        elif why := self._children(case, told):
+            train_case(case, answer_file)
+        elif why := self._children(case, answer_file):
             return why
-        answer = json.loads(told.read_text())
+        answer = json.loads(answer_file.read_text())
         if watched.is_file():
             report = json.loads(watched.read_text())
             return Ran(watched, answer["facts"], answer["error"], report["rows"], report)
@@ -181,18 +186,26 @@ class Examination:
         rows = read_rows(folder / "metrics.jsonl")
         return Ran(folder, answer["facts"], answer["error"], rows, report)
 
-    def _children(self, case: Case, told: Path) -> str:
+    def _children(self, case: Case, answer_file: Path) -> str:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         worlds = [
-            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
-             "WORLD_SIZE": str(case.ranks), "LOCAL_RANK": str(rank)} if case.ranks > 1 else {}
+            {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(case.ranks),
+                "LOCAL_RANK": str(rank),
+            }
+            if case.ranks > 1
+            else {}
             for rank in range(case.ranks)
-        ]  # fmt: skip
-        log = told.with_suffix(".log")
+        ]
+        log = answer_file.with_suffix(".log")
         children = [
-            self.context.Process(target=child, args=(case, told, world, log)) for world in worlds
+            self.context.Process(target=child, args=(case, answer_file, world, log))
+            for world in worlds
         ]
         for process in children:
             process.start()
@@ -205,15 +218,18 @@ class Examination:
             process.join()
         if slow:
             return f"not done within {CHILD_LIMIT_S} s"
-        if told.is_file():
+        if answer_file.is_file():
             return ""
-        said = log.read_text().strip().splitlines() if log.is_file() else []
-        return f"the process failed: {said[-1] if said else children[0].exitcode}"
+        answered = log.read_text().strip().splitlines() if log.is_file() else []
+        return f"the process failed: {answered[-1] if answered else children[0].exitcode}"
 
     def reference(
-        self, workload: Workload, ranks: int = 1, setting: tuple[str, ...] = (),
+        self,
+        workload: Workload,
+        ranks: int = 1,
+        setting: tuple[str, ...] = (),
         foreign: bool = False,
-    ) -> Ran | str:  # fmt: skip
+    ) -> Ran | str:
         """Return the healthy run to compare with: the fastest, since noise only slows."""
         key = (workload.name, ranks, setting, foreign)
         for _ in range(self.args.references if key not in self.healthy else 0):
@@ -241,24 +257,33 @@ class Examination:
         setting = settings_of(fault, workload.device)
         healthy = self.reference(workload, fault.ranks, setting, fault.foreign)
         about = {
-            "fault": name, "wanted": severity, "counts": fault.counts,
+            "fault": name,
+            "wanted": severity,
+            "counts": fault.counts,
             "held_out": name in self.args.held_out or workload.name in self.args.held_out,
-            "expected": fault.expected, "ranks": fault.ranks, "setting": list(setting),
-        }  # fmt: skip
+            "expected": fault.expected,
+            "ranks": fault.ranks,
+            "setting": list(setting),
+        }
         if isinstance(healthy, str):
             self.refuse(workload, f"its healthy run failed: {healthy}", **about)
             return
         plan = Case(workload.plan, ()).plan()
         ran = self.run(
-            workload, [*setting, *change_of(fault, severity, plan)], fault=name, severity=severity,
-            step_s=healthy.step_s, ranks=fault.ranks, foreign=fault.foreign,
-        )  # fmt: skip
+            workload,
+            [*setting, *change_of(fault, severity, plan)],
+            fault=name,
+            severity=severity,
+            step_s=healthy.step_s,
+            ranks=fault.ranks,
+            foreign=fault.foreign,
+        )
         if isinstance(ran, str):
             self.refuse(workload, ran, **about)
             return
-        found = severity_of(fault.counts, ran, healthy)
+        measured_share = severity_of(fault.counts, ran, healthy)
         times = {"healthy_step_s": healthy.step_s, "step_s": ran.step_s}
-        self.write("fault", workload, ran, severity=found, **about, **times)
+        self.write("fault", workload, ran, severity=measured_share, **about, **times)
 
     def seed(self, workload: Workload, seed: int) -> None:
         """Run one healthy run; each seed has a variant of the workload."""
@@ -277,39 +302,56 @@ class Examination:
     def refuse(self, workload: Workload, why: str, **about: Any) -> None:
         """Write a row for a run that left nothing."""
         receipts.append(
-            "doctor", {}, results=self.args.results, measurement="fault", workload=workload.name,
-            severity=None, verdict=None, abstained=True, thresholds=self.thresholds, refused=why,
+            "doctor",
+            {},
+            results=self.args.results,
+            measurement="fault",
+            workload=workload.name,
+            severity=None,
+            verdict=None,
+            abstained=True,
+            thresholds=self.thresholds,
+            refused=why,
             **about,
-        )  # fmt: skip
+        )
         print(f"{about['fault']} in {workload.name}: refused: {why}", flush=True)
 
     def write(self, measurement: str, workload: Workload, ran: Ran, **about: Any) -> None:
         """Ask the doctor, and write what it said."""
-        said = fault_kept.verdict_of(ran.folder)
+        answer = fault_kept.verdict_of(ran.folder)
         if self.args.keep:
-            said["kept"] = fault_kept.keep(ran.folder, self.args.results)
+            answer["kept"] = fault_kept.keep(ran.folder, self.args.results)
         receipts.append(
-            "doctor", {}, results=self.args.results, measurement=measurement,
-            workload=workload.name, **said, thresholds=self.thresholds, ended=ran.error,
-            planted=ran.facts, steps=len(ran.rows), seeds=[ran.report.get("seed")], **about,
-        )  # fmt: skip
-        verdict = said["verdict"]
-        told = f"healthy {about.get('variant', '')}".strip()
+            "doctor",
+            {},
+            results=self.args.results,
+            measurement=measurement,
+            workload=workload.name,
+            **answer,
+            thresholds=self.thresholds,
+            ended=ran.error,
+            planted=ran.facts,
+            steps=len(ran.rows),
+            seeds=[ran.report.get("seed")],
+            **about,
+        )
+        verdict = answer["verdict"]
+        label = f"healthy {about.get('variant', '')}".strip()
         if measurement == "fault":
             self.said += 1
             self.right += verdict == about["expected"]
             share = "?" if about["severity"] is None else f"{about['severity']:.2f}"
-            told = f"{about['fault']} {about['wanted']:g} (reached {share})"
-        print(f"{told} in {workload.name}: {verdict}", flush=True)
+            label = f"{about['fault']} {about['wanted']:g} (reached {share})"
+        print(f"{label} in {workload.name}: {verdict}", flush=True)
 
 
-def child(case: Case, told: Path, world: dict[str, str], log: Path) -> None:
+def child(case: Case, answer_file: Path, world: dict[str, str], log: Path) -> None:
     """Run one rank: write what goes wrong to `log`; the first rank reports the rest."""
     os.environ.update(world)
     with log.open("a", buffering=1) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-        mine = told if world.get("RANK", "0") == "0" else told.with_suffix(".other")
+        mine = answer_file if world.get("RANK", "0") == "0" else answer_file.with_suffix(".other")
         train_case(case, mine)
 
 
@@ -320,8 +362,8 @@ def thresholds() -> str | None:
         subprocess.run([*git, *words, "--", *JUDGE], capture_output=True, text=True, check=False)
         for words in (("log", "-1", "--format=%h"), ("status", "--porcelain"))
     )
-    found = last.stdout.strip()
-    return f"{found} and changes" if found and open_.stdout.strip() else found or None
+    sha = last.stdout.strip()
+    return f"{sha} and changes" if sha and open_.stdout.strip() else sha or None
 
 
 def done_before(folder: Path | None, now: str | None) -> set[tuple[str, float, str]]:
@@ -329,8 +371,11 @@ def done_before(folder: Path | None, now: str | None) -> set[tuple[str, float, s
     file = folder / "doctor.jsonl" if folder else None
     lines = file.read_text().splitlines() if file and file.is_file() else []
     rows = [json.loads(line) for line in lines if line.strip()]
-    return {(r["fault"], r["wanted"], r["workload"]) for r in rows
-            if "fault" in r and "refused" not in r and r["thresholds"] == now}  # fmt: skip
+    return {
+        (r["fault"], r["wanted"], r["workload"])
+        for r in rows
+        if "fault" in r and "refused" not in r and r["thresholds"] == now
+    }
 
 
 def main() -> None:

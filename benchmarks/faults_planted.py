@@ -120,8 +120,9 @@ def _spikes(case: Case) -> Iterator[Facts]:
         if index not in bad:
             return micros
         draw = torch.Generator().manual_seed(index)
-        noise = [torch.randint(build.config.vocab, m.targets_BT.shape, generator=draw)
-                 for m in micros]  # fmt: skip
+        noise = [
+            torch.randint(build.config.vocab, m.targets_BT.shape, generator=draw) for m in micros
+        ]
         return [replace(m, targets_BT=n) for m, n in zip(micros, noise, strict=True)]
 
     with before_steps(change):
@@ -214,8 +215,9 @@ def _fragments(case: Case) -> AbstractContextManager[Facts]:
         loose = SEGMENT_BYTES - PIECE_BYTES
         wanted = int(MARGIN * max(case.severity, 0.12) * whole / loose)
         pairs = min(wanted, int((free - SPARE * whole) / SEGMENT_BYTES))
-        both = [torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cuda")
-                for _ in range(2 * pairs)]  # fmt: skip
+        both = [
+            torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2 * pairs)
+        ]
         kept += both[::2]
         return pairs * loose / whole
 
@@ -248,8 +250,12 @@ FAULTS = {
     "empty_rows": Fault("wasted tokens", _empty_rows, counts="tokens"),
     "overflows": Fault("instability", _overflows, counts="steps"),
     "padded_batches": Fault("wasted tokens", _padded, counts="tokens"),
-    "items": Fault("launch", times.items, devices=CARDS,
-                   why_not="a CPU computes when it is told to: reading a number waits for none"),
+    "items": Fault(
+        "launch",
+        times.items,
+        devices=CARDS,
+        why_not="a CPU computes when it is told to: reading a number waits for none",
+    ),
     "tiny_kernels": Fault("launch", times.tiny_kernels),
     "recompilation": Fault("launch", times.recompilation, setting=COMPILED),
     "graph_breaks": Fault("launch", times.graph_breaks, setting=COMPILED, on_gpu=BREAKABLE),
@@ -260,25 +266,42 @@ FAULTS = {
         "recipe", _plan_alone, counts="progress", setting=CURVED["cpu"], change=_too_low
     ),
     "spikes": Fault("instability", _spikes, counts="steps", setting=LONG["cpu"]),
-    "lost_evidence": Fault("silent no-op", _lost_evidence, counts="steps",
-                           setting=("techniques.document_packing={}",)),
+    "lost_evidence": Fault(
+        "silent no-op", _lost_evidence, counts="steps", setting=("techniques.document_packing={}",)
+    ),
     "foreign_no_op": Fault("silent no-op", fault_foreign.idle, counts="steps", foreign=True),
     "needless_checkpoint": Fault(
-        "unused memory", _plan_alone,
+        "unused memory",
+        _plan_alone,
         change=lambda s: (f"techniques.full_checkpoint={{every = {EVERY.get(s, 1)}}}",),
-        on_gpu=("techniques.full_checkpoint={}",)),
+        on_gpu=("techniques.full_checkpoint={}",),
+    ),
     "fragments": Fault("fragmentation", _fragments, counts="memory", devices=CARDS, why_not=ALONE),
     "full_memory": Fault("memory capacity", _full, counts="memory", devices=CARDS, why_not=ALONE),
     "wide_products": Fault("kernel efficiency", wide_products),
-    "throttled_rank": Fault("straggler", times.throttled_rank, ranks=2, setting=BOTH,
-                            devices=("cpu",), why_not=DEVICES),
-    "changing_straggler": Fault("straggler", times.changing_straggler, ranks=2, setting=BOTH,
-                                devices=("cpu",), why_not=DEVICES),
-    "slow_collective": Fault("interconnect", times.slow_collective, ranks=2, setting=BOTH,
-                             devices=("cpu",), why_not=DEVICES),
-    "no_overlap": Fault("interconnect", times.no_overlap, ranks=2, setting=BOTH,
-                        devices=("cpu",), why_not=DEVICES),
-}  # fmt: skip
+    "throttled_rank": Fault(
+        "straggler", times.throttled_rank, ranks=2, setting=BOTH, devices=("cpu",), why_not=DEVICES
+    ),
+    "changing_straggler": Fault(
+        "straggler",
+        times.changing_straggler,
+        ranks=2,
+        setting=BOTH,
+        devices=("cpu",),
+        why_not=DEVICES,
+    ),
+    "slow_collective": Fault(
+        "interconnect",
+        times.slow_collective,
+        ranks=2,
+        setting=BOTH,
+        devices=("cpu",),
+        why_not=DEVICES,
+    ),
+    "no_overlap": Fault(
+        "interconnect", times.no_overlap, ranks=2, setting=BOTH, devices=("cpu",), why_not=DEVICES
+    ),
+}
 """name -> fault."""
 
 
@@ -299,13 +322,13 @@ def change_of(fault: Fault, severity: float, plan: Plan) -> tuple[str, ...]:
     if plan.device == "cuda" and fault.on_gpu:
         return fault.on_gpu
     rate = plan.optimizer.lr
-    told = (item.partition("*") for item in fault.change(severity))
-    return tuple(f"{key}={rate * float(by):g}" if star else key for key, star, by in told)
+    items = (item.partition("*") for item in fault.change(severity))
+    return tuple(f"{key}={rate * float(by):g}" if star else key for key, star, by in items)
 
 
-def train_case(case: Case, told: Path) -> None:
+def train_case(case: Case, file: Path) -> None:
     """Train in this process; what happened goes to `told` as JSON: folder, facts, error."""
-    (given := told.with_suffix(".given")).mkdir()
+    (given := file.with_suffix(".given")).mkdir()
     plan = case.plan_with_weights(given)
     if plan.device == "cpu":
         torch.set_num_threads(1)  # steadier, and ranks do not share cores
@@ -318,8 +341,9 @@ def train_case(case: Case, told: Path) -> None:
                 fault_foreign.train(case)
             elif case.resumed:
                 half = f"goal.steps={(plan.goal.steps or 2) // 2}"
-                train.run(replace(case, overrides=(*case.overrides, half)).plan(),
-                          progress=Progress())  # fmt: skip
+                train.run(
+                    replace(case, overrides=(*case.overrides, half)).plan(), progress=Progress()
+                )
                 train.run(plan, progress=Progress(), resume=True)
             else:
                 train.run(plan, progress=Progress())
@@ -327,4 +351,4 @@ def train_case(case: Case, told: Path) -> None:
             error = failed.message
         except torch.OutOfMemoryError as failed:  # a GPU's: no fault fills the memory of a host
             error = f"out of memory: {str(failed).partition('. ')[0]}"
-    told.write_text(json.dumps({"facts": facts, "error": error}))
+    file.write_text(json.dumps({"facts": facts, "error": error}))

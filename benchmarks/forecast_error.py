@@ -78,11 +78,16 @@ class Pair:
 def said_before(results: Path = RESULTS) -> list[Pair]:
     """Return the pairs that were forecast and then measured, where the device decides."""
     return [
-        Pair(row["workload"], row["remedy"], math.log1p(row["forecast"]["value"]),
-             math.log1p(row["metrics"]["gain"]["value"]), moved(*seen))
+        Pair(
+            row["workload"],
+            row["remedy"],
+            math.log1p(row["forecast"]["value"]),
+            math.log1p(row["metrics"]["gain"]["value"]),
+            moved(*seen),
+        )
         for row in standing("forecasts", results)
         if by_device(seen := sides(row["workload"], row["remedy"]))
-    ]  # fmt: skip
+    ]
 
 
 @cache
@@ -102,8 +107,8 @@ def by_device(both: Sequence[Foresight]) -> bool:
 def of_receipts() -> list[Pair]:
     """Return a pair for every receipt whose two plans the ledger prices differently."""
     rows = (r for r in standing("techniques", RESULTS) if "overrides" in r)  # not of older plans
-    found = [_pair(row) for row in rows if "speed_ratio" in row["metrics"]]
-    return [*(pair for pair in found if pair is not None), *_of_lists()]
+    pairs = [_pair(row) for row in rows if "speed_ratio" in row["metrics"]]
+    return [*(pair for pair in pairs if pair is not None), *_of_lists()]
 
 
 def _of_lists() -> Iterator[Pair]:
@@ -113,8 +118,12 @@ def _of_lists() -> Iterator[Pair]:
         base = first.get(one.choice)
         if base is None or base == one or not {one.id, base.id} <= came.keys():
             continue
-        pair = _told(one.choice, one.id, [_foreseen(c.plan, DEVICE) for c in (base, one)],
-                     came[base.id] / came[one.id])  # fmt: skip
+        pair = _told(
+            one.choice,
+            one.id,
+            [_foreseen(c.plan, DEVICE) for c in (base, one)],
+            came[base.id] / came[one.id],
+        )
         if pair is not None:
             yield pair
 
@@ -125,8 +134,11 @@ def _pair(row: dict[str, Any]) -> Pair | None:
     more = [w[1:] for w in row["overrides"] if w[0] == "+"]
     less = [w[1:] for w in row["overrides"] if w[0] == "-"]
     base = more if row["base"] == "trunk" else [n for n in (*recipe, *more) if n not in less]
-    keys = [k if "." in k.partition("=")[0] else f"techniques.{name}.{k}"
-            for k in row["knobs"].split(",") if k]  # fmt: skip
+    keys = [
+        k if "." in k.partition("=")[0] else f"techniques.{name}.{k}"
+        for k in row["knobs"].split(",")
+        if k
+    ]
     seen = []
     for on, sets in ((base, []), (row["techniques"], keys)):
         sets = [w for w in (*row["overrides"], *sets) if w[0] not in "+-"]
@@ -137,9 +149,7 @@ def _pair(row: dict[str, Any]) -> Pair | None:
     return _told(shape, what, seen, row["metrics"]["speed_ratio"]["value"])
 
 
-def _told(
-    workload: str, what: str, seen: Sequence[Foresight | None], ratio: float
-) -> Pair | None:  # fmt: skip
+def _told(workload: str, what: str, seen: Sequence[Foresight | None], ratio: float) -> Pair | None:
     """Return a receipt's pair; None where the ledger prices not both plans, or no change."""
     before, after = seen
     if before is None or after is None or before.step_s is None or after.step_s is None:
@@ -190,42 +200,47 @@ def covers(pair: Pair, least: float, share: float) -> bool:
 
 def left_out(pairs: Sequence[Pair], level: float) -> float:
     """Return the share of workloads left out of a fit that it contains."""
-    held: list[bool] = []
+    inside: list[bool] = []
     for name in {pair.workload for pair in pairs}:
         others = fit([pair for pair in pairs if pair.workload != name], level)
-        held += [covers(pair, *others) for pair in pairs if pair.workload == name]
-    return mean(held)
+        inside += [covers(pair, *others) for pair in pairs if pair.workload == name]
+    return mean(inside)
 
 
-def interval(said: Sequence[Pair], receipts: Sequence[Pair]) -> tuple[float, float, float]:
+def interval(pairs_ahead: Sequence[Pair], receipts: Sequence[Pair]) -> tuple[float, float, float]:
     """Return the fit that is wide enough and the level asked of it; else the fit to `LEVEL`."""
     for level in (LEVEL + step / 100 for step in range(round(100 * (1 - LEVEL)))):
-        least, share = fit(said, level)
+        least, share = fit(pairs_ahead, level)
         known = held_by(receipts, least, share) >= OF_RECEIPTS
-        if known and left_out(said, level) >= LEVEL:
+        if known and left_out(pairs_ahead, level) >= LEVEL:
             return least, share, level
-    return *fit(said), LEVEL
+    return *fit(pairs_ahead), LEVEL
 
 
-def residuals(said: Sequence[Pair], receipts: Sequence[Pair]) -> dict[str, Any]:
+def residuals(pairs_ahead: Sequence[Pair], receipts: Sequence[Pair]) -> dict[str, Any]:
     """Return the fit to forecasts, and its score on workloads left out of it and on receipts."""
-    least, share, level = interval(said, receipts)
+    least, share, level = interval(pairs_ahead, receipts)
     return {
-        "least": least, "share": share, "n": len(said), "coverage": held_by(said, least, share),
-        "level": level, "coverage_left_out": left_out(said, level),
-        "median_width_of_gain": median(_width(pair, least, share) for pair in said),
-        "median_error_of_gain": median(_error(pair) for pair in said),
+        "least": least,
+        "share": share,
+        "n": len(pairs_ahead),
+        "coverage": held_by(pairs_ahead, least, share),
+        "level": level,
+        "coverage_left_out": left_out(pairs_ahead, level),
+        "median_width_of_gain": median(_width(pair, least, share) for pair in pairs_ahead),
+        "median_error_of_gain": median(_error(pair) for pair in pairs_ahead),
         "receipts": {
-            "n": len(receipts), "coverage": held_by(receipts, least, share),
+            "n": len(receipts),
+            "coverage": held_by(receipts, least, share),
             "median_error_of_gain": median(
                 _error(pair) for pair in receipts if abs(pair.measured) >= SMALL
             ),
         },
         "worst": [
             [f"{p.workload} {p.what}", round(p.predicted, 4), round(p.measured, 4)]
-            for p in sorted([*said, *receipts], key=lambda pair: -abs(pair.off))[:8]
+            for p in sorted([*pairs_ahead, *receipts], key=lambda pair: -abs(pair.off))[:8]
         ],
-    }  # fmt: skip
+    }
 
 
 def held_by(pairs: Sequence[Pair], least: float, share: float) -> float:

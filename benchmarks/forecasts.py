@@ -57,9 +57,13 @@ GROUP = 4
 SIDE_S, SIDE_LIMIT_S = 40.0, 240.0
 """Seconds that a reading takes with building and compiling, about and at most."""
 PRICED = (
-    "computation", "memory bandwidth", "kernel efficiency", "launch", "memory capacity",
+    "computation",
+    "memory bandwidth",
+    "kernel efficiency",
+    "launch",
+    "memory capacity",
     "unused memory",
-)  # fmt: skip
+)
 """Bottlenecks whose remedies the ledger forecasts."""
 BARE = "-*"
 """The word for leaving out every technique."""
@@ -111,19 +115,19 @@ def forecast(
     plan: Plan, least: float, device_name: str = "", measured: Measured | None = None
 ) -> list[Remedy]:
     """Return what the doctor forecasts for a plan, each change once."""
-    found: dict[tuple[str, ...], Remedy] = {}
+    by_change: dict[tuple[str, ...], Remedy] = {}
     for bottleneck in PRICED:
         finding = Finding(KIND_OF[bottleneck], confidence="inferred")
         known = remedies(finding, plan, *at(plan, device_name), CATALOGUE, measured or Measured())
         for remedy in known[:SHOWN]:
             if remedy.gain is not None and abs(remedy.gain.value) >= least:
-                found.setdefault(remedy.change, remedy)
-    return list(found.values())
+                by_change.setdefault(remedy.change, remedy)
+    return list(by_change.values())
 
 
 def say(args: argparse.Namespace) -> None:
     """Write a row for each forecast that has none."""
-    said = {key(row) for row in _rows(args.results, "forecasts_said")}
+    known = {key(row) for row in _rows(args.results, "forecasts_said")}
     for path in map(receipts.plan_file, args.shapes):
         for base in args.bases:
             workload = f"{path.stem} {base}"
@@ -131,20 +135,26 @@ def say(args: argparse.Namespace) -> None:
             measured = None
             if args.of == "run" and (measured := ran(workload, plan, args)) is None:
                 continue
-            found = forecast(plan, args.least, args.device_name, measured)
-            for remedy in found:
+            forecast_remedies = forecast(plan, args.least, args.device_name, measured)
+            for remedy in forecast_remedies:
                 words = " ".join(remedy.change)
-                if (args.of, workload, words) in said or remedy.gain is None:
+                if (args.of, workload, words) in known or remedy.gain is None:
                     continue
                 gain = remedy.gain
                 receipts.append(
-                    "forecasts_said", {}, results=args.results, of=args.of, remedy=words,
+                    "forecasts_said",
+                    {},
+                    results=args.results,
+                    of=args.of,
+                    remedy=words,
                     workload=workload,
                     forecast={"low": gain.low, "value": gain.value, "high": gain.high},
-                    forecast_from=remedy.forecast_from, equality=remedy.equality,
-                    memory_bytes=remedy.memory_bytes, baseline_sha256=receipts.sha256(plan.dump()),
-                )  # fmt: skip
-            print(f"{workload}: {len(found)} remedies", flush=True)
+                    forecast_from=remedy.forecast_from,
+                    equality=remedy.equality,
+                    memory_bytes=remedy.memory_bytes,
+                    baseline_sha256=receipts.sha256(plan.dump()),
+                )
+            print(f"{workload}: {len(forecast_remedies)} remedies", flush=True)
 
 
 def ran(workload: str, plan: Plan, args: argparse.Namespace) -> Measured | None:
@@ -152,9 +162,10 @@ def ran(workload: str, plan: Plan, args: argparse.Namespace) -> Measured | None:
     wanted = {"baseline_sha256": receipts.sha256(plan.dump()), "hardware": args.device_name}
     wanted = {key: value for key, value in wanted.items() if value}
     rows = [
-        row for row in _rows(args.results, "forecasts_run", "workload")
+        row
+        for row in _rows(args.results, "forecasts_run", "workload")
         if all(row[key] == value for key, value in wanted.items())
-    ]  # fmt: skip
+    ]
     if not rows:
         raise SystemExit(f"{workload}: nobody timed it: --run")
     if "refused" in rows[-1]:
@@ -173,14 +184,18 @@ def run(args: argparse.Namespace) -> None:
                     print(f"left: {path.stem} {base}", flush=True)
                     continue
                 bench = Bench(f"{path.stem} {base}", [], args, worker, ends_s)
-                found = bench.time(bench.base)
-                told = receipts.spread(found.seconds, "s") if found.seconds else None
+                reading = bench.time(bench.base)
+                step_metric = receipts.spread(reading.seconds, "s") if reading.seconds else None
                 receipts.append(
-                    "forecasts_run", {"step": told} if told else {}, results=args.results,
-                    workload=bench.workload, by_host=found.by_host, n=len(found.seconds),
+                    "forecasts_run",
+                    {"step": step_metric} if step_metric else {},
+                    results=args.results,
+                    workload=bench.workload,
+                    by_host=reading.by_host,
+                    n=len(reading.seconds),
                     baseline_sha256=receipts.sha256(bench.base.dump()),
-                    **({} if told else {"refused": found.refused}),
-                )  # fmt: skip
+                    **({} if step_metric else {"refused": reading.refused}),
+                )
 
 
 # --- what came of it -------------------------------------------------------------------------
@@ -197,13 +212,16 @@ def measure(args: argparse.Namespace) -> None:
             waiting.setdefault(row["workload"], []).append(row)
     mine = parts.share({name: 1.0 + len(rows) for name, rows in waiting.items()}, args.part)
     waiting = {
-        name: left for name, rows in waiting.items()
+        name: left
+        for name, rows in waiting.items()
         if name in mine and (left := [row for row in rows if key(row) not in done])
-    }  # fmt: skip
+    }
     sides = sum(map(len, waiting.values()))
     groups = sum(1 + -(-len(rows) // GROUP) for rows in waiting.values())
-    print(f"{sides} remedies of {len(waiting)} plans: about {SIDE_S * (sides + groups):.0f} s",
-          flush=True)  # fmt: skip
+    print(
+        f"{sides} remedies of {len(waiting)} plans: about {SIDE_S * (sides + groups):.0f} s",
+        flush=True,
+    )
     ends_s = time.monotonic() + args.limit_s
     with Worker(here=args.here) as worker:
         for workload, rows in waiting.items():
@@ -216,9 +234,13 @@ class Bench:
     """Hold one planted plan and its remedies while they are measured."""
 
     def __init__(
-        self, workload: str, rows: list[dict[str, Any]], args: argparse.Namespace, worker: Worker,
+        self,
+        workload: str,
+        rows: list[dict[str, Any]],
+        args: argparse.Namespace,
+        worker: Worker,
         ends_s: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.workload, self.rows, self.args = workload, rows, args
         self.worker, self.ends_s = worker, ends_s
         shape, _, base = workload.partition(" ")
@@ -233,19 +255,19 @@ class Bench:
             if before.refused:
                 self.write(waiting, [before], [before] * len(waiting))
                 return 0
-            group, found = waiting[:GROUP], list[Reading]()
+            group, readings = waiting[:GROUP], list[Reading]()
             try:
                 for row in group:
                     if time.monotonic() >= self.ends_s:
                         break
-                    found.append(self.side(row))
+                    readings.append(self.side(row))
                 after = self.time(self.base)
             except KeyboardInterrupt:
-                self.write(group[: len(found)], [before], found)
+                self.write(group[: len(readings)], [before], readings)
                 raise SystemExit(130) from None
             ran = [before, after] if not after.refused else [before]
-            self.write(group[: len(found)], ran, found)
-            waiting, before = waiting[len(found) :], None if after.refused else after
+            self.write(group[: len(readings)], ran, readings)
+            waiting, before = waiting[len(readings) :], None if after.refused else after
         return len(waiting)
 
     def side(self, row: dict[str, Any]) -> Reading:
@@ -260,32 +282,43 @@ class Bench:
         """Return a reading of a plan's steps."""
         warm, timed = self.args.steps
         began_s = time.monotonic()
-        found = self.worker.ask(
+        reading = self.worker.ask(
             time_steps, plan, limit_s=SIDE_LIMIT_S, text=True, warm=warm, timed=timed, blocks=2
         )
-        told = found.refused or f"{mean(found.seconds) * 1e3:.2f} ms"
-        print(f"{self.workload} {name}: {told} ({time.monotonic() - began_s:.0f} s)", flush=True)
-        return found
+        outcome = reading.refused or f"{mean(reading.seconds) * 1e3:.2f} ms"
+        print(f"{self.workload} {name}: {outcome} ({time.monotonic() - began_s:.0f} s)", flush=True)
+        return reading
 
     def write(
-        self, rows: Iterable[dict[str, Any]], bases: list[Reading], found: list[Reading]
+        self, rows: Iterable[dict[str, Any]], bases: list[Reading], readings: list[Reading]
     ) -> None:
         """Write one row for each remedy."""
-        for row, reading in zip(rows, found, strict=True):
+        for row, reading in zip(rows, readings, strict=True):
             facts = {k: row[k] for k in ("remedy", "workload", "forecast", "forecast_from")}
             facts["of"] = row.get("of", "plan")
             facts |= {"said": row["commit"], "baseline_sha256": receipts.sha256(self.base.dump())}
             if reading.refused:
-                receipts.append("forecasts", {}, results=self.args.results, n=0,
-                                refused=reading.refused, **facts)  # fmt: skip
+                receipts.append(
+                    "forecasts",
+                    {},
+                    results=self.args.results,
+                    n=0,
+                    refused=reading.refused,
+                    **facts,
+                )
                 continue
             before_s, after_s = [mean(base.seconds) for base in bases], mean(reading.seconds)
             gains = [base_s / after_s - 1 for base_s in before_s]
             receipts.append(
-                "forecasts", {"gain": receipts.spread(gains, "of the time after")},
-                results=self.args.results, n=len(bases), measured=mean(gains),
-                before_s=mean(before_s), after_s=after_s, **facts,
-            )  # fmt: skip
+                "forecasts",
+                {"gain": receipts.spread(gains, "of the time after")},
+                results=self.args.results,
+                n=len(bases),
+                measured=mean(gains),
+                before_s=mean(before_s),
+                after_s=after_s,
+                **facts,
+            )
 
 
 def key(row: dict[str, Any]) -> tuple[str, str, str]:

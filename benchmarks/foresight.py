@@ -96,8 +96,9 @@ def predict(args: argparse.Namespace) -> None:
     came = {r["id"]: r for r in rows if r["kind"] == "outcome"}
     measured = {
         one.choice: (one.plan, Measured(came[one.id]["step_s"], steps=came[one.id]["timed"]))
-        for one in first.values() if came.get(one.id, {}).get("step_s")
-    }  # fmt: skip
+        for one in first.values()
+        if came.get(one.id, {}).get("step_s")
+    }
     planner = Planner(machine, measured if args.calibrated else None)
     done = {r["id"] for r in rows if r["kind"] == "prediction" and r["tier"] == planner.tier}
     done |= {*came} | ({one.id for one in first.values()} if args.calibrated else set())
@@ -111,10 +112,17 @@ def predict(args: argparse.Namespace) -> None:
             continue
         found = planner.of(one)
         receipts.append(
-            "plans", {}, results=args.results, kind="prediction", id=one.id, tier=planner.tier,
-            **predicted(one, one.plan, found), rates_of=machine.date or "datasheet",
-            calibrated_by=found.calibrated_by, predicted_for=DEVICE,
-        )  # fmt: skip
+            "plans",
+            {},
+            results=args.results,
+            kind="prediction",
+            id=one.id,
+            tier=planner.tier,
+            **predicted(one, one.plan, found),
+            rates_of=machine.date or "datasheet",
+            calibrated_by=found.calibrated_by,
+            predicted_for=DEVICE,
+        )
         wrote += 1
     print(f"{wrote} predictions at the tier {planner.tier}")
 
@@ -134,12 +142,19 @@ def predicted(one: Configuration, plan: Plan, found: Foresight) -> dict[str, Any
     return {
         "step_s": found.step_s if one.choice else None,
         "step_between_s": [ends.low, ends.high] if ends else None,
-        "allocated_bytes": found.peak_bytes, "reserved_bytes": found.reserved_bytes,
-        "peak_at": found.peak_at, "fits": found.fits == "yes", "says": found.fits,
-        "risky": risky(found), "choice": one.choice, "shape": one.shape, "changes": one.words,
-        "unknown": found.unknown, "techniques": sorted(plan.techniques),
+        "allocated_bytes": found.peak_bytes,
+        "reserved_bytes": found.reserved_bytes,
+        "peak_at": found.peak_at,
+        "fits": found.fits == "yes",
+        "says": found.fits,
+        "risky": risky(found),
+        "choice": one.choice,
+        "shape": one.shape,
+        "changes": one.words,
+        "unknown": found.unknown,
+        "techniques": sorted(plan.techniques),
         "plan_sha256": receipts.sha256(plan.dump()),
-    }  # fmt: skip
+    }
 
 
 def risky(found: Foresight) -> bool:
@@ -204,18 +219,38 @@ def measure_one(
     found = worker.ask(fresh_steps, plan, limit_s=CHILD_S, warm=warm, timed=timed)
     full = found.refusal is RefusalKind.MEMORY
     if found.refused and not full:
-        row = receipts.append("plans", {}, results=results, kind="outcome", id=one.id,
-                              risky=said["risky"], refused=found.refused)  # fmt: skip
+        row = receipts.append(
+            "plans",
+            {},
+            results=results,
+            kind="outcome",
+            id=one.id,
+            risky=said["risky"],
+            refused=found.refused,
+        )
     else:
         row = receipts.append(
-            "plans", {}, results=results, kind="outcome", id=one.id, risky=said["risky"],
+            "plans",
+            {},
+            results=results,
+            kind="outcome",
+            id=one.id,
+            risky=said["risky"],
             step_s=None if full or not one.choice else found.seconds[0],
             allocated_bytes=None if full else found.peak_bytes,
-            reserved_bytes=None if full else found.reserved_bytes, fits=not full,
-            out_of_memory=found.refused, choice=one.choice, shape=one.shape, warm=warm,
-            timed=timed, n=timed, seeds=[plan.seed], techniques=sorted(plan.techniques),
-            plan_sha256=said["plan_sha256"], evidence=found.evidence,
-        )  # fmt: skip
+            reserved_bytes=None if full else found.reserved_bytes,
+            fits=not full,
+            out_of_memory=found.refused,
+            choice=one.choice,
+            shape=one.shape,
+            warm=warm,
+            timed=timed,
+            n=timed,
+            seeds=[plan.seed],
+            techniques=sorted(plan.techniques),
+            plan_sha256=said["plan_sha256"],
+            evidence=found.evidence,
+        )
     print(one.id, *beside(said, found), f"({time.monotonic() - began_s:.0f} s)", flush=True)
     return row
 
@@ -233,9 +268,11 @@ def beside(said: dict[str, Any], found: Reading) -> list[str]:
     """Return lines that say how far a prediction was off."""
     if found.refused:
         return [f"said {said['says']}:", found.refused[:120]]
-    pairs = (("step", said["step_s"], found.seconds[0]),
-             ("allocated", said["allocated_bytes"], found.peak_bytes),
-             ("reserved", said["reserved_bytes"], found.reserved_bytes))  # fmt: skip
+    pairs = (
+        ("step", said["step_s"], found.seconds[0]),
+        ("allocated", said["allocated_bytes"], found.peak_bytes),
+        ("reserved", said["reserved_bytes"], found.reserved_bytes),
+    )
     return [f"{name} {p / m - 1:+.1%}" for name, p, m in pairs if p and m]
 
 
@@ -260,10 +297,14 @@ def picks(args: argparse.Namespace) -> None:
             if (choice, tier) in done or any(n not in came for n in names) or len(ran) < 2:
                 continue
             receipts.append(
-                "picks", {}, results=args.results, workload=choice, tier=tier,
+                "picks",
+                {},
+                results=args.results,
+                workload=choice,
+                tier=tier,
                 candidates=[{"id": n, "predicted_s": p, "measured_s": m} for n, p, m in ran],
                 left_out=[n for n, p, m in pairs if not (p and m)],
-            )  # fmt: skip
+            )
             print(f"{choice} {tier}: {len(ran)} candidates")
 
 
@@ -284,9 +325,11 @@ def tell(args: argparse.Namespace) -> None:
         close = any(abs(math.log(found.step_s / s)) < CLOSE for s in others if found.step_s)
         others.append(found.step_s or math.nan)
         step = "no time: " + found.unknown if found.step_s is None else f"{found.step_s:.3f} s"
-        print(f"{one.id:45} {step:10} {found.peak_bytes / 2**30:7.1f} GiB "
-              f"{(found.reserved_bytes or math.nan) / 2**30:7.1f} reserved {found.fits:5} "
-              f"{'risky ' if risky(found) else ''}{'close' if close else ''}")  # fmt: skip
+        print(
+            f"{one.id:45} {step:10} {found.peak_bytes / 2**30:7.1f} GiB "
+            f"{(found.reserved_bytes or math.nan) / 2**30:7.1f} reserved {found.fits:5} "
+            f"{'risky ' if risky(found) else ''}{'close' if close else ''}"
+        )
     print(f"{runs} to run, {spent_s:.0f} s of a GPU")
 
 
@@ -296,15 +339,27 @@ def main() -> None:
     parser.add_argument("phase", choices=phases)
     parser.add_argument("--list", type=Path, nargs="+", default=LISTS)
     parser.add_argument("--machine", type=Path, help="predict: what was probed")
-    parser.add_argument("--calibrated", action="store_true",
-                        help="predict: by the first candidates, which were measured")  # fmt: skip
+    parser.add_argument(
+        "--calibrated",
+        action="store_true",
+        help="predict: by the first candidates, which were measured",
+    )
     parser.add_argument("--first", action="store_true", help="measure: them alone")
     parser.add_argument("--only", default="", help="measure: how names begin")
-    parser.add_argument("--part", type=parts.part, default=(1, 1), metavar="K/N",
-                        help="the K-th of N, which other GPUs measure")  # fmt: skip
+    parser.add_argument(
+        "--part",
+        type=parts.part,
+        default=(1, 1),
+        metavar="K/N",
+        help="the K-th of N, which other GPUs measure",
+    )
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin none later")
-    parser.add_argument("--missing", type=Path, default=receipts.ROOT / "results",
-                        help="measure: where predictions stand, and some outcomes")  # fmt: skip
+    parser.add_argument(
+        "--missing",
+        type=Path,
+        default=receipts.ROOT / "results",
+        help="measure: where predictions stand, and some outcomes",
+    )
     parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     args = parser.parse_args()

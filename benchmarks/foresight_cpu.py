@@ -62,10 +62,12 @@ def name_of(one: Configuration) -> str:
 def facts(one: Configuration) -> dict[str, Any]:
     """Return what each row of a plan says."""
     return {
-        "id": name_of(one), "device": "cpu", "hardware": hardware(),
+        "id": name_of(one),
+        "device": "cpu",
+        "hardware": hardware(),
         "threads": torch.get_num_threads(),
         "command": "python benchmarks/foresight_cpu.py --list benchmarks/plans/cpu.toml",
-    }  # fmt: skip
+    }
 
 
 def rates(seconds: float) -> Machine:
@@ -83,57 +85,89 @@ def predict(every: list[Configuration], results: Path, seconds: float) -> None:
     print(f"{machine.driver}: {machine.says}; left out: {'; '.join(machine.skipped) or 'nothing'}")
     for one in left:
         plan = one.plan
-        found = foresee(plan, make_context(plan, CPU), machine)
-        row = predicted(one, plan, found) | facts(one)
+        expected = foresee(plan, make_context(plan, CPU), machine)
+        row = predicted(one, plan, expected) | facts(one)
         receipts.append(
-            "plans", {}, results=results, kind="prediction", tier="after_probes", **row,
-            parts_s=found.parts_s, rates_of=machine.date, calibrated_by="", predicted_for="cpu",
-        )  # fmt: skip
+            "plans",
+            {},
+            results=results,
+            kind="prediction",
+            tier="after_probes",
+            **row,
+            parts_s=expected.parts_s,
+            rates_of=machine.date,
+            calibrated_by="",
+            predicted_for="cpu",
+        )
 
 
 def measure(every: list[Configuration], results: Path, ends_s: float, here: bool) -> None:
     """Measure each plan that has a prediction and no outcome."""
     rows = known(results)
-    said = {row["id"]: row for row in rows if row["kind"] == "prediction"}
+    predictions = {row["id"]: row for row in rows if row["kind"] == "prediction"}
     done = {row["id"] for row in rows if row["kind"] == "outcome"}
     left = []
     with Worker(here=here) as worker:
         for one in every:
             name = name_of(one)
-            if name in done or name not in said:
+            if name in done or name not in predictions:
                 continue
             spare_s = ends_s - time.monotonic()
             if spare_s <= 0:
                 left.append(one.id)
                 continue
-            found = worker.ask(timed_steps, one.plan, limit_s=min(CHILD_S, spare_s))
-            if found.refused and spare_s < CHILD_S:  # it was cut off
+            reading = worker.ask(timed_steps, one.plan, limit_s=min(CHILD_S, spare_s))
+            if reading.refused and spare_s < CHILD_S:  # it was cut off
                 left.append(one.id)
                 continue
-            write(one, said[name], found, results)
+            write(one, predictions[name], reading, results)
     print(f"left: {', '.join(left) or 'none'}")
 
 
-def write(one: Configuration, said: dict[str, Any], found: Reading, results: Path) -> None:
+def write(one: Configuration, prediction: dict[str, Any], reading: Reading, results: Path) -> None:
     """Write the row of one outcome, and print how far its prediction was off."""
-    if receipts.sha256(one.plan.dump()) != said["plan_sha256"]:
+    if receipts.sha256(one.plan.dump()) != prediction["plan_sha256"]:
         raise SystemExit(f"{one.id} is not the plan that was predicted: give it another name")
-    if found.refused:
-        receipts.append("plans", {}, results=results, kind="outcome", risky=False,
-                        refused=found.refused, **facts(one))  # fmt: skip
-        print(one.id, "refused:", found.refused[:200], flush=True)
+    if reading.refused:
+        receipts.append(
+            "plans",
+            {},
+            results=results,
+            kind="outcome",
+            risky=False,
+            refused=reading.refused,
+            **facts(one),
+        )
+        print(one.id, "refused:", reading.refused[:200], flush=True)
         return
-    step_s = median(found.seconds)
+    step_s = median(reading.seconds)
     receipts.append(
-        "plans", {"step": receipts.spread(found.seconds, "s")}, results=results, kind="outcome",
-        risky=False, step_s=step_s, allocated_bytes=found.peak_bytes, reserved_bytes=None,
-        fits=True, out_of_memory="", choice=one.choice, shape=one.shape, warm=WARM,
-        timed=len(found.seconds), n=len(found.seconds), seeds=[one.plan.seed],
-        techniques=sorted(one.plan.techniques), plan_sha256=said["plan_sha256"],
-        evidence=found.evidence, **facts(one),
-    )  # fmt: skip
+        "plans",
+        {"step": receipts.spread(reading.seconds, "s")},
+        results=results,
+        kind="outcome",
+        risky=False,
+        step_s=step_s,
+        allocated_bytes=reading.peak_bytes,
+        reserved_bytes=None,
+        fits=True,
+        out_of_memory="",
+        choice=one.choice,
+        shape=one.shape,
+        warm=WARM,
+        timed=len(reading.seconds),
+        n=len(reading.seconds),
+        seeds=[one.plan.seed],
+        techniques=sorted(one.plan.techniques),
+        plan_sha256=prediction["plan_sha256"],
+        evidence=reading.evidence,
+        **facts(one),
+    )
     off = [f"step {step_s:.4f} s"]
-    pairs = (("", said["step_s"], step_s), (" memory", said["allocated_bytes"], found.peak_bytes))
+    pairs = (
+        ("", prediction["step_s"], step_s),
+        (" memory", prediction["allocated_bytes"], reading.peak_bytes),
+    )
     off += [f"{what}{p / m - 1:+.1%}" for what, p, m in pairs if p and m]
     print(one.id, *off, flush=True)
 
@@ -141,7 +175,7 @@ def write(one: Configuration, said: dict[str, Any], found: Reading, results: Pat
 def timed_steps(plan: Plan) -> Reading:
     """Return every timed step of a plan, and the peak of its tensors where nothing is compiled."""
 
-    def go(found: Reading) -> None:
+    def go(reading: Reading) -> None:
         with opened(plan) as (build, micros):
             for index in range(WARM):
                 began_s = time.perf_counter()
@@ -151,13 +185,13 @@ def timed_steps(plan: Plan) -> Reading:
             for index in range(WARM, WARM + count):
                 began_s = time.perf_counter()
                 train.step(build, micros(index), index)
-                found.seconds.append(time.perf_counter() - began_s)
+                reading.seconds.append(time.perf_counter() - began_s)
             if not build.compiled:
                 tracked = TrackedMemory(build.model, list(build.optimizers.values()))
                 build.model.zero_grad()
                 with tracked:
                     train.step(build, micros(index + 1), index + 1)
-                found.peak_bytes = float(tracked.peak_bytes()["Total"])
+                reading.peak_bytes = float(tracked.peak_bytes()["Total"])
 
     return read(go)
 
@@ -165,26 +199,27 @@ def timed_steps(plan: Plan) -> Reading:
 def errors(results: Path) -> Iterator[tuple[str, float, float | None]]:
     """Yield name, time error and memory error of each plan here that has an outcome."""
     rows = known(results)
-    said = {row["id"]: row for row in rows if row["kind"] == "prediction"}
+    predictions = {row["id"]: row for row in rows if row["kind"] == "prediction"}
     for row in rows:
-        one = said.get(row["id"], {})
+        one = predictions.get(row["id"], {})
         if row["kind"] == "outcome" and row["hardware"] == hardware() and one.get("step_s"):
-            held, seen = one["allocated_bytes"], row["allocated_bytes"]
-            yield row["id"], one["step_s"] / row["step_s"] - 1, held / seen - 1 if seen else None
+            memory, seen = one["allocated_bytes"], row["allocated_bytes"]
+            yield row["id"], one["step_s"] / row["step_s"] - 1, memory / seen - 1 if seen else None
 
 
 def summary(results: Path) -> str:
     """Return the mean errors so far."""
-    found = list(errors(results))
-    if not found:
+    measured_errors = list(errors(results))
+    if not measured_errors:
         return "nothing was measured"
-    steps = [abs(step) for _, step, _ in found]
-    held = [abs(memory) for *_, memory in found if memory is not None]
+    steps = [abs(step) for _, step, _ in measured_errors]
+    memory_errors = [abs(memory) for *_, memory in measured_errors if memory is not None]
     text = f"{len(steps)} plans: steps {fmean(steps):.1%} off on average, {max(steps):.1%} at most"
-    if held:
-        text += f"; memory of {len(held)} {fmean(held):.2%}, {max(held):.1%} at most"
-    if len(found) >= ENOUGH:  # as headrace/predict/intervals.py has it
-        low, high = quantiles([-math.log1p(step) for _, step, _ in found])
+    if memory_errors:
+        mean, most = fmean(memory_errors), max(memory_errors)
+        text += f"; memory of {len(memory_errors)} {mean:.2%}, {most:.1%} at most"
+    if len(measured_errors) >= ENOUGH:  # as headrace/predict/intervals.py has it
+        low, high = quantiles([-math.log1p(step) for _, step, _ in measured_errors])
         text += f"\n80% of them took {math.exp(low):.3f} to {math.exp(high):.3f} times as long"
     return text
 

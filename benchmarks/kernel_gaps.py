@@ -83,9 +83,9 @@ class Piece:
         return {key: value for key, value in vars(self).items() if value != getattr(Piece, key, "")}
 
     @classmethod
-    def read(cls, told: dict[str, Any]) -> "Piece":
+    def read(cls, values: dict[str, Any]) -> "Piece":
         """Read a piece that `to_dict` made, through JSON."""
-        return cls(**{**told, "sizes": tuple(told.get("sizes", ()))})
+        return cls(**{**values, "sizes": tuple(values.get("sizes", ()))})
 
     def ceiling_s(self, machine: Machine) -> float:
         """Return seconds at the highest measured rates.
@@ -102,9 +102,15 @@ class Piece:
         kernel = self.what or next(k for k in TRUNKS if k in machine.kernels(self.backward))
         rows, heads, kv_heads, length, features = self.sizes
         one_s = machine.attention_s(
-            SKIPPING.get(kernel, kernel), rows=rows, heads=heads, kv_heads=kv_heads, length=length,
-            features=features, causal=self.causal, backward=self.backward,
-        )  # fmt: skip
+            SKIPPING.get(kernel, kernel),
+            rows=rows,
+            heads=heads,
+            kv_heads=kv_heads,
+            length=length,
+            features=features,
+            causal=self.causal,
+            backward=self.backward,
+        )
         return self.flops / scores_flops(self.sizes, self.causal, self.backward) * one_s
 
 
@@ -124,17 +130,17 @@ def work_of(plan: Plan, context: Context) -> list[Piece]:
     if silent:
         raise UnsupportedError(f"{', '.join(silent)} does not say what it does to a step", "")
     ledger = predict(plan, context)
-    found: dict[Piece, Piece] = {}
+    summed: dict[Piece, Piece] = {}
     for name, work in ledger.work.items():
         times = work.count * (1 if work.phase == "optimizer" else ledger.sizes["micro_batches"])
         if times:
             one = _piece(name, work)
             key = replace(one, flops=0.0, bytes=0.0)
-            had = found.get(key, key)
-            found[key] = replace(
+            had = summed.get(key, key)
+            summed[key] = replace(
                 key, flops=had.flops + times * one.flops, bytes=had.bytes + times * one.bytes
             )
-    return list(found.values())
+    return list(summed.values())
 
 
 def _piece(name: str, work: Work) -> Piece:
@@ -148,14 +154,24 @@ def _piece(name: str, work: Work) -> Piece:
             unknown = unknown or "what its mask leaves is not known before it runs"
         left = 1 - work.masked + work.masked * (work.seen or 0.0)
         flops = left * scores_flops(work.sizes, work.causal, backward)
-        return Piece("attention", work.kernel, flops, sizes=work.sizes, causal=work.causal,
-                     backward=backward, unknown=unknown)  # fmt: skip
+        return Piece(
+            "attention",
+            work.kernel,
+            flops,
+            sizes=work.sizes,
+            causal=work.causal,
+            backward=backward,
+            unknown=unknown,
+        )
     if name == NORM:
         return Piece("elementwise", "norm", bytes=work.bytes, unknown=work.unknown)
     family = (
-        "copies" if work.kind == "host link"
-        else "optimizer" if work.phase == "optimizer" else "elementwise"
-    )  # fmt: skip
+        "copies"
+        if work.kind == "host link"
+        else "optimizer"
+        if work.phase == "optimizer"
+        else "elementwise"
+    )
     return Piece(family, STREAMS[family], bytes=work.bytes, unknown=work.unknown)
 
 
@@ -175,24 +191,27 @@ def parser(says: str | None = None) -> argparse.ArgumentParser:
 def plan_from(args: argparse.Namespace) -> Plan:
     """Return the shape's plan with those changes."""
     return Plan.read(
-        (PLANS / f"{args.shape}.toml").read_text(), catalogue(), overrides=args.set,
-        with_=args.with_, without=args.without,
-    )  # fmt: skip
+        (PLANS / f"{args.shape}.toml").read_text(),
+        catalogue(),
+        overrides=args.set,
+        with_=args.with_,
+        without=args.without,
+    )
 
 
 def fingerprints(plan: Plan) -> Iterator[str]:
     """Yield the fingerprint of the plan, and those from before the keys of `SINCE`."""
-    told = plan.dump()
-    yield receipts.sha256(told)
+    text = plan.dump()
+    yield receipts.sha256(text)
     for *sections, key in reversed(SINCE):
-        holder, owner = told, plan
+        holder, owner = text, plan
         for section in sections:
             holder, owner = holder[section], getattr(owner, section)
         field = type(owner).model_fields[key]
         if getattr(owner, key) != field.get_default(call_default_factory=True):
             return
         del holder[key]
-        yield receipts.sha256(told)
+        yield receipts.sha256(text)
 
 
 def pieces(row: dict[str, Any]) -> list[Piece]:
@@ -213,10 +232,10 @@ def pieces(row: dict[str, Any]) -> list[Piece]:
     if row.get("plan_sha256") not in set(fingerprints(plan)):
         raise ConfigError("its command makes a plan of another fingerprint today", "")
     context = elsewhere(make_context(plan, torch.device("cpu")), row["hardware"])
-    found = work_of(plan, context)
+    computed = work_of(plan, context)
     if not EARLIER.keys() & row["metrics"].keys():
-        return found
-    return [replace(p, family="other") if p.what == "norm" else p for p in found]
+        return computed
+    return [replace(p, family="other") if p.what == "norm" else p for p in computed]
 
 
 # --- the table -------------------------------------------------------------------------------
@@ -246,16 +265,21 @@ class Gap:
 
     def cells(self, step_ms: float) -> list[str]:
         """Return the cells of the table, a dash for what is missing."""
-        told = [LABELS.get(self.family, self.family), f"{self.spent_ms:.2f}",
-                f"{self.spent_ms / step_ms:.1%}"]  # fmt: skip
+        shown = [
+            LABELS.get(self.family, self.family),
+            f"{self.spent_ms:.2f}",
+            f"{self.spent_ms / step_ms:.1%}",
+        ]
         lost = "-" if self.lost_ms is None else f"{self.lost_ms:.2f}"
         if not (self.unit and self.ceiling_ms and self.spent_ms):
-            return [*told, *["-"] * 4, lost]
+            return [*shown, *["-"] * 4, lost]
         name, scale = UNITS[self.unit]
-        rates = [f"{self.amount / ms / 1e9:.4g} {RATES[self.unit]}"
-                 for ms in (self.spent_ms, self.ceiling_ms)]  # fmt: skip
+        rates = [
+            f"{self.amount / ms / 1e9:.4g} {RATES[self.unit]}"
+            for ms in (self.spent_ms, self.ceiling_ms)
+        ]
         share = f"{self.ceiling_ms / self.spent_ms:.1%}"
-        return [*told, f"{self.amount / scale:.4g} {name}", *rates, share, lost]
+        return [*shown, f"{self.amount / scale:.4g} {name}", *rates, share, lost]
 
 
 def gaps_of(row: dict[str, Any], work: Iterable[Piece], machine: Machine) -> tuple[list[Gap], str]:
@@ -263,7 +287,7 @@ def gaps_of(row: dict[str, Any], work: Iterable[Piece], machine: Machine) -> tup
     by_family: dict[str, list[Piece]] = {}
     for piece in work:
         by_family.setdefault(piece.family, []).append(piece)
-    found, unknown = [], []
+    gaps, unknown = [], []
     for family, spent_ms in spent(row).items():
         done = by_family.get(family, [])
         unit = "flops" if any(p.flops for p in done) else "bytes" if done else ""
@@ -274,16 +298,16 @@ def gaps_of(row: dict[str, Any], work: Iterable[Piece], machine: Machine) -> tup
         except UnsupportedError as error:
             ceiling_ms = None
             unknown.append(f"{family}: {error.message}")
-        found.append(Gap(family, spent_ms, unit, sum(getattr(p, unit) for p in done), ceiling_ms))
-    found.sort(key=lambda gap: -math.inf if gap.lost_ms is None else gap.lost_ms, reverse=True)
-    return found, "; ".join(unknown)
+        gaps.append(Gap(family, spent_ms, unit, sum(getattr(p, unit) for p in done), ceiling_ms))
+    gaps.sort(key=lambda gap: -math.inf if gap.lost_ms is None else gap.lost_ms, reverse=True)
+    return gaps, "; ".join(unknown)
 
 
 def spent(row: dict[str, Any]) -> dict[str, float]:
     """Return milliseconds of a profiled step, by today's names of families."""
     metrics: dict[str, dict[str, Any]] = row["metrics"]
-    told = {n: float(metric["value"]) for n, metric in metrics.items() if n not in NO_FAMILIES}
-    return {EARLIER.get(name, name): ms for name, ms in told.items()}
+    times = {n: float(metric["value"]) for n, metric in metrics.items() if n not in NO_FAMILIES}
+    return {EARLIER.get(name, name): ms for name, ms in times.items()}
 
 
 def best(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -295,12 +319,12 @@ def best(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     def order(row: dict[str, Any]) -> tuple[bool, float]:
         return not _is_known(row), row["metrics"]["step"]["value"]
 
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    fastest: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in rows:
         if {"step", "idle"} <= row.get("metrics", {}).keys():
             key = (row["shape"], precision(row), row["hardware"])
-            found[key] = min(found.get(key, row), row, key=order)
-    return [found[key] for key in sorted(found)]
+            fastest[key] = min(fastest.get(key, row), row, key=order)
+    return [fastest[key] for key in sorted(fastest)]
 
 
 def _is_known(row: dict[str, Any]) -> bool:
@@ -323,10 +347,10 @@ def ceilings(hardware: str) -> str:
         return f"{hardware} has no ceilings: {error.message}."
     m, n, k = ANCHOR_PRODUCT
     rates = {p: 2e-12 * m * n * k / machine.product_s(p, m, n, k) for p in PRECISIONS}
-    products = " and ".join(f"{rate:,.0f} TFLOP/s in {p}" for p, rate in rates.items())
+    matmuls = " and ".join(f"{rate:,.0f} TFLOP/s in {p}" for p, rate in rates.items())
     return (
-        f"Ceilings of {hardware} (`headrace/costs/assumed.py` says where they are from): products "
-        f"{products}, {machine.traffic.bytes_per_s / 1e12:.3g} TB/s, attention of the plan's "
+        f"Ceilings of {hardware} (`headrace/costs/assumed.py` says where they are from): matmuls "
+        f"{matmuls}, {machine.traffic.bytes_per_s / 1e12:.3g} TB/s, attention of the plan's "
         "kernel at the plan's shape."
     )
 
@@ -342,22 +366,29 @@ def table(row: dict[str, Any]) -> str:
     """Return one row beside its ceilings as Markdown, and what is lost by family."""
     step_ms, timed_ms = sum(spent(row).values()), row["metrics"]["step"]["value"]
     try:
-        found, unknown = gaps_of(row, pieces(row), Machine.assumed(row["hardware"]))
+        gaps, unknown = gaps_of(row, pieces(row), Machine.assumed(row["hardware"]))
     except (ConfigError, UnsupportedError) as error:
-        found = [Gap(family, ms, ceiling_ms=None) for family, ms in spent(row).items()]
-        found.sort(key=lambda gap: -gap.spent_ms)
+        gaps = [Gap(family, ms, ceiling_ms=None) for family, ms in spent(row).items()]
+        gaps.sort(key=lambda gap: -gap.spent_ms)
         unknown = error.message
-    lost = [(LABELS.get(g.family, g.family), g.lost_ms) for g in found if g.lost_ms is not None]
-    told = f"{step_ms:.1f} ms (kernels and idle; unprofiled, a step took {timed_ms:.1f})"
+    lost = [(LABELS.get(g.family, g.family), g.lost_ms) for g in gaps if g.lost_ms is not None]
+    sentence = f"{step_ms:.1f} ms (kernels and idle; unprofiled, a step took {timed_ms:.1f})"
     if lost:
         total, whom = sum(ms for _, ms in lost), ", ".join(f"{n} {ms:.1f}" for n, ms in lost)
-        told = f"Of {told}, {total:.1f} ms, {total / step_ms:.1%}, are above the ceilings: {whom}."
+        sentence = (
+            f"Of {sentence}, {total:.1f} ms, {total / step_ms:.1%}, are above the ceilings: {whom}."
+        )
     else:
-        told = f"What of {told} is above the ceilings is not known."
-    return "\n".join([
-        f"**kernels: {row['shape']} in {precision(row)}** ({row['hardware']}, n = {row['n']}, "
-        f"{row['commit']}, `{row['command']}`)", "",
-        f"| {' | '.join(HEADS)} |", f"|{'---|' * len(HEADS)}",
-        *(f"| {' | '.join(gap.cells(step_ms))} |" for gap in found), "",
-        told + (f" Not told: {unknown}." if unknown else ""),
-    ])  # fmt: skip
+        sentence = f"What of {sentence} is above the ceilings is not known."
+    return "\n".join(
+        [
+            f"**kernels: {row['shape']} in {precision(row)}** ({row['hardware']}, n = {row['n']}, "
+            f"{row['commit']}, `{row['command']}`)",
+            "",
+            f"| {' | '.join(HEADS)} |",
+            f"|{'---|' * len(HEADS)}",
+            *(f"| {' | '.join(gap.cells(step_ms))} |" for gap in gaps),
+            "",
+            sentence + (f" Not told: {unknown}." if unknown else ""),
+        ]
+    )

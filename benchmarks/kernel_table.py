@@ -38,29 +38,29 @@ WAYS = ("HtoD", "DtoH")
 def idle_between(events: list[Any]) -> list[tuple[float, str, str]]:
     """Return times without a kernel, longest first: (milliseconds, kernel before, kernel after)."""
     ran = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
-    found, (_, until, last) = [], ran[0]
+    gaps, (_, until, last) = [], ran[0]
     for start, end, name in ran[1:]:
         if start > until:
-            found.append(((start - until) / 1e3, last[:60], name[:60]))
+            gaps.append(((start - until) / 1e3, last[:60], name[:60]))
         if end > until:
             until, last = end, name
-    return sorted(found, reverse=True)
+    return sorted(gaps, reverse=True)
 
 
 def over_link(events: list[Any]) -> dict[str, float]:
     """Return the milliseconds a step that copies took over the link, and those beside kernels."""
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in events:
-        copied = any(way in event.name for way in WAYS)
+        copied = any(direction in event.name for direction in WAYS)
         if copied or family_of(event.name) != "copies":
             spans[copied].append((event.time_range.start, event.time_range.end))
     copies, kernels = Union(spans[True]), Union(spans[False])
     lasting = list(zip(copies.starts, copies.ends, strict=True))
-    found = {
+    times = {
         "over_link": sum(end - start for start, end in lasting),
         "beside_kernels": sum(kernels.inside(start, end) for start, end in lasting),
     }
-    return {name: us / STEPS / 1e3 for name, us in found.items() if lasting}
+    return {name: us / STEPS / 1e3 for name, us in times.items() if lasting}
 
 
 def profiled(
@@ -75,29 +75,31 @@ def profiled(
         train.step(build, micros, index)
     torch.cuda.synchronize()
     step_ms = (time.perf_counter() - begin) / STEPS * 1e3
-    kinds = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
+    devices = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=devices, acc_events=True) as profile:
         for index in range(STEPS):
             train.step(build, micros, index)
         torch.cuda.synchronize()
-    found: dict[str, tuple[float, int]] = {}
+    kernels: dict[str, tuple[float, int]] = {}
     for event in profile.key_averages():
         spent_ms = event.self_device_time_total / STEPS / 1e3
         if spent_ms > 0:
-            found[event.key] = (spent_ms, event.count // STEPS)
+            kernels[event.key] = (spent_ms, event.count // STEPS)
     events = [e for e in profile.events() or [] if str(e.device_type).endswith("CUDA")]
-    return found, step_ms, events
+    return kernels, step_ms, events
 
 
 def on_the_host(build: Build, micros: list[Micro], longest: int) -> list[dict[str, Any]]:
     """Return the host's operations of a step with their own milliseconds, longest first."""
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
+    devices = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=devices, acc_events=True) as profile:
         train.step(build, micros, 0)
         torch.cuda.synchronize()
-    found = sorted(profile.key_averages(), key=lambda e: -e.self_cpu_time_total)
-    return [{"name": e.key[:90], "ms": round(e.self_cpu_time_total / 1e3, 3), "calls": e.count}
-            for e in found[:longest]]  # fmt: skip
+    operations = sorted(profile.key_averages(), key=lambda e: -e.self_cpu_time_total)
+    return [
+        {"name": e.key[:90], "ms": round(e.self_cpu_time_total / 1e3, 3), "calls": e.count}
+        for e in operations[:longest]
+    ]
 
 
 def told(plan: Plan) -> dict[str, Any]:
@@ -118,12 +120,12 @@ def main() -> None:
     plan = plan_from(args)
     work = told(plan)
     with opened(plan) as (build, micros):
-        found, step_ms, events = profiled(build, micros(0))
+        by_kernel, step_ms, events = profiled(build, micros(0))
         if args.host:
             work["host"] = on_the_host(build, micros(0), args.longest)
     idle = idle_between(events) if events else []
     families: dict[str, float] = {}
-    for name, (spent_ms, _) in found.items():
+    for name, (spent_ms, _) in by_kernel.items():
         families[family_of(name)] = families.get(family_of(name), 0.0) + spent_ms
     metrics: dict[str, Any] = {"step": receipts.spread([step_ms], "ms")}
     metrics["idle"] = receipts.spread([sum(gap for gap, *_ in idle) / STEPS], "ms")
@@ -131,14 +133,21 @@ def main() -> None:
         name.replace(" ", "_"): receipts.spread([ms], "ms") for name, ms in families.items()
     }
     metrics |= {name: receipts.spread([ms], "ms") for name, ms in over_link(events).items()}
-    longest = sorted(found.items(), key=lambda item: -item[1][0])[: args.longest]
+    longest = sorted(by_kernel.items(), key=lambda item: -item[1][0])[: args.longest]
     rows = [{"name": n[:90], "ms": round(ms, 3), "launches": k} for n, (ms, k) in longest]
     receipts.append(
-        "kernels", metrics, results=args.results, shape=args.shape, n=1, seeds=[plan.seed],
+        "kernels",
+        metrics,
+        results=args.results,
+        shape=args.shape,
+        n=1,
+        seeds=[plan.seed],
         recipe=" ".join(["recipe", *args.with_, *(f"-{n}" for n in args.without), *args.set]),
         techniques=sorted(plan.techniques),
-        longest=rows, plan_sha256=receipts.sha256(plan.dump()), **work,
-    )  # fmt: skip
+        longest=rows,
+        plan_sha256=receipts.sha256(plan.dump()),
+        **work,
+    )
     print(json.dumps({k: round(v["value"], 2) for k, v in metrics.items()}))
     for row in rows:
         print(f"{row['ms']:9.3f} ms {row['launches']:5d} x {row['name']}")

@@ -7,14 +7,12 @@
     python benchmarks/limits.py plan mfu context memory
 
 `mfu`: tokens per second and model FLOPs utilization (the PaLM formula, and with the causal half of
-attention) of a plan, after warm-up, with the peak and what the ledger predicted. `context`: full
-optimizer steps with one row of each length; what does not fit gets a row that says so. `start`:
-`headrace train` in a process of its own, first with empty caches and then with warm ones, until the
-end of its first step; with compile_cache nothing but its own folder and Python's bytecode is kept
-between the two, as where a machine's temporary folder is emptied. `memory`: speed and peak of
-`headrace train` beside torchtitan, alternating. `plan` trains nothing: it tells what is predicted
-for every variant, and who would refuse, on the device that is here or, with `--device-name`, on a
-GPU that is not.
+attention) of a plan after warm-up, with its peak and the predicted one. `context`: full optimizer
+steps with one row of each length; what does not fit gets a row that says so. `start`: `headrace
+train` in a process of its own, with empty and then with warm caches, until the end of its first
+step; with compile_cache only its own folder and Python's bytecode are kept between the two.
+`memory`: speed and peak of `headrace train` beside torchtitan, alternating. `plan` trains nothing
+and prints what is predicted for every variant, or refused, here or on `--device-name`.
 
 A variant is a name from variants.py, or `NAME: +technique -technique key=value`.
 """
@@ -71,23 +69,41 @@ def checked(
 
 
 def row(
-    what: str, variant: str, plan: Plan | None, metrics: dict[str, Any], args: argparse.Namespace,
-    topic: str = "limits", **facts: Any,
-) -> None:  # fmt: skip
+    what: str,
+    variant: str,
+    plan: Plan | None,
+    metrics: dict[str, Any],
+    args: argparse.Namespace,
+    topic: str = "limits",
+    **facts: Any,
+) -> None:
     """Append a receipt and tell it."""
     if plan is not None:
         facts |= {
-            "techniques": sorted(plan.techniques), "seeds": [plan.seed],
+            "techniques": sorted(plan.techniques),
+            "seeds": [plan.seed],
             "plan_sha256": receipts.sha256(plan.dump()),
-            "batch": plan.batch.model_dump(), "length": plan.data.sequence_length,
-        }  # fmt: skip
+            "batch": plan.batch.model_dump(),
+            "length": plan.data.sequence_length,
+        }
     facts = {"recipe": f"{what}: {variant}", "measurement": what, "variant": variant, **facts}
     receipts.append(topic, metrics, results=args.results, **facts)
-    told = {n: round(m["value"] / (GIB if m["unit"] == "bytes" else 1), 4)
-            for n, m in metrics.items()}  # fmt: skip
-    print(json.dumps({"what": what, "variant": variant, **told, "n": facts.get("n"),
-                      "predicted_GiB": round(facts.get("predicted_bytes", 0) / GIB, 2),
-                      "refused": facts.get("refused", "")}), flush=True)  # fmt: skip
+    shown = {
+        n: round(m["value"] / (GIB if m["unit"] == "bytes" else 1), 4) for n, m in metrics.items()
+    }
+    print(
+        json.dumps(
+            {
+                "what": what,
+                "variant": variant,
+                **shown,
+                "n": facts.get("n"),
+                "predicted_GiB": round(facts.get("predicted_bytes", 0) / GIB, 2),
+                "refused": facts.get("refused", ""),
+            }
+        ),
+        flush=True,
+    )
 
 
 # --- mfu -------------------------------------------------------------------------------------
@@ -116,33 +132,49 @@ def measure_mfu(args: argparse.Namespace) -> None:
             row("mfu", variant.name, None, {}, args, shape=path.stem, n=0, **facts)
             continue
         with Worker(here=args.here) as worker:
-            found = worker.ask(
-                time_steps, plan, limit_s=args.child_s, text=False, warm=args.warm, timed=1,
+            reading = worker.ask(
+                time_steps,
+                plan,
+                limit_s=args.child_s,
+                text=False,
+                warm=args.warm,
+                timed=1,
                 blocks=args.timed,
-            )  # fmt: skip
-        facts |= {"parameters": total_parameters(plan.model), "evidence": found.evidence,
-                  "first_loss": found.losses[:1]}  # fmt: skip
+            )
+        facts |= {
+            "parameters": total_parameters(plan.model),
+            "evidence": reading.evidence,
+            "first_loss": reading.losses[:1],
+        }
         metrics = {}
-        if found.refused:
-            facts["refused"] = found.refused
+        if reading.refused:
+            facts["refused"] = reading.refused
         else:
-            rates = [plan.batch.tokens / s for s in found.seconds]
-            metrics = speed_metrics(found, rates)
+            rates = [plan.batch.tokens / s for s in reading.seconds]
+            metrics = speed_metrics(reading, rates)
             shares = [utilization(plan, rate) for rate in rates]
             for name in shares[0]:
                 metrics[name] = receipts.spread([s[name] for s in shares], "share of peak")
-        row("mfu", variant.name, plan, metrics, args, shape=path.stem, n=len(found.seconds),
-            **facts)  # fmt: skip
+        row(
+            "mfu",
+            variant.name,
+            plan,
+            metrics,
+            args,
+            shape=path.stem,
+            n=len(reading.seconds),
+            **facts,
+        )
 
 
-def speed_metrics(found: Reading, rates: list[float]) -> dict[str, Any]:
+def speed_metrics(reading: Reading, rates: list[float]) -> dict[str, Any]:
     """Return the metrics that every reading of steps has."""
     metrics = {
         "tokens_per_s": receipts.spread(rates, "tokens/s"),
-        "step": receipts.spread(found.seconds, "s"),
+        "step": receipts.spread(reading.seconds, "s"),
     }
-    if found.peak_bytes is not None:
-        metrics["peak_memory"] = receipts.spread([found.peak_bytes], "bytes")
+    if reading.peak_bytes is not None:
+        metrics["peak_memory"] = receipts.spread([reading.peak_bytes], "bytes")
     return metrics
 
 
@@ -167,18 +199,30 @@ def measure_context(args: argparse.Namespace) -> None:
                 row("context", name, None, {}, args, shape=path.stem, n=0, **facts)
                 continue
             with Worker(here=args.here) as worker:
-                found = worker.ask(
-                    time_long_row, plan, limit_s=args.child_s, short=args.short, steps=args.steps,
-                )  # fmt: skip
-            facts |= {"evidence": found.evidence, "losses": found.losses}
+                reading = worker.ask(
+                    time_long_row,
+                    plan,
+                    limit_s=args.child_s,
+                    short=args.short,
+                    steps=args.steps,
+                )
+            facts |= {"evidence": reading.evidence, "losses": reading.losses}
             metrics: dict[str, Any] = {}
-            if found.refused:
-                facts["refused"] = found.refused
+            if reading.refused:
+                facts["refused"] = reading.refused
             else:
-                metrics = speed_metrics(found, [length / s for s in found.seconds])
+                metrics = speed_metrics(reading, [length / s for s in reading.seconds])
                 metrics["row"] = receipts.spread([length], "tokens")
-            row("context", name, plan, metrics, args, shape=path.stem, n=len(found.seconds),
-                **facts)  # fmt: skip
+            row(
+                "context",
+                name,
+                plan,
+                metrics,
+                args,
+                shape=path.stem,
+                n=len(reading.seconds),
+                **facts,
+            )
 
 
 # --- start -----------------------------------------------------------------------------------
@@ -200,30 +244,66 @@ def _start(variant: Variant, caches: str, work: Path, own: Path, args: argparse.
     path, more = plan_file(args, "start"), variant.command()
     if "compile_cache" in variant.with_:
         more.append(f"techniques.compile_cache.directory={work / 'kept'}")
-    folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
-               "XDG_CACHE_HOME": "cache", "CUDA_CACHE_PATH": "cuda"}  # fmt: skip
+    folders = {
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "TRITON_CACHE_DIR": "triton",
+        "XDG_CACHE_HOME": "cache",
+        "CUDA_CACHE_PATH": "cuda",
+    }
     given = {name: had for name, had in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     given["PYTHONPYCACHEPREFIX"] = str(work / "bytecode")  # of all the variant's starts
     began_s = time.monotonic()
-    told = subprocess.run(
-        [sys.executable, "-m", "headrace", "train", str(path), "--json", "goal.steps=2",
-         f"directory={work / 'runs'}", f"data.directory={work / 'data'}", *more, *args.set],
-        capture_output=True, text=True, timeout=args.child_s, check=False,
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "headrace",
+            "train",
+            str(path),
+            "--json",
+            "goal.steps=2",
+            f"directory={work / 'runs'}",
+            f"data.directory={work / 'data'}",
+            *more,
+            *args.set,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=args.child_s,
+        check=False,
         env={**given, **{name: str(own / folder) for name, folder in folders.items()}},
-    )  # fmt: skip
+    )
     whole_s = time.monotonic() - began_s
-    if told.returncode:
-        row("start", caches, None, {}, args, shape=path.stem, n=0,
-            refused=f"{told.stdout[-500:]} {told.stderr[-1500:]}")  # fmt: skip
+    if ended.returncode:
+        row(
+            "start",
+            caches,
+            None,
+            {},
+            args,
+            shape=path.stem,
+            n=0,
+            refused=f"{ended.stdout[-500:]} {ended.stderr[-1500:]}",
+        )
         return
-    report = json.loads(told.stdout)
+    report = json.loads(ended.stdout)
     parts = report["start_s"]
     metrics = {"to_first_step": receipts.spread([sum(parts.values())], "s")}
     metrics |= {name: receipts.spread([spent], "s") for name, spent in parts.items()}
     metrics["whole_command"] = receipts.spread([whole_s], "s")
-    row("start", caches, None, metrics, args, shape=path.stem, n=1, seeds=[report["seed"]],
-        techniques=sorted(report["techniques"]), guard=report["guard"],
-        evidence={n: t["detail"] for n, t in report["techniques"].items()})  # fmt: skip
+    row(
+        "start",
+        caches,
+        None,
+        metrics,
+        args,
+        shape=path.stem,
+        n=1,
+        seeds=[report["seed"]],
+        techniques=sorted(report["techniques"]),
+        guard=report["guard"],
+        evidence={n: t["detail"] for n, t in report["techniques"].items()},
+    )
 
 
 # --- memory ----------------------------------------------------------------------------------
@@ -237,16 +317,26 @@ def measure_memory(args: argparse.Namespace) -> None:
     if args.peer:
         check_peer(args.peer, path, [w for v in chosen for w in v.overrides] + args.set)
     units = {"tokens_per_s": ("tokens_per_s", "tokens/s"), "peak_memory": ("peak_bytes", "bytes")}
-    found, refused, interrupted = read_memory(args, path, chosen)
-    beside = found.pop("", [])
+    by_side, refused, interrupted = read_memory(args, path, chosen)
+    beside = by_side.pop("", [])
     if args.peer:
         facts = {"failed_later" if beside else "refused": refused[""]} if "" in refused else {}
         if beside or facts:
-            row("memory", args.peer, None, spreads(beside, units) if beside else {}, args, "memory",
-                shape=path.stem, n=len(beside), peer=args.peer, **facts)  # fmt: skip
+            row(
+                "memory",
+                args.peer,
+                None,
+                spreads(beside, units) if beside else {},
+                args,
+                "memory",
+                shape=path.stem,
+                n=len(beside),
+                peer=args.peer,
+                **facts,
+            )
     for variant in chosen:
         plan, facts = checked(variant, path, args.set)
-        readings, why = found[variant.name], refused.get(variant.name)
+        readings, why = by_side[variant.name], refused.get(variant.name)
         facts["overrides"] = [*variant.overrides, *args.set]
         if not readings:
             if interrupted:
@@ -261,8 +351,17 @@ def measure_memory(args: argparse.Namespace) -> None:
         for key, name in (("tokens_per_s", "ratio_to"), ("peak_bytes", "memory_ratio_to")):
             if ratios := [a[key] / b[key] for a, b in pairs if a[key]]:
                 metrics[f"{name}_{args.peer}"] = receipts.spread(ratios, "x")
-        row("memory", variant.name, plan, metrics, args, "memory", shape=path.stem,
-            n=len(readings), **facts)  # fmt: skip
+        row(
+            "memory",
+            variant.name,
+            plan,
+            metrics,
+            args,
+            "memory",
+            shape=path.stem,
+            n=len(readings),
+            **facts,
+        )
     if interrupted:
         raise SystemExit(EXIT_INTERRUPTED)
 
@@ -291,7 +390,7 @@ def read_memory(
     peer = Peer(args.peer, path.stem)
     sides: dict[str, Variant | None] = {"": None} if args.peer else {}
     sides |= {v.name: v for v in chosen}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    readings: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     refused: dict[str, str] = {}
     interrupted = True
     with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory() as work:
@@ -307,20 +406,21 @@ def read_memory(
                         reading = peer.read()
                     else:
                         reading = time_headrace(
-                            str(path.resolve().with_suffix("")), Path(work),
+                            str(path.resolve().with_suffix("")),
+                            Path(work),
                             [*variant.command(), *args.set],
-                        )  # fmt: skip
+                        )
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
                     refused[name] = str(error)[-1500:]
                     print(f"{label} is left out: {refused[name]}", flush=True)
                     continue
-                found[name].append(reading)
+                readings[name].append(reading)
                 rate = reading["tokens_per_s"] or 0
                 peak_gib = (reading["peak_bytes"] or 0) / GIB
                 print(f"{label}: {rate:,.0f} tokens/s {peak_gib:.2f} GiB", flush=True)
         interrupted = False
     peer.close()
-    return found, refused, interrupted
+    return readings, refused, interrupted
 
 
 # --- what is predicted -----------------------------------------------------------------------
@@ -336,8 +436,8 @@ def tell_plan(args: argparse.Namespace) -> None:
             for more in map(lengthened, args.lengths) if what == "context" else [[]]:
                 plan, facts = checked(variant, path, [*more, *args.set], args.device_name)
                 peak = facts.get("predicted_bytes", 0) / GIB
-                told = f"{peak:.1f} GiB at the {facts.get('predicted_at')}" if plan else ""
-                print(what, variant.name, *more[:1], told or f"refused: {facts['refused']}")
+                text = f"{peak:.1f} GiB at the {facts.get('predicted_at')}" if plan else ""
+                print(what, variant.name, *more[:1], text or f"refused: {facts['refused']}")
 
 
 def plan_file(args: argparse.Namespace, what: str) -> Path:
@@ -361,8 +461,12 @@ def out_of_time(args: argparse.Namespace, what: str) -> bool:
     return True
 
 
-MEASURES = {"mfu": measure_mfu, "context": measure_context, "start": measure_start,
-            "memory": measure_memory}  # fmt: skip
+MEASURES = {
+    "mfu": measure_mfu,
+    "context": measure_context,
+    "start": measure_start,
+    "memory": measure_memory,
+}
 
 
 def main() -> None:

@@ -49,35 +49,38 @@ def configurations(files: Sequence[Path] = LISTS) -> Iterator[Configuration]:
         yield from _of_list(tomllib.loads(file.read_text()))
 
 
-def _of_list(told: dict[str, Any]) -> Iterator[Configuration]:
-    for choice in told["choices"]:
+def _of_list(table: dict[str, Any]) -> Iterator[Configuration]:
+    for choice in table["choices"]:
         length, rows = choice["length"], choice["rows"]
         name = f"{choice['shape']}-{length}x{rows}"
         for kind in choice["sets"]:
-            yield _configuration(told, f"{name}/{kind}", name, choice["shape"], length, rows, kind)
-    memory = told.get("memory", {"shapes": ()})
+            yield _configuration(table, f"{name}/{kind}", name, choice["shape"], length, rows, kind)
+    memory = table.get("memory", {"shapes": ()})
     for shape in memory["shapes"]:
         for rows in memory["rows"]:
             for kind in memory["sets"]:
                 name = f"memory/{shape}-{memory['length']}x{rows}/{kind}"
-                yield _configuration(told, name, "", shape, memory["length"], rows, kind)
+                yield _configuration(table, name, "", shape, memory["length"], rows, kind)
 
 
 def _configuration(
-    told: dict[str, Any], name: str, choice: str, shape: str, length: int, rows: int, kind: str
+    table: dict[str, Any], name: str, choice: str, shape: str, length: int, rows: int, kind: str
 ) -> Configuration:
     tables = {
-        **told["common"], "name": shape, "model": told["shapes"][shape],
-        "data": {"sequence_length": length}, "batch": {"tokens": length * rows},
-    }  # fmt: skip
-    words = tuple(told["sets"][kind].split())
+        **table["common"],
+        "name": shape,
+        "model": table["shapes"][shape],
+        "data": {"sequence_length": length},
+        "batch": {"tokens": length * rows},
+    }
+    words = tuple(table["sets"][kind].split())
     return Configuration(name, choice, shape, words, tomli_w.dumps(tables))
 
 
 def firsts(files: Sequence[Path] = LISTS) -> dict[str, Configuration]:
     """Return the candidate of each choice by which the others are predicted."""
-    found: dict[str, Configuration] = {}
+    chosen: dict[str, Configuration] = {}
     for one in configurations(files):
         if one.choice:
-            found.setdefault(one.choice, one)
-    return found
+            chosen.setdefault(one.choice, one)
+    return chosen

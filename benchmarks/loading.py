@@ -92,15 +92,22 @@ def main() -> None:
             steps, report = timed(side, row_s)
             steps_s = [step["step_s"] for step in steps]
             healthy = healthy or (median(steps_s), fmean(steps_s))
-            found = metrics(steps, healthy)
+            values = metrics(steps, healthy)
             receipts.append(
-                "loading", found, results=args.results, shape=file.stem, side=name,
-                slow=args.slow if row_s else 0, n=len(steps), seeds=[side.seed],
-                row_s=row_s, plan_sha256=receipts.sha256(side.dump()),
+                "loading",
+                values,
+                results=args.results,
+                shape=file.stem,
+                side=name,
+                slow=args.slow if row_s else 0,
+                n=len(steps),
+                seeds=[side.seed],
+                row_s=row_s,
+                plan_sha256=receipts.sha256(side.dump()),
                 techniques=sorted(side.techniques),
                 loader=report["techniques"].get("loader_workers", {}).get("numbers"),
-            )  # fmt: skip
-            print(name, {key: one["value"] for key, one in found.items()}, flush=True)
+            )
+            print(name, {key: one["value"] for key, one in values.items()}, flush=True)
             if not row_s:
                 row_s = args.slow * healthy[0] / side.rows_per_step
 

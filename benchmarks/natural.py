@@ -92,8 +92,11 @@ class Book:
             except ValueError:
                 found.append({})
         gone = {row.get("retracts") for row in found}
-        return [row for number, row in enumerate(found, 1)
-                if number not in gone and row.get("hardware") == self.hardware]  # fmt: skip
+        return [
+            row
+            for number, row in enumerate(found, 1)
+            if number not in gone and row.get("hardware") == self.hardware
+        ]
 
     def parts(self, run: Run) -> list[dict[str, Any]]:
         """Return what this commit measured of a run's changes."""
@@ -102,8 +105,12 @@ class Book:
 
     def about(self, run: Run) -> dict[str, Any]:
         """Return the facts that rows of one run share."""
-        return {"id": run.id, "hardware": self.hardware, "plan_sha256": run.sha256,
-                "commit": receipts.commit()}  # fmt: skip
+        return {
+            "id": run.id,
+            "hardware": self.hardware,
+            "plan_sha256": run.sha256,
+            "commit": receipts.commit(),
+        }
 
     def said(self, run: Run) -> dict[str, Any] | None:
         """Return what this commit's doctor answered about a run with its plan as it is now."""
@@ -114,11 +121,17 @@ class Book:
         """Write one row of a run."""
         with self._lock:
             receipts.append(
-                topic, {}, results=self.results, id=run.id, device=run.device,
-                workload=run.shape, words=run.words.split(), seeds=[run.plan.seed],
+                topic,
+                {},
+                results=self.results,
+                id=run.id,
+                device=run.device,
+                workload=run.shape,
+                words=run.words.split(),
+                seeds=[run.plan.seed],
                 plan_sha256=run.sha256,
                 **{**facts, "hardware": self.hardware, **self.how},
-            )  # fmt: skip
+            )
 
 
 @dataclass
@@ -135,8 +148,15 @@ class Call:
     def crew(self, room_bytes: float) -> Crew:
         """Return processes for this device."""
         ends_s = time.monotonic() + self.ends_s - time.time()
-        return Crew(self.args.workers, room_bytes, self.gate, ends_s, self.args.work / "logs",
-                    awake, self.args.here)  # fmt: skip
+        return Crew(
+            self.args.workers,
+            room_bytes,
+            self.gate,
+            ends_s,
+            self.args.work / "logs",
+            awake,
+            self.args.here,
+        )
 
     def limit_s(self) -> float:
         """Return seconds that a process may take."""
@@ -163,9 +183,15 @@ class Call:
     def _say(self, crew: Crew, worker: Worker, run: Run, room_bytes: float) -> None:
         began_s, kept = time.monotonic(), self.args.keep
         found = worker.ask(
-            say, run.plan, run.in_folder(self.args.work), self.gate, self.args.most, room_bytes,
-            kept / run.slug if kept else None, limit_s=self.limit_s(),
-        )  # fmt: skip
+            say,
+            run.plan,
+            run.in_folder(self.args.work),
+            self.gate,
+            self.args.most,
+            room_bytes,
+            kept / run.slug if kept else None,
+            limit_s=self.limit_s(),
+        )
         if crew.closed:
             return
         spent_s = time.monotonic() - began_s
@@ -186,8 +212,11 @@ class Call:
         """Return the runs that can be measured and have no row, large and small in alternation."""
         done = self.book.rows(ROWS)
         told = [(run, self.book.said(run)) for run in self.runs]
-        left = [(run, said) for run, said in told if said is not None and "refused" not in said
-                and not _of(done.get(run.id, {}), said)]  # fmt: skip
+        left = [
+            (run, said)
+            for run, said in told
+            if said is not None and "refused" not in said and not _of(done.get(run.id, {}), said)
+        ]
         left.sort(key=lambda one: one[1]["bytes"])
         half = (len(left) + 1) // 2
         pairs = zip_longest(left[:half], left[half:])
@@ -195,11 +224,16 @@ class Call:
 
     def measure(self, crew: Crew) -> None:
         """Time what was said, beside the plans of which it was said."""
-        crew.run([
-            Task(run.id, said["bytes"], lambda worker, run=run, said=said:
-                 self._measure(crew, worker, run, said))
-            for run, said in self.unmeasured()
-        ])  # fmt: skip
+        crew.run(
+            [
+                Task(
+                    run.id,
+                    said["bytes"],
+                    lambda worker, run=run, said=said: self._measure(crew, worker, run, said),
+                )
+                for run, said in self.unmeasured()
+            ]
+        )
 
     def _measure(self, crew: Crew, worker: Worker, run: Run, said: dict[str, Any]) -> None:
         began_s, about = time.monotonic(), self.book.about(run)
@@ -209,12 +243,22 @@ class Call:
             if not left or time.time() >= self.ends_s:
                 break
             peaks = {tuple(w): b for w, b in zip(said["changes"], said["peaks"], strict=True)}
-            wanted = Wanted(left, [peaks[words] for words in left],
-                            tuple(first["change"]) if first else (), attempt > 0)  # fmt: skip
+            wanted = Wanted(
+                left,
+                [peaks[words] for words in left],
+                tuple(first["change"]) if first else (),
+                attempt > 0,
+            )
             found = worker.ask(
-                measure, run.in_folder(self.args.work), wanted, self.gate, file, about, self.ends_s,
+                measure,
+                run.in_folder(self.args.work),
+                wanted,
+                self.gate,
+                file,
+                about,
+                self.ends_s,
                 limit_s=self.limit_s(),
-            )  # fmt: skip
+            )
             if crew.closed:
                 return
             if found.is_late:
@@ -247,18 +291,37 @@ class Call:
         if left and not enough and not (close and found):
             print(f"{run.id}: {len(found)} of {len(said['changes'])} measured {spent}", flush=True)
             return
-        own = ("change", "gain", "refused", "equality", "before_s", "after_s", "quiet", "others_s",
-               "ready_s", "turn_s", "together")  # fmt: skip
+        own = (
+            "change",
+            "gain",
+            "refused",
+            "equality",
+            "before_s",
+            "after_s",
+            "quiet",
+            "others_s",
+            "ready_s",
+            "turn_s",
+            "together",
+        )
         measured = [{key: row[key] for key in own if key in row} for row in found]
         before = [row["before_s"] for row in measured if "before_s" in row]
         self.book.write(
-            ROWS, run, precision=said["precision"], compiled=said["compiled"],
-            parameters=said["parameters"], threads=said["threads"], said=said["commit"],
-            verdict=said["verdict"], healthy=said["healthy"], first_change=first,
-            measured=measured, steps=said["steps"],
+            ROWS,
+            run,
+            precision=said["precision"],
+            compiled=said["compiled"],
+            parameters=said["parameters"],
+            threads=said["threads"],
+            said=said["commit"],
+            verdict=said["verdict"],
+            healthy=said["healthy"],
+            first_change=first,
+            measured=measured,
+            steps=said["steps"],
             before_s=sorted(before)[len(before) // 2] if before else None,
             left=[list(words) for words in left],
-        )  # fmt: skip
+        )
         gains = {" ".join(row["change"]): row["gain"]["value"] for row in measured if "gain" in row}
         best = max(gains, key=lambda name: gains[name], default="")
         told = f"first {gains.get(' '.join(first), float('nan')):+.1%}, " if first else ""

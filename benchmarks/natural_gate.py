@@ -85,12 +85,12 @@ def descendants(pid: int) -> list[int]:
             text = file.read_text()
             parent = int(text.rpartition(")")[2].split()[1])  # behind a name in brackets
             children.setdefault(parent, []).append(int(text.partition(" ")[0]))
-    found, waiting = list[int](), [pid]
+    family, waiting = list[int](), [pid]
     while waiting:
         begun = children.get(waiting.pop(), [])
-        found += begun
+        family += begun
         waiting += begun
-    return found
+    return family
 
 
 def used_s(processes: list[int]) -> float:

@@ -23,9 +23,12 @@ from headrace.recipes import recipes
 BARE = "-*"
 """The word for leaving out every technique."""
 COMMON = (
-    "guard=false", "checkpoint.every_steps=0", "eval.every_steps=100000", "eval.tokens=4096",
+    "guard=false",
+    "checkpoint.every_steps=0",
+    "eval.every_steps=100000",
+    "eval.tokens=4096",
     "schedule.steps=2000",
-)  # fmt: skip
+)
 """Set in every plan, so that a short run is mostly steps."""
 RATES = {"cuda": 2e13, "cpu": 5e8}
 """Products of parameters and tokens that a whole measurement gets through in a second, about."""
@@ -35,7 +38,7 @@ SHAPES = {
     "5m": ("headrace-mini", "dim = 256\nlayers = 4\nheads = 4\nffn = 704", 4096, 256, 4096),
     "gpt2-8m": ("gpt2", "dim = 256\nlayers = 6\nheads = 8\nvocab = 8192", 4096, 256, 2048),
     "gpt2": ("gpt2", "", 4096, 1024, 16384),
-}  # fmt: skip
+}
 """name -> (family, other keys of the model, entries of the tokenizer, tokens of a row, a step)"""
 
 
@@ -101,10 +104,12 @@ def text_of(shape: str) -> str:
     if shape in SHAPES:
         family, model, vocab, length, tokens = SHAPES[shape]
         tables = {
-            "name": shape, "model": {"family": family, **tomllib.loads(model)},
+            "name": shape,
+            "model": {"family": family, **tomllib.loads(model)},
             "data": {"vocab": vocab, "sequence_length": length},
-            "goal": {"steps": 1}, "batch": {"tokens": tokens},
-        }  # fmt: skip
+            "goal": {"steps": 1},
+            "batch": {"tokens": tokens},
+        }
         return tomli_w.dumps(tables)
     return recipes().get(shape, receipts.plan_file(shape)).read_text()
 
@@ -126,40 +131,55 @@ RUNS = (
     _gpu("demo bf16 eager", "demo"),
     _gpu("demo fp32 compiled", "demo", f"{FP32} +torch_compile"),
     _gpu("5m bf16 eager micro", "5m", "batch.micro_sequences=4"),
-    _gpu("5m fp32 compiled chunked", "5m",
-     f"{FP32} +torch_compile +chunked_cross_entropy "
-     "techniques.chunked_cross_entropy.chunk_tokens=1024"),
+    _gpu(
+        "5m fp32 compiled chunked",
+        "5m",
+        f"{FP32} +torch_compile +chunked_cross_entropy "
+        "techniques.chunked_cross_entropy.chunk_tokens=1024",
+    ),
     _gpu("small fp32 eager", "small", FP32),
     _gpu("small bf16 eager long", "small", "data.sequence_length=2048 batch.tokens=16384"),
     _gpu("small bf16 compiled", "small", "+torch_compile"),
-    _gpu("small fp32 eager packed", "small",
-     f"{FP32} +document_packing batch.tokens=16384"),
+    _gpu("small fp32 eager packed", "small", f"{FP32} +document_packing batch.tokens=16384"),
     _gpu("60m fp32 eager", "60m", f"{BARE} {FP32} batch.tokens=8192", 36),
-    _gpu("60m bf16 eager micro", "60m",
-     f"{BARE} batch.tokens=32768 batch.micro_sequences=4", 36),
+    _gpu("60m bf16 eager micro", "60m", f"{BARE} batch.tokens=32768 batch.micro_sequences=4", 36),
     _gpu("60m bf16 compiled", "60m", f"{BARE} +torch_compile batch.tokens=32768", 36),
     _gpu("gpt2 bf16 eager", "gpt2", "batch.tokens=8192", 36),
     _gpu("gpt2 fp32 compiled", "gpt2", f"{FP32} +torch_compile batch.tokens=4096", 30),
     _gpu("160m bf16 recipe", "160m", "batch.tokens=16384", 36),
-    _gpu("160m bf16 eager checkpointed", "160m",
-     f"{BARE} +full_checkpoint batch.tokens=16384", 30),
-    _gpu("160m bf16 eager long", "160m",
-     f"{BARE} data.sequence_length=8192 batch.tokens=16384", 30),
-    _gpu("330m bf16 eager micro", "330m",
-     f"{BARE} batch.tokens=8192 batch.micro_sequences=1", 30),
+    _gpu("160m bf16 eager checkpointed", "160m", f"{BARE} +full_checkpoint batch.tokens=16384", 30),
+    _gpu(
+        "160m bf16 eager long", "160m", f"{BARE} data.sequence_length=8192 batch.tokens=16384", 30
+    ),
+    _gpu("330m bf16 eager micro", "330m", f"{BARE} batch.tokens=8192 batch.micro_sequences=1", 30),
     _gpu("330m fp32 eager", "330m", f"{BARE} {FP32} batch.tokens=2048", 30),
-    _gpu("400m bf16 compiled checkpointed", "400m",
-     f"{BARE} +torch_compile techniques.torch_compile.scope=block +full_checkpoint "
-     "batch.tokens=8192", 30),
-    _gpu("400m fp32 compiled", "400m",
-     f"{BARE} {FP32} +torch_compile techniques.torch_compile.scope=block "
-     "batch.tokens=2048", 30),
+    _gpu(
+        "400m bf16 compiled checkpointed",
+        "400m",
+        f"{BARE} +torch_compile techniques.torch_compile.scope=block +full_checkpoint "
+        "batch.tokens=8192",
+        30,
+    ),
+    _gpu(
+        "400m fp32 compiled",
+        "400m",
+        f"{BARE} {FP32} +torch_compile techniques.torch_compile.scope=block batch.tokens=2048",
+        30,
+    ),
     _gpu("1b bf16 recipe", "1b", "model.vocab=32768 batch.tokens=8192", 30),
-    _gpu("1b bf16 eager micro", "1b",
-     f"{BARE} model.vocab=32768 data.sequence_length=2048 batch.tokens=4096 "
-     "batch.micro_sequences=1", 30),
-    _gpu("1b fp32 eager", "1b",
-     f"{BARE} {FP32} model.vocab=32768 data.sequence_length=1024 batch.tokens=1024", 30),
+    _gpu(
+        "1b bf16 eager micro",
+        "1b",
+        f"{BARE} model.vocab=32768 data.sequence_length=2048 batch.tokens=4096 "
+        "batch.micro_sequences=1",
+        30,
+    ),
+    _gpu(
+        "1b fp32 eager",
+        "1b",
+        f"{BARE} {FP32} model.vocab=32768 data.sequence_length=1024 batch.tokens=1024",
+        30,
+    ),
     _cpu("300k eager", "300k", "", 60),
     _cpu("300k compiled", "300k", "+torch_compile batch.tokens=1024", 60),
     _cpu("1m eager", "1m", "", 60),
@@ -169,15 +189,18 @@ RUNS = (
     _cpu("demo compiled", "demo", "+torch_compile", 48),
     _cpu("demo eager long", "demo", "data.sequence_length=512", 48),
     _cpu("tiny eager", "tiny", "batch.tokens=2048", 48),
-    _cpu("tiny compiled chunked", "tiny",
-     "batch.tokens=2048 +torch_compile +chunked_cross_entropy "
-     "techniques.chunked_cross_entropy.chunk_tokens=512", 48),
+    _cpu(
+        "tiny compiled chunked",
+        "tiny",
+        "batch.tokens=2048 +torch_compile +chunked_cross_entropy "
+        "techniques.chunked_cross_entropy.chunk_tokens=512",
+        48,
+    ),
     _cpu("5m eager", "5m", "batch.tokens=2048", 40),
-    _cpu("5m compiled micro", "5m",
-     "+torch_compile batch.tokens=2048 batch.micro_sequences=2", 40),
+    _cpu("5m compiled micro", "5m", "+torch_compile batch.tokens=2048 batch.micro_sequences=2", 40),
     _cpu("5m eager checkpointed", "5m", "batch.tokens=1024 +full_checkpoint", 40),
     _cpu("small eager", "small", "batch.tokens=1024", 34),
     _cpu("small compiled", "small", "+torch_compile batch.tokens=1024", 34),
     _cpu("gpt2-8m eager packed", "gpt2-8m", "+document_packing batch.tokens=1024", 40),
-)  # fmt: skip
+)
 """All of them: 25 for a GPU, of 1M to 1.1B parameters, and 16 for a CPU, of 0.3M to 14M."""

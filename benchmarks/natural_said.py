@@ -113,12 +113,17 @@ def _say(
         copy(folder, kept)
     said = [tuple(one["change"]) for one in told["remedies"]]
     return {
-        "precision": asking.context.precision, "compiled": "torch_compile" in plan.techniques,
-        "parameters": report["parameters"], "steps": report["steps"],
-        "step_s": median(spent_s) if spent_s else None, "threads": torch.get_num_threads(),
-        **told, "rates": render_rates(advice.rates), "unknown": why_no_remedy(advice),
+        "precision": asking.context.precision,
+        "compiled": "torch_compile" in plan.techniques,
+        "parameters": report["parameters"],
+        "steps": report["steps"],
+        "step_s": median(spent_s) if spent_s else None,
+        "threads": torch.get_num_threads(),
+        **told,
+        "rates": render_rates(advice.rates),
+        "unknown": why_no_remedy(advice),
         **to_measure(asking, said, most, room_bytes),
-    }  # fmt: skip
+    }
 
 
 @contextmanager
@@ -154,22 +159,29 @@ def verdict(advice: Advice) -> dict[str, Any]:
     first = next(known, findings[0])
     remedies = [
         {
-            "change": list(remedy.change), "of": one.finding.bottleneck,
-            "gain": None if remedy.gain is None else
-            {"low": remedy.gain.low, "value": remedy.gain.value, "high": remedy.gain.high},
-            "forecast_from": remedy.forecast_from, "equality": remedy.equality,
+            "change": list(remedy.change),
+            "of": one.finding.bottleneck,
+            "gain": None
+            if remedy.gain is None
+            else {"low": remedy.gain.low, "value": remedy.gain.value, "high": remedy.gain.high},
+            "forecast_from": remedy.forecast_from,
+            "equality": remedy.equality,
         }
-        for one in advice.findings for remedy in one.remedies[:SHOWN]
-    ]  # fmt: skip
+        for one in advice.findings
+        for remedy in one.remedies[:SHOWN]
+    ]
     once = {tuple(one["change"]): one for one in reversed(remedies)}
     remedies = [one for one in remedies if once[tuple(one["change"])] is one]
     gains = [one["gain"]["value"] for one in remedies if one["gain"] is not None]
     return {
-        "verdict": first.bottleneck, "share": first.share, "said": describe(first).sentence,
+        "verdict": first.bottleneck,
+        "share": first.share,
+        "said": describe(first).sentence,
         "healthy": all(gain <= HEALTHY for gain in gains),
         "findings": [[finding.bottleneck, finding.share] for finding in findings],
-        "first": remedies[0] if remedies else None, "remedies": remedies,
-    }  # fmt: skip
+        "first": remedies[0] if remedies else None,
+        "remedies": remedies,
+    }
 
 
 def copy(folder: Path, kept: Path) -> None:
@@ -240,9 +252,10 @@ def to_measure(
     peaks = [one.bytes for one in chosen]
     together = min(sum(peaks), max([TOGETHER_BYTES, *peaks]))
     return {
-        "changes": [list(one.words) for one in chosen], "peaks": peaks,
+        "changes": [list(one.words) for one in chosen],
+        "peaks": peaks,
         "bytes": min(room_bytes, own_bytes + together + SPARE_BYTES),
-    }  # fmt: skip
+    }
 
 
 def _said(asking: Asking, words: Words, otherwise: float) -> Choice:
@@ -260,9 +273,7 @@ def _choice(asking: Asking, candidate: Candidate) -> Choice:
     if any(w[0] == "+" and ATTENDS in plan.techniques[w[1:]].claims for w in words):
         kind = ATTENDS
     learns = kind_of(asking.start, plan) == "learning"
-    return Choice(
-        words, candidate.foresight.peak_bytes, _expected(asking, plan), kind, learns
-    )  # fmt: skip
+    return Choice(words, candidate.foresight.peak_bytes, _expected(asking, plan), kind, learns)
 
 
 def _expected(asking: Asking, plan: Plan) -> float | None:

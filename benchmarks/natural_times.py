@@ -167,22 +167,25 @@ class Wanted:
         A build that records graphs drops what was recorded before, and on a CPU one plan could take
         code that another compiled.
         """
-        found, taken = list[list[Words]](), list[float]()
+        side_by_side, taken = list[list[Words]](), list[float]()
         graphs = list[bool]()
         for words, peak in zip(self.changes, self.peaks, strict=True):
             records = "+cuda_graphs" in words or "cuda_graphs" in plan.techniques
             single = self.alone or plan.device == "cpu" or any(word in STAYS for word in words)
-            room = (n for n, b in enumerate(taken)
-                    if b + peak <= TOGETHER_BYTES and not (records and graphs[n]))  # fmt: skip
+            room = (
+                n
+                for n, b in enumerate(taken)
+                if b + peak <= TOGETHER_BYTES and not (records and graphs[n])
+            )
             if single or (at := next(room, None)) is None:
-                found.append([words])
+                side_by_side.append([words])
                 taken.append(math.inf if single else peak)
                 graphs.append(records)
             else:
-                found[at].append(words)
+                side_by_side[at].append(words)
                 taken[at] += peak
                 graphs[at] |= records
-        return found
+        return side_by_side
 
 
 def measure(
@@ -198,7 +201,7 @@ def measure(
         about: what each line begins with.
         ends_s: on the clock of all processes; no change begins later.
     """
-    return read(lambda found: _Measuring(plan, wanted, gate, parts, about, ends_s).go(found))
+    return read(lambda reading: _Measuring(plan, wanted, gate, parts, about, ends_s).go(reading))
 
 
 @dataclass
@@ -215,20 +218,20 @@ class _Measuring:
     best: float = 1.0
     """speed over the run's own, so far"""
 
-    def go(self, found: Reading) -> None:
+    def go(self, reading: Reading) -> None:
         """Measure all groups, until the end."""
-        found.evidence[STAGE] = BEGUN
+        reading.evidence[STAGE] = BEGUN
         torch._dynamo.config.recompile_limit = ENTRIES
         torch._dynamo.config.accumulated_recompile_limit = 8 * ENTRIES
         with ExitStack() as stack:
             base = Timed(stack, self.plan, torch.get_num_threads())
             warm(base)
-            found.evidence[STAGE] = READY
+            reading.evidence[STAGE] = READY
             on_gpu, waiting = base.build.device.type == "cuda", deque(self.wanted.groups(self.plan))
-            held = torch.cuda.memory_allocated() if on_gpu else 0
+            built = torch.cuda.memory_allocated() if on_gpu else 0
             while waiting and time.time() < self.ends_s:
                 waiting.extendleft([words] for words in self.group(base, waiting.popleft())[::-1])
-                _forget(base, held, on_gpu)
+                _forget(base, built, on_gpu)
 
     def group(self, base: Timed, group: list[Words]) -> list[Words]:
         """Build, time and write some changes; returns those that need all memory for themselves."""
@@ -262,10 +265,15 @@ class _Measuring:
                 gain = gain_of(side.beside, side.seconds)
                 self.best = max(self.best, 1 + gain["value"])
                 self.write(
-                    side.words, equality=kind_of(self.plan, side.plan), gain=gain,
-                    before_s=median(side.beside), after_s=median(side.seconds), **calm,
-                    ready_s=side.ready_s, together=len(sides),
-                )  # fmt: skip
+                    side.words,
+                    equality=kind_of(self.plan, side.plan),
+                    gain=gain,
+                    before_s=median(side.beside),
+                    after_s=median(side.seconds),
+                    **calm,
+                    ready_s=side.ready_s,
+                    together=len(sides),
+                )
         return later
 
     def ready(self, stack: ExitStack, base: Timed, words: Words) -> Timed:
@@ -292,10 +300,10 @@ class _Measuring:
             out.write(json.dumps({**self.about, "change": list(words), **facts}) + "\n")
 
 
-def _forget(base: Timed, held: int, on_gpu: bool) -> None:
+def _forget(base: Timed, built: int, on_gpu: bool) -> None:
     """Give back what a change took, and compiled code where the base has none or it holds much."""
     gc.collect()
-    large = on_gpu and torch.cuda.memory_allocated() > held + LEFT_BYTES
+    large = on_gpu and torch.cuda.memory_allocated() > built + LEFT_BYTES
     if large or not base.build.compiled:
         torch._dynamo.reset()
         gc.collect()
@@ -358,22 +366,25 @@ def gain_of(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
     gains = sorted(a / b - 1 for a, b in zip(before, after, strict=True))
     edge = len(gains) >= EDGE_PAIRS
     return {
-        "low": gains[edge], "value": median(gains), "high": gains[-1 - edge], "n": len(gains),
-    }  # fmt: skip
+        "low": gains[edge],
+        "value": median(gains),
+        "high": gains[-1 - edge],
+        "n": len(gains),
+    }
 
 
 def hopeless(base: Timed, two: Timed) -> tuple[float, float] | None:
     """Return the seconds of a step of both, where the change is too slow for a block."""
-    ones, others = list[float](), list[float]()
+    steps, others = list[float](), list[float]()
     two.once()  # what it may still compile or record is not of a step
     for _ in range(2):
         base.once()
         two.once()
-        ones.append(base.step_s)
+        steps.append(base.step_s)
         others.append(two.step_s)
-        if min(others) <= HOPELESS * max(ones):
+        if min(others) <= HOPELESS * max(steps):
             return None
-    return max(ones), min(others)
+    return max(steps), min(others)
 
 
 def heat(sides: Sequence[Timed], heat_s: float) -> None:
@@ -384,9 +395,7 @@ def heat(sides: Sequence[Timed], heat_s: float) -> None:
             side.once()
 
 
-def in_turn(
-    base: Timed, sides: Sequence[Timed], first: Words, best: float, pace: Pace
-) -> None:  # fmt: skip
+def in_turn(base: Timed, sides: Sequence[Timed], first: Words, best: float, pace: Pace) -> None:
     """Time blocks A B C C B A: a look, then more of the first remedy and of the best."""
     running, done = list(sides), 0
     while running:

@@ -123,9 +123,9 @@ def less_one(ratio: Interval) -> Interval:
 
 def differences(more: list[float], less: list[float]) -> Interval:
     """Return the mean difference of pairs, with Student's interval."""
-    found = [m - n for m, n in zip(more, less, strict=True)]
-    half = t_two_sided(0.95, len(found) - 1) * stdev(found) / len(found) ** 0.5
-    return Interval(fmean(found) - half, fmean(found), fmean(found) + half, len(found))
+    off = [m - n for m, n in zip(more, less, strict=True)]
+    half = t_two_sided(0.95, len(off) - 1) * stdev(off) / len(off) ** 0.5
+    return Interval(fmean(off) - half, fmean(off), fmean(off) + half, len(off))
 
 
 def jump(before: list[float], after: list[float]) -> Interval:
@@ -143,10 +143,10 @@ def jump(before: list[float], after: list[float]) -> Interval:
         slope = sum((x - middle) * v for x, v in zip(at, values, strict=True)) / width
         return [v - mean - slope * (x - middle) for x, v in zip(at, values, strict=True)]
 
-    step, told = undrifted([float(i >= cut) for i in range(n)]), undrifted(logs)
+    step, logarithms = undrifted([float(i >= cut) for i in range(n)]), undrifted(logs)
     weight = sum(s * s for s in step)
-    size = sum(s * y for s, y in zip(step, told, strict=True)) / weight
-    rest = sum((y - size * s) ** 2 for s, y in zip(step, told, strict=True))
+    size = sum(s * y for s, y in zip(step, logarithms, strict=True)) / weight
+    rest = sum((y - size * s) ** 2 for s, y in zip(step, logarithms, strict=True))
     half = t_two_sided(0.95, n - 3) * (rest / (n - 3) / weight) ** 0.5
     return Interval(expm1(size - half), expm1(size), expm1(size + half), n)
 
@@ -159,9 +159,9 @@ def together(parts: list[Interval]) -> Interval:
     return Interval(value - below, value, value + above, min(part.n for part in parts))
 
 
-def metric(found: Interval, unit: str) -> dict[str, Any]:
+def metric(interval: Interval, unit: str) -> dict[str, Any]:
     """Return an interval as a metric of a row."""
-    return {"value": found.value, "low": found.low, "high": found.high, "unit": unit}
+    return {"value": interval.value, "low": interval.low, "high": interval.high, "unit": unit}
 
 
 def one(value: float, unit: str) -> dict[str, Any]:
@@ -176,23 +176,27 @@ def measure(sides: Sides, rounds: int, every: int) -> Iterator[tuple[str, int, d
     off, on = in_turn(sides.off, sides.on, rounds)
     always = less_one(paired_ratio(on, off))
     step_s = median(off) / sides.steps
-    told = {"overhead": metric(always, "of a step"), "step_s": one(step_s, "s")}
-    yield "always_on", always.n, told
+    metrics = {"overhead": metric(always, "of a step"), "step_s": one(step_s, "s")}
+    yield "always_on", always.n, metrics
     blocks = len(off) * 3 // 2
     before = [sides.off() for _ in range(blocks)]
     first_s = sides.burst() - median(on)
     lasting = jump(before, [sides.off() for _ in range(blocks)])
-    plain, burst = in_turn(sides.on, sides.burst, -(-rounds // 4))
-    cost_s = differences(burst, plain)
+    plain, with_window = in_turn(sides.on, sides.burst, -(-rounds // 4))
+    cost_s = differences(with_window, plain)
     low, value, high = (s / (every * step_s) for s in (cost_s.low, cost_s.value, cost_s.high))
     whole = together([always, lasting, Interval(low, value, high, cost_s.n)])
-    yield "with_bursts", whole.n, {
-        "overhead": metric(whole, "of a step"),
-        "burst_s": metric(cost_s, "s"),
-        "first_burst_s": one(first_s, "s"),
-        "lasting": metric(lasting, "of a step"),
-        "step_s": one(step_s, "s"),
-    }  # fmt: skip
+    yield (
+        "with_bursts",
+        whole.n,
+        {
+            "overhead": metric(whole, "of a step"),
+            "burst_s": metric(cost_s, "s"),
+            "first_burst_s": one(first_s, "s"),
+            "lasting": metric(lasting, "of a step"),
+            "step_s": one(step_s, "s"),
+        },
+    )
 
 
 def main() -> None:
@@ -210,11 +214,19 @@ def main() -> None:
         sides = Sides(build, micros, args.steps, Path(folder))
         for measurement, n, metrics in measure(sides, args.rounds, args.every):
             row = receipts.append(
-                "overhead", metrics, results=args.results, measurement=measurement, n=n,
-                shape=plan.name, seeds=[0], technique="signals", techniques=sorted(plan.techniques),
-                plan_sha256=receipts.sha256(plan.dump()), block_steps=sides.steps,
+                "overhead",
+                metrics,
+                results=args.results,
+                measurement=measurement,
+                n=n,
+                shape=plan.name,
+                seeds=[0],
+                technique="signals",
+                techniques=sorted(plan.techniques),
+                plan_sha256=receipts.sha256(plan.dump()),
+                block_steps=sides.steps,
                 every_steps=args.every if measurement == "with_bursts" else None,
-            )  # fmt: skip
+            )
             print(measurement, row["metrics"], flush=True)
 
 

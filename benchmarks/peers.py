@@ -51,12 +51,19 @@ def torchtitan(s: dict[str, Any], *, float8: bool = False) -> tuple[nn.Module, L
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
-    model = Transformer(TransformerModelArgs(
-        dim=s["dim"], n_layers=s["layers"], n_heads=s["heads"], multiple_of=256,
-        n_kv_heads=s.get("kv_heads", s["heads"]), vocab_size=s["vocab"],
-        ffn_dim_multiplier=s["ffn"] / (8 * s["dim"] / 3), rope_theta=s["rope_theta"],
-        max_seq_len=s["length"],
-    )).cuda()  # fmt: skip
+    model = Transformer(
+        TransformerModelArgs(
+            dim=s["dim"],
+            n_layers=s["layers"],
+            n_heads=s["heads"],
+            multiple_of=256,
+            n_kv_heads=s.get("kv_heads", s["heads"]),
+            vocab_size=s["vocab"],
+            ffn_dim_multiplier=s["ffn"] / (8 * s["dim"] / 3),
+            rope_theta=s["rope_theta"],
+            max_seq_len=s["length"],
+        )
+    ).cuda()
     with torch.no_grad():
         model.init_weights()
     assert model.layers["0"].feed_forward.w1.weight.shape[0] == s["ffn"]
@@ -75,13 +82,25 @@ def litgpt(s: dict[str, Any]) -> tuple[nn.Module, Loss]:
     from litgpt.config import Config
     from litgpt.model import GPT
 
-    model = GPT(Config(
-        name="llama", block_size=s["length"], n_layer=s["layers"], n_embd=s["dim"],
-        n_head=s["heads"], n_query_groups=s.get("kv_heads", s["heads"]),
-        padded_vocab_size=s["vocab"], vocab_size=s["vocab"], rotary_percentage=1.0,
-        parallel_residual=False, bias=False, norm_class_name="RMSNorm",
-        mlp_class_name="LLaMAMLP", intermediate_size=s["ffn"], rope_base=int(s["rope_theta"]),
-    )).cuda()  # fmt: skip
+    model = GPT(
+        Config(
+            name="llama",
+            block_size=s["length"],
+            n_layer=s["layers"],
+            n_embd=s["dim"],
+            n_head=s["heads"],
+            n_query_groups=s.get("kv_heads", s["heads"]),
+            padded_vocab_size=s["vocab"],
+            vocab_size=s["vocab"],
+            rotary_percentage=1.0,
+            parallel_residual=False,
+            bias=False,
+            norm_class_name="RMSNorm",
+            mlp_class_name="LLaMAMLP",
+            intermediate_size=s["ffn"],
+            rope_base=int(s["rope_theta"]),
+        )
+    ).cuda()
     run = torch.compile(model)
     return model, lambda x, y: F.cross_entropy(run(x).flatten(0, 1), y.flatten(0, 1))
 
@@ -169,15 +188,17 @@ class Peer:
         """
         if self.process is None:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, self.size, "--only", self.name], text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )  # fmt: skip
+                [sys.executable, __file__, self.size, "--only", self.name],
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
         assert self.process.stdin is not None and self.process.stdout is not None
         limit = Timer(CHILD_LIMIT_S, self.process.kill)
         limit.start()
         with suppress(BrokenPipeError):
             print(file=self.process.stdin, flush=True)
-        answer = next((told for told in self.process.stdout if told.startswith("{")), None)
+        answer = next((line for line in self.process.stdout if line.startswith("{")), None)
         limit.cancel()
         if answer is None:
             raise RuntimeError(f"{self.name} {self.size} failed, or took over {CHILD_LIMIT_S} s")
@@ -192,14 +213,28 @@ class Peer:
 
 def time_headrace(size: str, work: Path, extra: list[str]) -> dict[str, Any]:
     """Return one reading of `headrace train`, from its own report."""
-    told = subprocess.run(
-        [sys.executable, "-m", "headrace", "train", str(PLANS / f"{size}.toml"), "--json",
-         f"directory={work / 'runs'}", f"data.directory={work / 'data'}", *extra],
-        capture_output=True, text=True, timeout=CHILD_LIMIT_S, check=False,
-    )  # fmt: skip
-    if told.returncode:
-        raise RuntimeError(f"headrace {size} failed:\n{told.stdout[-2000:]}\n{told.stderr[-4000:]}")
-    report = json.loads(told.stdout)
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "headrace",
+            "train",
+            str(PLANS / f"{size}.toml"),
+            "--json",
+            f"directory={work / 'runs'}",
+            f"data.directory={work / 'data'}",
+            *extra,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=CHILD_LIMIT_S,
+        check=False,
+    )
+    if ended.returncode:
+        raise RuntimeError(
+            f"headrace {size} failed:\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
+        )
+    report = json.loads(ended.stdout)
     return {
         "tokens_per_s": report["steady_tokens_per_s"],
         "peak_bytes": report["peak_memory_bytes"]["allocated"],
@@ -209,9 +244,15 @@ def time_headrace(size: str, work: Path, extra: list[str]) -> dict[str, Any]:
 
 
 def compare(
-    size: str, sides: list[str], rounds: int, limit_s: float, results: Path, work: Path,
-    extra: list[str], once: list[str],
-) -> None:  # fmt: skip
+    size: str,
+    sides: list[str],
+    rounds: int,
+    limit_s: float,
+    results: Path,
+    work: Path,
+    extra: list[str],
+    once: list[str],
+) -> None:
     """Time all sides alternately, then write a row for each; no round begins after `limit_s`.
 
     A side that fails is not read again. What was read has its row, whatever ends the rounds.
@@ -222,8 +263,10 @@ def compare(
     facts: dict[str, dict[str, Any]] = {name: {} for name in sides}
     for name, variant in ours.items():
         plan = variant.of(PLANS / f"{size}.toml", extra)
-        facts[name] = {"plan_sha256": receipts.sha256(plan.dump()),
-                       "overrides": [*variant.overrides, *extra]}  # fmt: skip
+        facts[name] = {
+            "plan_sha256": receipts.sha256(plan.dump()),
+            "overrides": [*variant.overrides, *extra],
+        }
     peers = {name: Peer(name, size) for name in sides if name in PEERS}
     readings: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     failed: dict[str, str] = {}
@@ -249,42 +292,52 @@ def compare(
     finally:
         for peer in peers.values():
             peer.close()
-        write(size, {n: found for n, found in readings.items() if found}, facts, results)
+        write(size, {n: values for n, values in readings.items() if values}, facts, results)
 
 
 def tell(what: str, reading: dict[str, Any]) -> None:
     """Print a line or two of progress."""
     print(f"{what}: {reading['tokens_per_s'] or 0:,.0f} tokens/s", flush=True)
     if start_s := reading.get("report", {}).get("start_s"):
-        told = ", ".join(f"{part} {spent_s:.1f}" for part, spent_s in start_s.items())
-        print(f"  seconds before the first step ended: {told}", flush=True)
+        parts = ", ".join(f"{part} {spent_s:.1f}" for part, spent_s in start_s.items())
+        print(f"  seconds before the first step ended: {parts}", flush=True)
 
 
 def write(
-    size: str, readings: dict[str, list[dict[str, Any]]], facts: dict[str, dict[str, Any]],
+    size: str,
+    readings: dict[str, list[dict[str, Any]]],
+    facts: dict[str, dict[str, Any]],
     results: Path,
-) -> None:  # fmt: skip
+) -> None:
     """Write a row for each side that was read, with `facts`.
 
     Readings are those of the rounds from the first on, so the first ones of two sides are pairs,
     also where one side was read less often.
     """
-    for name, found in readings.items():
-        metrics = spreads(found, {"tokens_per_s": ("tokens_per_s", "tokens/s"),
-                                  "peak_memory": ("peak_bytes", "bytes")})  # fmt: skip
+    for name, values in readings.items():
+        metrics = spreads(
+            values,
+            {"tokens_per_s": ("tokens_per_s", "tokens/s"), "peak_memory": ("peak_bytes", "bytes")},
+        )
         if name in OURS:
-            metrics |= spreads(found, {"mfu": ("mfu", "share of bf16 peak")})
+            metrics |= spreads(values, {"mfu": ("mfu", "share of bf16 peak")})
             for peer in (other for other in readings if other in PEERS):
-                pairs = list(zip(found, readings[peer], strict=False))
+                pairs = list(zip(values, readings[peer], strict=False))
                 for key, what in (("tokens_per_s", "ratio"), ("peak_bytes", "memory_ratio")):
                     if ratios := [a[key] / b[key] for a, b in pairs if a[key] and b[key]]:
                         metrics[f"{what}_to_{peer}"] = receipts.spread(ratios, "x")
         receipts.append(
-            "peers", metrics, results=results, peer=name, shape=size, n=len(found), seeds=[0],
+            "peers",
+            metrics,
+            results=results,
+            peer=name,
+            shape=size,
+            n=len(values),
+            seeds=[0],
             versions={p: receipts.installed(p) for p in ("torchtitan", "torchao", "litgpt")},
-            techniques=sorted(found[-1]["report"]["techniques"]) if name in OURS else None,
+            techniques=sorted(values[-1]["report"]["techniques"]) if name in OURS else None,
             **facts[name],
-        )  # fmt: skip
+        )
         print(json.dumps({"peer": name, "size": size, **metrics}), flush=True)
 
 
@@ -302,8 +355,9 @@ def spreads(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", nargs="+")
-    parser.add_argument("--sides", nargs="+", choices=[*OURS, *PEERS],
-                        default=["headrace", "torchtitan", "litgpt"])  # fmt: skip
+    parser.add_argument(
+        "--sides", nargs="+", choices=[*OURS, *PEERS], default=["headrace", "torchtitan", "litgpt"]
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--once", nargs="*", default=[], help="sides that are read once only")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="for each shape")
@@ -318,9 +372,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         for size in args.sizes:
             compare(
-                size, args.sides, args.rounds, args.limit_s, args.results, Path(work), args.set,
+                size,
+                args.sides,
+                args.rounds,
+                args.limit_s,
+                args.results,
+                Path(work),
+                args.set,
                 args.once,
-            )  # fmt: skip
+            )
 
 
 if __name__ == "__main__":

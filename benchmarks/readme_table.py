@@ -79,13 +79,13 @@ def changes(row: dict[str, Any]) -> list[str]:
     """Return how the plan differed from its shape's, places of text aside."""
     has = _keys(row.get("shape", ""))
     on = {row["technique"], *row.get("techniques", [])}
-    found = _ablated(on, has) if row.get("left_out") and "overrides" not in row else []
+    differences = _ablated(on, has) if row.get("left_out") and "overrides" not in row else []
     for change in row.get("overrides", []):
         key, is_key, value = change.partition("=")
         idle = key.startswith("techniques.") and key.split(".")[1] not in on
         if not is_key or not (key in PLACES or idle or has.get(key) == value):
-            found.append(change)
-    return sorted(found)
+            differences.append(change)
+    return sorted(differences)
 
 
 def _ablated(recipe: set[str], has: dict[str, str]) -> list[str]:
@@ -97,26 +97,26 @@ def _ablated(recipe: set[str], has: dict[str, str]) -> list[str]:
 @cache
 def _keys(shape: str) -> dict[str, str]:
     """Return a shape's plan by its keys, as a command line would give them."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
 
     def collect(table: dict[str, Any], before: str) -> None:
         for name, value in table.items():
             if isinstance(value, dict) and value:
                 collect(value, f"{before}{name}.")
             else:
-                found[before + name] = str(value)
+                values[before + name] = str(value)
 
     file = ROOT / "benchmarks" / "plans" / f"{shape}.toml"
     collect(tomllib.loads(file.read_text()) if file.is_file() else {}, "")
-    return found
+    return values
 
 
 def tables(topic: str, rows: list[dict[str, Any]]) -> str:
     """Return one topic as Markdown, with a table for each of its measurements."""
-    kinds = dict.fromkeys(row.get("measurement", "") for row in rows)
+    measurements = dict.fromkeys(row.get("measurement", "") for row in rows)
     return "\n\n".join(
         table(topic, kind, [row for row in rows if row.get("measurement", "") == kind])
-        for kind in kinds
+        for kind in measurements
     )
 
 
@@ -125,14 +125,14 @@ def shown(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
 
     What one commit was measured with twice, as on two hosts, stands twice.
     """
-    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    newest: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         key, often = (subject(row), row.get("shape"), row["hardware"]), row.get("n", 0)
-        before = found.get(key, [])
+        before = newest.get(key, [])
         if not any(often < other.get("n", 0) for other in before):
             like = (o for o in before if (o["commit"], o.get("n")) == (row["commit"], often))
-            found[key] = [*(like if often else ()), row]
-    return [(what, row) for (what, *_), each in found.items() for row in each]
+            newest[key] = [*(like if often else ()), row]
+    return [(what, row) for (what, *_), each in newest.items() for row in each]
 
 
 def table(topic: str, kind: str, rows: list[dict[str, Any]]) -> str:
@@ -163,10 +163,10 @@ def table(topic: str, kind: str, rows: list[dict[str, Any]]) -> str:
 
 def of_techniques(results: Path) -> dict[str, str]:
     """Return each technique's rows as a table, by its name; a page of the reference shows it."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_name: dict[str, list[dict[str, Any]]] = {}
     for row in read_rows(results / "techniques.jsonl"):
-        found.setdefault(row["technique"], []).append(row)
-    return {name: todays(tables("techniques", rows)) for name, rows in found.items()}
+        by_name.setdefault(row["technique"], []).append(row)
+    return {name: todays(tables("techniques", rows)) for name, rows in by_name.items()}
 
 
 def distances(topic: str, rows: list[dict[str, Any]]) -> str:
@@ -184,25 +184,26 @@ def distances(topic: str, rows: list[dict[str, Any]]) -> str:
     ]
     outside = [f"{n} {off[n]:.2g}" for n, r in measured.items() if not r["inside"]]
     refused = [name for (name, _), r in newest.items() if "refused" in r]
-    told = [
+    lines = [
         f"**{topic}** (`results/{topic}.jsonl`, {', '.join(hardware)}, bf16 against fp32 in one "
-        "process)", "",
+        "process)",
+        "",
         f"Gradients within {narrow:g}: {len(inside)} compositions, at {min(inside):.3f} to "
         f"{max(inside):.3f} (worst gradient, relative L2).",
-    ]  # fmt: skip
+    ]
     for what, names in (
         ("Within twice what rounding to bf16 alone moves there", magnified),
         ("Outside", outside),
         ("Refused", refused),
     ):
-        told += [f"{what}: {', '.join(names)}."] if names else []
-    return "\n".join(told)
+        lines += [f"{what}: {', '.join(names)}."] if names else []
+    return "\n".join(lines)
 
 
 def _unit(name: str, unit: str) -> str:
     """Return the unit, where the metric's name does not already say it."""
-    said = {"tokens_per_s": "tokens/s", "bits_per_byte": "bits/byte", "tokens": "tokens"}
-    return "" if said.get(name) == unit else f", {'GiB' if unit == 'bytes' else unit}"
+    named = {"tokens_per_s": "tokens/s", "bits_per_byte": "bits/byte", "tokens": "tokens"}
+    return "" if named.get(name) == unit else f", {'GiB' if unit == 'bytes' else unit}"
 
 
 def _cell(metric: dict[str, Any] | None) -> str:
@@ -239,14 +240,14 @@ def todays(text: str) -> str:
 
 def three_numbers(results: Path) -> str:
     """Return the three numbers of the README as a table, each with its receipt."""
-    found = compute(results)
+    numbers = compute(results)
     rows = [_beside_torchtitan(results)]
     scored = (
         ("step_time_error_no_gpu", "mean error of a step's time, predicted without the GPU", ""),
         ("doctor_top1", "of planted faults named by the doctor", "runs: "),
     )
     for (name, words, unit), topic in zip(scored, ("plans", "doctor"), strict=True):
-        number = found[name]
+        number = numbers[name]
         on = places(number) or "plans, each predicted in an earlier row than its outcome"
         value = f"**{reached(name, number)}** {words}" if number["n"] else f"{words}: not measured"
         rows.append((value, f"{number['n']} {unit}{on}; `results/{topic}.jsonl`"))

@@ -71,11 +71,11 @@ def commit() -> str | None:
 
 
 @cache
-def _commit(told: str | None) -> str | None:
-    short = _git("rev-parse", "--short", "--verify", "--quiet", f"{told or 'HEAD'}^{{commit}}")
+def _commit(given: str | None) -> str | None:
+    short = _git("rev-parse", "--short", "--verify", "--quiet", f"{given or 'HEAD'}^{{commit}}")
     if not short.stdout.strip():
-        return told
-    same = _git("diff", "--quiet", told or "HEAD", "--", *CODE).returncode == 0
+        return given
+    same = _git("diff", "--quiet", given or "HEAD", "--", *CODE).returncode == 0
     return short.stdout.strip() + ("" if same else "-dirty")
 
 

@@ -59,7 +59,7 @@ when the model was mended, and 80% is promised of what had none."""
 OTHERS = {
     ("limits", "mfu: selective_rows2"): "+selective_checkpoint "
     "techniques.selective_checkpoint.wide_every=1 batch.micro_sequences=2",
-}  # fmt: skip
+}
 """(topic, recipe) -> the changes of its shape's plan that rows of it had"""
 
 
@@ -94,15 +94,17 @@ class Parts:
 
         every = list(ledger.work.values())
         mixing = [
-            p for p in every
+            p
+            for p in every
             if p.kind == "attention" and SKIPPING.get(p.kernel, p.kernel) not in UNHURRIED
-        ]  # fmt: skip
+        ]
         eager = [p for p in every if p.kind == "stream" and p.fused is not None]
         loose = spent([p for p in eager if p.loose == UNFUSED])
-        attention, products = spent(mixing), spent([p for p in every if p.kind == "product"])
+        attention, matmuls = spent(mixing), spent([p for p in every if p.kind == "product"])
         rest = sum(time.device_s.values()) - time.of("product") - attention - loose
-        return cls(products / BESIDE, attention / IN_STEP, loose / UNFUSED, rest, time.host_s,
-                   measured_s)  # fmt: skip
+        return cls(
+            matmuls / BESIDE, attention / IN_STEP, loose / UNFUSED, rest, time.host_s, measured_s
+        )
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,12 @@ def plans(results: Path) -> Iterator[tuple[str, dict[str, Any], Plan]]:
 def _changed(shape: str, words: list[str]) -> Plan:
     text = (PLANS / f"{shape}.toml").read_text()
     return Plan.read(
-        text, catalogue(), overrides=[w for w in words if w[0] not in "+-"],
-        with_=[w[1:] for w in words if w[0] == "+"], without=[w[1:] for w in words if w[0] == "-"],
-    )  # fmt: skip
+        text,
+        catalogue(),
+        overrides=[w for w in words if w[0] not in "+-"],
+        with_=[w[1:] for w in words if w[0] == "+"],
+        without=[w[1:] for w in words if w[0] == "-"],
+    )
 
 
 def plan_of(row: dict[str, Any]) -> Plan:
@@ -180,9 +185,15 @@ def plan_of(row: dict[str, Any]) -> Plan:
     keys = [k if "." in k.partition("=")[0] else f"techniques.{row['technique']}.{k}" for k in keys]
     sets = [change for change in row["overrides"] if change[0] not in "+-"]
     sets = [c for c in sets if not c.startswith("techniques.") or c.split(".")[1] in on]
-    return _changed(row["shape"], [
-        *sets, *keys, *(f"+{n}" for n in on if n not in had), *(f"-{n}" for n in had if n not in on)
-    ])  # fmt: skip
+    return _changed(
+        row["shape"],
+        [
+            *sets,
+            *keys,
+            *(f"+{n}" for n in on if n not in had),
+            *(f"-{n}" for n in had if n not in on),
+        ],
+    )
 
 
 def on_device(plan: Plan, device_name: str = DEVICE) -> Context:
@@ -192,25 +203,31 @@ def on_device(plan: Plan, device_name: str = DEVICE) -> Context:
 
 def rows(results: Path = ROOT / "results", machine: Machine | None = None) -> list[Row]:
     """Return every receipt beside its prediction, by assumed rates where no machine's are given."""
-    found, machine = [], machine or Machine.assumed(DEVICE)
+    compared, machine = [], machine or Machine.assumed(DEVICE)
     for what, row, plan in plans(results):
         context = on_device(plan)
         try:
             seen = foresee(plan, context, machine)
         except UnsupportedError:  # a package that is not installed here
             continue
-        told = {name: m["value"] for name, m in row["metrics"].items()}
-        rate, held = told.get("tokens_per_s"), told.get("reserved_memory")
+        values = {name: m["value"] for name, m in row["metrics"].items()}
+        rate, reserved = values.get("tokens_per_s"), values.get("reserved_memory")
         timed = seen.step_s and seen.no_interval not in (FEW, FP32)
         step_s = plan.batch.tokens / rate if rate and timed else None
-        found.append(Row(
-            row["shape"], what, step_s / seen.step_s if step_s and seen.step_s else None,
-            told["peak_memory"] / seen.peak_bytes if "peak_memory" in told else None,
-            held / seen.reserved_bytes
-            if held and seen.reserved_bytes and held >= told.get("peak_memory", 0) else None,
-            seen.fits, Parts.of(plan, context, machine, step_s) if step_s else None,
-        ))  # fmt: skip
-    return found
+        compared.append(
+            Row(
+                row["shape"],
+                what,
+                step_s / seen.step_s if step_s and seen.step_s else None,
+                values["peak_memory"] / seen.peak_bytes if "peak_memory" in values else None,
+                reserved / seen.reserved_bytes
+                if reserved and seen.reserved_bytes and reserved >= values.get("peak_memory", 0)
+                else None,
+                seen.fits,
+                Parts.of(plan, context, machine, step_s) if step_s else None,
+            )
+        )
+    return compared
 
 
 def outcomes(results: Path = ROOT / "results") -> Iterator[Row]:
@@ -218,12 +235,12 @@ def outcomes(results: Path = ROOT / "results") -> Iterator[Row]:
     machine, leads = Machine.assumed(DEVICE), {one.id for one in firsts().values()}
     timed = [r for r in known(results) if r.get("step_s")]
     came = {r["id"]: r["step_s"] for r in timed if r["kind"] == "outcome"}
-    told = {r["id"]: r["step_s"] for r in timed if r.get("tier") == "after_probes"}
+    predicted = {r["id"]: r["step_s"] for r in timed if r.get("tier") == "after_probes"}
     for one in configurations():
         if one.choice and one.id in came:
             parts = Parts.of(one.plan, on_device(one.plan), machine, came[one.id])
             ratio = math.exp(errors([parts], CONSTANTS)[0])
-            probed = came[one.id] / told[one.id] if one.id in told else None
+            probed = came[one.id] / predicted[one.id] if one.id in predicted else None
             leading = one.id in leads
             yield Row(one.choice, one.id, ratio, None, None, "yes", parts, leading, probed)
 
@@ -237,29 +254,29 @@ def quantiles(logs: list[float], level: float = LEVEL) -> tuple[float, float]:
 
 def errors(rows_R: list[Parts], constants: Any) -> Any:
     """Return logarithms of measured over predicted steps of so many rows (R)."""
-    products, attention, loose, rest, host, measured = np.array(
+    matmuls, attention, loose, rest, host, measured = np.array(
         [[p.products_s, p.attention_s, p.loose_s, p.rest_s, p.host_s, p.measured_s] for p in rows_R]
     ).T
     beside, in_step, unfused = constants
-    device = beside * products + in_step * attention + unfused * loose + rest
+    device = beside * matmuls + in_step * attention + unfused * loose + rest
     return np.log(measured / (np.maximum(device, host) + EDGE_S))
 
 
 def fitted(rows_R: list[Parts]) -> Any:
     """Return the constants with the least mean error of rows, fitted one after the other."""
-    found, stride = NEUTRAL.copy(), 0.2
+    best, stride = NEUTRAL.copy(), 0.2
 
     def off(constants: Any) -> float:
         return float(np.abs(errors(rows_R, constants)).mean())
 
     while stride > 1e-3:
-        before = off(found)
-        for at in range(len(found)):
-            tried = [found + sign * stride * (np.arange(len(found)) == at) for sign in (-1, 1)]
-            found = min((found, *(c for c in tried if (c >= 0).all())), key=off)
-        if off(found) >= before:
+        before = off(best)
+        for at in range(len(best)):
+            tried = [best + sign * stride * (np.arange(len(best)) == at) for sign in (-1, 1)]
+            best = min((best, *(c for c in tried if (c >= 0).all())), key=off)
+        if off(best) >= before:
             stride /= 2
-    return found
+    return best
 
 
 def widened(
@@ -280,18 +297,18 @@ def widened(
 
 
 def widths(
-    found: list[Row], datasheet: list[Row] | None = None
+    by_probe: list[Row], datasheet: list[Row] | None = None
 ) -> dict[str, tuple[float, float, int]]:
     """Return low, high and the number of rows by basis.
 
     Args:
-        found: rows by some machine's rates.
+        by_probe: rows by some machine's rates.
         datasheet: by the rates that the constants are fitted with; None where they are the same.
     """
-    by_shape, fit = (_by_shape(each) for each in (found, datasheet or found))
-    led, alone, after, beside = [row.shape for row in found if row.first], [], [], []
+    by_shape, fit = (_by_shape(each) for each in (by_probe, datasheet or by_probe))
+    led, alone, after, beside = [row.shape for row in by_probe if row.first], [], [], []
     probed: dict[str, list[float]] = {}
-    for row in found:
+    for row in by_probe:
         if row.probed:
             probed.setdefault(row.shape, []).append(math.log(row.probed))
     own: list[tuple[list[float], list[float]]] = []
@@ -305,9 +322,11 @@ def widths(
         for name in others:  # what sets the model is a row of it, and so is what else was known
             same = [y - x for x in logs[name] for y in logs[name]]
             after.append((same, [y - x for x in logs[name] for y in logs[shape]]))
-        told = {name: [y - logs[name][0] for y in logs[name][1:]] for name in led}
+        spread_of = {name: [y - logs[name][0] for y in logs[name][1:]] for name in led}
         if shape in led:
-            beside.append(([x for name in led if name != shape for x in told[name]], told[shape]))
+            beside.append(
+                ([x for name in led if name != shape for x in spread_of[name]], spread_of[shape])
+            )
     count = sum(map(len, by_shape.values()))
     wide = {"no_gpu": (*widened(alone), count), "after_20_steps": (*widened(after), count)}
     if probed:
@@ -318,9 +337,9 @@ def widths(
     return wide
 
 
-def _by_shape(found: list[Row]) -> dict[str, list[Parts]]:
+def _by_shape(compared: list[Row]) -> dict[str, list[Parts]]:
     by_shape: dict[str, list[Parts]] = {}
-    for row in found:
+    for row in compared:
         if row.parts is not None:
             by_shape.setdefault(row.shape, []).append(row.parts)
     return by_shape
@@ -331,16 +350,16 @@ def main() -> None:
     parser.add_argument("--machine", type=Path, help="what was probed")
     args = parser.parse_args()
     machine = Machine.read(args.machine) if args.machine else None
-    found = rows(machine=machine) if machine else [*rows(), *outcomes()]
-    for row in found:
+    compared = rows(machine=machine) if machine else [*rows(), *outcomes()]
+    for row in compared:
         print(row)
-    ratios = [row.ratio for row in found if row.ratio is not None]
+    ratios = [row.ratio for row in compared if row.ratio is not None]
     print(f"step: {len(ratios)} rows, mean error {fmean(abs(1 / r - 1) for r in ratios):.2%}")
     for name in ("allocated", "reserved"):
-        off = [abs(1 / r - 1) for row in found if (r := getattr(row, name)) is not None]
-        told = f"median {median(off):.2%}, worst {max(off):.2%}" if off else "none measured"
-        print(f"{name}: {len(off)} rows, {told}")
-    for basis, (low, high, n) in widths(found, rows() if machine else None).items():
+        off = [abs(1 / r - 1) for row in compared if (r := getattr(row, name)) is not None]
+        summary = f"median {median(off):.2%}, worst {max(off):.2%}" if off else "none measured"
+        print(f"{name}: {len(off)} rows, {summary}")
+    for basis, (low, high, n) in widths(compared, rows() if machine else None).items():
         basis = "after_probes" if machine and basis == "no_gpu" else basis
         print(f"{basis}: Width({low:.3f}, {high:.3f}, {n})")
 

@@ -60,9 +60,13 @@ class Side:
 
 
 def sides(
-    path: Path, base: str, names: Sequence[str], overrides: list[str], with_: Sequence[str] = (),
+    path: Path,
+    base: str,
+    names: Sequence[str],
+    overrides: list[str],
+    with_: Sequence[str] = (),
     without: Sequence[str] = (),
-) -> list[Side]:  # fmt: skip
+) -> list[Side]:
     """Return the base and a side for each technique, `name` or `name:knob=value,a.plan.key=value`.
 
     Args:
@@ -160,8 +164,11 @@ def attention_of(plan: Plan) -> Reading:
             train.step(build, micros(0), 0)  # which some make their masks in
             note_own_attention(build)
             owners = build.filled.get("parts.attend", [])
-            told = [f"{t.name()} {t.active(build).detail}" for t in build.techniques
-                    if t.name() in owners]  # fmt: skip
+            told = [
+                f"{t.name()} {t.active(build).detail}"
+                for t in build.techniques
+                if t.name() in owners
+            ]
             if own := build.run_notes.own_attention:
                 names = (n.removeprefix("void ").partition("<")[0] for n in own["kernels"])
                 more = [n for n in names if n not in own["detail"]]

@@ -62,11 +62,16 @@ class Bench:
     """Sides of one base at one shape: what is still to be read, and rows of what was."""
 
     def __init__(
-        self, shape: str, base: str, found: list[Side], args: argparse.Namespace, worker: Worker,
+        self,
+        shape: str,
+        base: str,
+        compared: list[Side],
+        args: argparse.Namespace,
+        worker: Worker,
         ends_s: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.shape, self.base, self.args = shape, base, args
-        self.first, self.others = found[0], found[1:]
+        self.first, self.others = compared[0], compared[1:]
         self.worker, self.ends_s = worker, ends_s
         self.attention = ""
         self.noise: list[Side] = []
@@ -166,17 +171,23 @@ class Bench:
             side.speed = self.worker.ask(run_whole, side.plan, limit_s=SIDE_LIMIT_S, steps=steps)
         else:
             side.speed = self.worker.ask(
-                time_steps, side.plan, limit_s=SIDE_LIMIT_S, text=True, warm=warm, timed=timed,
-                blocks=2, name=side.name.partition(":")[0],
-            )  # fmt: skip
-        told = side.speed.refused or f"{side.step_s * 1e3:.2f} ms"
-        self.say(side, told, began_s)
+                time_steps,
+                side.plan,
+                limit_s=SIDE_LIMIT_S,
+                text=True,
+                warm=warm,
+                timed=timed,
+                blocks=2,
+                name=side.name.partition(":")[0],
+            )
+        outcome = side.speed.refused or f"{side.step_s * 1e3:.2f} ms"
+        self.say(side, outcome, began_s)
         return side.speed
 
     def look(self) -> str:
         """Return what the attention of the base launches, or why that is unknown."""
-        found = self.worker.ask(attention_of, self.first.plan, limit_s=SIDE_LIMIT_S)
-        return found.evidence.get(ATTENTION) or f"not read: {found.refused or 'nothing seen'}"
+        reading = self.worker.ask(attention_of, self.first.plan, limit_s=SIDE_LIMIT_S)
+        return reading.evidence.get(ATTENTION) or f"not read: {reading.refused or 'nothing seen'}"
 
     def train(self, side: Side, seed: int = 0) -> None:
         """Train briefly for the loss, with `seed` added to the plan's."""
@@ -185,25 +196,31 @@ class Bench:
         side.loss = self.worker.ask(train_steps, plan, limit_s=SIDE_LIMIT_S, steps=steps)
         self.say(side, side.loss.refused or f"loss {side.end_loss:.4f}", began_s)
 
-    def say(self, side: Side, told: str, began_s: float) -> None:
+    def say(self, side: Side, outcome: str, began_s: float) -> None:
         """Print a line of progress."""
         spent_s = time.monotonic() - began_s
         name = side.name or "(base)"
-        print(f"{self.shape} {self.base} {name}: {told} ({spent_s:.0f} s)", flush=True)
+        print(f"{self.shape} {self.base} {name}: {outcome} ({spent_s:.0f} s)", flush=True)
 
     def write(self, side: Side, bases: list[Reading]) -> None:
         """Write one row: ratios to the base before and after."""
         name, _, knobs = side.name.partition(":")
         trained = int(bool(side.loss.losses))
         facts: dict[str, Any] = {
-            "technique": name, "knobs": knobs, "base": self.base, "shape": self.shape,
-            "seeds": [side.plan.seed], "n": len(bases) if side.speed.seconds else trained,
-            "techniques": sorted(side.plan.techniques), "replaces": list(side.replaces),
+            "technique": name,
+            "knobs": knobs,
+            "base": self.base,
+            "shape": self.shape,
+            "seeds": [side.plan.seed],
+            "n": len(bases) if side.speed.seconds else trained,
+            "techniques": sorted(side.plan.techniques),
+            "replaces": list(side.replaces),
             "left_out": self.left_out(side),
             "plan_sha256": receipts.sha256(side.plan.dump()),
             "baseline_sha256": receipts.sha256(self.first.plan.dump()),
-            "overrides": changes(self.args), **kind(self.args),
-        }  # fmt: skip
+            "overrides": changes(self.args),
+            **kind(self.args),
+        }
         if self.attention and bases:
             facts["base_attention"] = self.attention
         if self.wants_loss(side):
@@ -225,33 +242,46 @@ class Bench:
             if self.first.loss.refused and not side.loss.refused:
                 facts["loss_refused"] = f"its base cannot train: {self.first.loss.refused}"
         receipts.append("techniques", metrics, results=self.args.results, **facts)
-        told = {n: round(m["value"], 4) for n, m in metrics.items()}
-        print(json.dumps({"shape": self.shape, "base": self.base, "technique": side.name, **told,
-                          "refused": facts.get("refused", "")}), flush=True)  # fmt: skip
+        shown = {n: round(m["value"], 4) for n, m in metrics.items()}
+        print(
+            json.dumps(
+                {
+                    "shape": self.shape,
+                    "base": self.base,
+                    "technique": side.name,
+                    **shown,
+                    "refused": facts.get("refused", ""),
+                }
+            ),
+            flush=True,
+        )
 
     def losses(self, side: Side) -> dict[str, Any]:
         """Return both last losses, their difference, and the spread over seeds of the base."""
         own, base = side.end_loss, self.first.end_loss
         if own is None:
             return {}
-        told = {"loss": [own]}
+        ends = {"loss": [own]}
         if base is not None:
             others = [s.end_loss for s in self.noise if s.end_loss is not None]
-            told |= {"base_loss": [base], "loss_difference": [own - base],
-                     "loss_noise": [abs(other - base) for other in others]}  # fmt: skip
-        found = {name: [v for v in values if math.isfinite(v)] for name, values in told.items()}
-        return {name: receipts.spread(values, "nats") for name, values in found.items() if values}
+            ends |= {
+                "base_loss": [base],
+                "loss_difference": [own - base],
+                "loss_noise": [abs(other - base) for other in others],
+            }
+        known = {name: [v for v in values if math.isfinite(v)] for name, values in ends.items()}
+        return {name: receipts.spread(values, "nats") for name, values in known.items() if values}
 
     def metrics(self, side: Side, bases: list[Reading]) -> dict[str, Any]:
         """Return the metrics of a side that ran."""
         tokens, own = side.plan.batch.tokens, side.speed
         ratios = [mean(b.seconds) / side.step_s for b in bases]
-        found = {
+        of_side = {
             "speed_ratio": receipts.spread(ratios, "x"),
             "tokens_per_s": receipts.spread([tokens / s for s in own.seconds], "tokens/s"),
         }
         if self.args.whole_run:
-            found = {
+            of_side = {
                 "run_ratio": receipts.spread(ratios, "x"),
                 "run": receipts.spread([sum(own.seconds)], "s"),
                 "base_run": receipts.spread([sum(b.seconds) for b in bases], "s"),
@@ -260,12 +290,12 @@ class Bench:
             ("peak_bytes", "memory_ratio", "peak_memory"),
             ("reserved_bytes", "reserved_ratio", "reserved_memory"),
         ):
-            held, others = getattr(own, key), [getattr(b, key) for b in bases]
-            if held is not None:
-                found[whole] = receipts.spread([held], "bytes")
-                if shares := [held / other for other in others if other]:
-                    found[ratio] = receipts.spread(shares, "x")
-        return found
+            memory, others = getattr(own, key), [getattr(b, key) for b in bases]
+            if memory is not None:
+                of_side[whole] = receipts.spread([memory], "bytes")
+                if shares := [memory / other for other in others if other]:
+                    of_side[ratio] = receipts.spread(shares, "x")
+        return of_side
 
 
 def asked_for(args: argparse.Namespace) -> list[str]:
@@ -276,8 +306,10 @@ def asked_for(args: argparse.Namespace) -> list[str]:
         if room not in rooms:
             raise SystemExit(f"there is no room {room!r}; there are {', '.join(sorted(rooms))}")
     named = {asked.partition(":")[0] for asked in args.techniques}
-    return [*args.techniques,
-            *(n for n, t in known.items() if t.room in args.all and n not in named)]  # fmt: skip
+    return [
+        *args.techniques,
+        *(n for n, t in known.items() if t.room in args.all and n not in named),
+    ]
 
 
 def loss_rows(args: argparse.Namespace, shape: str) -> int:
@@ -317,7 +349,7 @@ def without_rows(names: list[str], shape: str, base: str, args: argparse.Namespa
         and (r.get("loss_steps", 0), r.get("loss_rows", 0))
         == (loss if base == "trunk" or r.get("left_out") else (0, 0))
         and not any(r.get(k, "").startswith(TRANSIENT) for k in ("refused", "loss_refused"))
-    }  # fmt: skip
+    }
     return [name for name in names if name not in done]
 
 
@@ -353,8 +385,10 @@ def main() -> None:
             for base in args.bases:
                 rest = without_rows(names, path.stem, base, args)
                 changed = (args.set, args.base_with, args.base_without)
-                found = sides(path, base, rest, *changed) if rest else []
-                left = Bench(path.stem, base, found, args, worker, ends_s).run() if found else []
+                compared = sides(path, base, rest, *changed) if rest else []
+                left = (
+                    Bench(path.stem, base, compared, args, worker, ends_s).run() if compared else []
+                )
                 if left:
                     print(f"left: {path.stem} {base}: {' '.join(left)}", flush=True)
 

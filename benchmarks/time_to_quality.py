@@ -32,13 +32,18 @@ GRID = {"lr": (3e-4, 5e-4, 1e-3, 2e-3), "rows": (16, 32, 64), "epochs": (1.0, 1.
 def plan_of(args: argparse.Namespace, overrides: list[str]) -> Plan:
     """Return the benchmark's plan on the data that was given."""
     places = [
-        f"data.sources='{args.data / 'train'}'", f"data.validation='{args.data / 'val'}'",
-        f"data.directory='{args.work / 'data'}'", f"directory='{args.work / 'runs'}'",
-    ]  # fmt: skip
+        f"data.sources='{args.data / 'train'}'",
+        f"data.validation='{args.data / 'val'}'",
+        f"data.directory='{args.work / 'data'}'",
+        f"directory='{args.work / 'runs'}'",
+    ]
     return Plan.read(
-        PLAN.read_text(), catalogue(), overrides=[*places, *overrides, *args.set],
-        with_=args.with_, without=args.without,
-    )  # fmt: skip
+        PLAN.read_text(),
+        catalogue(),
+        overrides=[*places, *overrides, *args.set],
+        with_=args.with_,
+        without=args.without,
+    )
 
 
 def measure(
@@ -56,9 +61,12 @@ def measure(
     """
     steps = round(epochs * args.train_tokens / (rows * LENGTH))
     overrides = [
-        f"batch.tokens={rows * LENGTH}", f"optimizer.lr={lr}", f"seed={seed}",
-        f"goal.steps={steps}", f"eval.every_steps={max(1, steps // args.evaluations)}",
-    ]  # fmt: skip
+        f"batch.tokens={rows * LENGTH}",
+        f"optimizer.lr={lr}",
+        f"seed={seed}",
+        f"goal.steps={steps}",
+        f"eval.every_steps={max(1, steps // args.evaluations)}",
+    ]
     if not stop:
         overrides += ["goal.bits_per_byte=0.01"]
     plan = plan_of(args, overrides)
@@ -67,51 +75,67 @@ def measure(
     apart = report["phase_s"]["compile"] + report["phase_s"]["eval"]
     rate = report["steady_tokens_per_s"]
     return {
-        "lr": lr, "rows": rows, "epochs": epochs, "seed": seed, "steps": report["steps"],
+        "lr": lr,
+        "rows": rows,
+        "epochs": epochs,
+        "seed": seed,
+        "steps": report["steps"],
         "bits_per_byte": report["val"][-1]["bits_per_byte"],
         "seconds": report["wall_s"] - apart,
-        "tokens": report["tokens"], "tokens_per_s": rate,
+        "tokens": report["tokens"],
+        "tokens_per_s": rate,
         "reached": report["goal"]["reached"],
         "curve": [(v["tokens"], round(v["bits_per_byte"], 4)) for v in report["val"]],
-        "techniques": sorted(report["techniques"]), "plan": plan.dump(),
-    }  # fmt: skip
+        "techniques": sorted(report["techniques"]),
+        "plan": plan.dump(),
+    }
 
 
 def tune(args: argparse.Namespace) -> None:
     """Run every point of the grid once, seed 0, to its horizon; write one row for each."""
     grid = product(args.lr or GRID["lr"], args.rows or GRID["rows"], args.epochs or GRID["epochs"])
     for lr, rows, epochs in grid:
-        found = measure(args, lr, rows, epochs, 0, stop=False)
-        write(args, "tune", [found])
+        reading = measure(args, lr, rows, epochs, 0, stop=False)
+        write(args, "tune", [reading])
 
 
 def final(args: argparse.Namespace) -> None:
     """Run one configuration over all seeds, stopped at the target; write one row."""
     lr, rows, epochs = args.lr[0], args.rows[0], args.epochs[0]
-    found = [measure(args, lr, rows, epochs, seed, stop=True) for seed in range(args.seeds)]
-    write(args, "final", found)
+    readings = [measure(args, lr, rows, epochs, seed, stop=True) for seed in range(args.seeds)]
+    write(args, "final", readings)
 
 
-def write(args: argparse.Namespace, kind: str, found: list[dict[str, Any]]) -> None:
+def write(args: argparse.Namespace, kind: str, readings: list[dict[str, Any]]) -> None:
     """Write one receipt of runs that differ in their seed alone."""
-    first = found[0]
+    first = readings[0]
     metrics = {
-        "seconds": receipts.spread([f["seconds"] for f in found], "s"),
-        "bits_per_byte": receipts.spread([f["bits_per_byte"] for f in found], "bits/byte"),
-        "tokens": receipts.spread([f["tokens"] for f in found], "tokens"),
-        "tokens_per_s": receipts.spread([f["tokens_per_s"] for f in found], "tokens/s"),
+        "seconds": receipts.spread([f["seconds"] for f in readings], "s"),
+        "bits_per_byte": receipts.spread([f["bits_per_byte"] for f in readings], "bits/byte"),
+        "tokens": receipts.spread([f["tokens"] for f in readings], "tokens"),
+        "tokens_per_s": receipts.spread([f["tokens_per_s"] for f in readings], "tokens/s"),
     }
     plan = {k: v for k, v in first["plan"].items() if k not in ("directory", "name", "seed")}
     receipts.append(
-        "time_to_quality", metrics, results=args.results, kind=kind, recipe=args.name,
-        shape="d512 L8 h8 V16384 T1024", target_bits_per_byte=1.54,
-        lr=first["lr"], rows=first["rows"], epochs=first["epochs"],
-        reached=[f["reached"] for f in found] if kind == "final" else None,
-        seeds=[f["seed"] for f in found], n=len(found), techniques=first["techniques"],
-        plan_sha256=receipts.sha256(plan), curve=first["curve"],
-    )  # fmt: skip
+        "time_to_quality",
+        metrics,
+        results=args.results,
+        kind=kind,
+        recipe=args.name,
+        shape="d512 L8 h8 V16384 T1024",
+        target_bits_per_byte=1.54,
+        lr=first["lr"],
+        rows=first["rows"],
+        epochs=first["epochs"],
+        reached=[f["reached"] for f in readings] if kind == "final" else None,
+        seeds=[f["seed"] for f in readings],
+        n=len(readings),
+        techniques=first["techniques"],
+        plan_sha256=receipts.sha256(plan),
+        curve=first["curve"],
+    )
     keys = ("lr", "rows", "epochs", "seed", "bits_per_byte", "seconds", "reached")
-    for row in found:
+    for row in readings:
         print(json.dumps({"recipe": args.name, **{k: row[k] for k in keys}}), flush=True)
 
 

@@ -75,12 +75,17 @@ def write(job: dict[str, Any], part: str, metrics: dict[str, Any], **facts: Any)
     """Write one row of a tuning."""
     named = {name: job[name] for name in ("tuning", "workload", "minutes", "cores", "command")}
     row = receipts.append(
-        TOPIC, metrics, results=Path(job["results"]), part=part, processor=receipts.processor(),
-        **named, **facts,
-    )  # fmt: skip
-    told = {name: round(m["value"], 3) for name, m in metrics.items()}
+        TOPIC,
+        metrics,
+        results=Path(job["results"]),
+        part=part,
+        processor=receipts.processor(),
+        **named,
+        **facts,
+    )
+    shown = {name: round(m["value"], 3) for name, m in metrics.items()}
     brief = {name: row[name] for name in ("aim", "changes", "seed", "refused") if row.get(name)}
-    print(json.dumps({"tuning": job["tuning"], "part": part, **brief, **told}), flush=True)
+    print(json.dumps({"tuning": job["tuning"], "part": part, **brief, **shown}), flush=True)
 
 
 # --- one job, in a process of its own on its cores -------------------------------------------
@@ -105,19 +110,38 @@ def tune(job: dict[str, Any]) -> None:
         last = Path(job["folder"], "tune.log").read_text().strip().splitlines()[-3:]
         write(job, "tuned", took, refused=f"exit code {process.returncode}: {' '.join(last)}")
         return
-    told = json.loads(file.read_text())
-    metrics = took | {"tuning": receipts.spread([told["tuning_s"]], "s")}
-    if told["ratio"]:
-        metrics["speed_ratio"] = interval(Interval(**finite(told["ratio"])))
-    if told["target"]:
-        metrics["target_ratio"] = interval(Interval(**finite(told["target"]["ratio"])))
-    names = ("changes", "verdict", "reason", "stage", "ratio", "predicted_speed", "compile_s",
-             "break_even_steps", "worth", "bought", "steps", "seconds")  # fmt: skip
+    outcome = json.loads(file.read_text())
+    metrics = took | {"tuning": receipts.spread([outcome["tuning_s"]], "s")}
+    if outcome["ratio"]:
+        metrics["speed_ratio"] = interval(Interval(**finite(outcome["ratio"])))
+    if outcome["target"]:
+        metrics["target_ratio"] = interval(Interval(**finite(outcome["target"]["ratio"])))
+    names = (
+        "changes",
+        "verdict",
+        "reason",
+        "stage",
+        "ratio",
+        "predicted_speed",
+        "compile_s",
+        "break_even_steps",
+        "worth",
+        "bought",
+        "steps",
+        "seconds",
+    )
     write(
-        job, "tuned", metrics, aim=told["aim"], aim_why=told["aim_why"], changes=told["changes"],
-        interrupted=told["interrupted"], set=job["set"], recipe=job["recipe"],
-        path=[{name: step[name] for name in names} for step in told["path"]],
-    )  # fmt: skip
+        job,
+        "tuned",
+        metrics,
+        aim=outcome["aim"],
+        aim_why=outcome["aim_why"],
+        changes=outcome["changes"],
+        interrupted=outcome["interrupted"],
+        set=job["set"],
+        recipe=job["recipe"],
+        path=[{name: step[name] for name in names} for step in outcome["path"]],
+    )
 
 
 def finite(ratio: dict[str, Any]) -> dict[str, Any]:
@@ -137,16 +161,28 @@ def measure(job: dict[str, Any], tuned: dict[str, Any], done: list[dict[str, Any
         if ("steps", None) not in parts and job["ends_s"] - time.time() > STEPS_S / 2:
             rules = Rules(device=device.type, precision=make_context(first, device).precision)
             limit_s = min(STEPS_S, job["ends_s"] - time.time())
-            found = compare(
-                first, second, measure_with(worker), rules, size=WANTED, together=True,
+            compared = compare(
+                first,
+                second,
+                measure_with(worker),
+                rules,
+                size=WANTED,
+                together=True,
                 limit_s=limit_s,
-            )  # fmt: skip
-            if found.ratio is None:
-                write(job, "steps", {}, refused=found.reason, **facts)
+            )
+            if compared.ratio is None:
+                write(job, "steps", {}, refused=compared.reason, **facts)
             else:
-                metrics = {"speed_ratio": interval(found.ratio)}
-                write(job, "steps", metrics, steps=found.steps, before_s=found.before_s,
-                      after_s=found.after_s, **facts)  # fmt: skip
+                metrics = {"speed_ratio": interval(compared.ratio)}
+                write(
+                    job,
+                    "steps",
+                    metrics,
+                    steps=compared.steps,
+                    before_s=compared.before_s,
+                    after_s=compared.after_s,
+                    **facts,
+                )
         if tuned["aim"] != "quality":
             return
         train = train_with(worker, Path(job["folder"], "target"))
@@ -185,34 +221,55 @@ def rows_of(results: Path) -> list[dict[str, Any]]:
 def jobs_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return tunings that are asked for; or of those in the file, the ones that were made here."""
     ends_s, stamp = time.time() + args.until, time.strftime("%m%d-%H%M%S")
-    given = {"results": str(args.results), "ends_s": ends_s, "only": args.only,
-             "command": "python " + " ".join(sys.argv)}  # fmt: skip
+    given = {
+        "results": str(args.results),
+        "ends_s": ends_s,
+        "only": args.only,
+        "command": "python " + " ".join(sys.argv),
+    }
     if args.measure:
         here = {"processor": receipts.processor(), "torch": receipts.torch.__version__}
         rows = [r for r in rows_of(args.results) if r["part"] == "tuned" and r.get("changes")]
         return [
-            {**given, "tuning": r["tuning"], "workload": r["workload"], "recipe": r["recipe"],
-             "set": r["set"], "minutes": r["minutes"], "tunes": False,
-             "folder": str(args.folder / r["tuning"])}
-            for r in rows if here.items() <= r.items()
-        ]  # fmt: skip
+            {
+                **given,
+                "tuning": r["tuning"],
+                "workload": r["workload"],
+                "recipe": r["recipe"],
+                "set": r["set"],
+                "minutes": r["minutes"],
+                "tunes": False,
+                "folder": str(args.folder / r["tuning"]),
+            }
+            for r in rows
+            if here.items() <= r.items()
+        ]
     return [
-        {**given, "tuning": f"{args.recipe}-{minutes:g}-{stamp}-{i}", "workload": args.recipe,
-         "recipe": args.recipe, "set": args.set, "minutes": minutes, "tunes": True,
-         "folder": str(args.folder / f"{args.recipe}-{minutes:g}-{stamp}-{i}")}
-        for minutes in args.minutes for i in range(args.times or len(args.pairs))
-    ]  # fmt: skip
+        {
+            **given,
+            "tuning": f"{args.recipe}-{minutes:g}-{stamp}-{i}",
+            "workload": args.recipe,
+            "recipe": args.recipe,
+            "set": args.set,
+            "minutes": minutes,
+            "tunes": True,
+            "folder": str(args.folder / f"{args.recipe}-{minutes:g}-{stamp}-{i}"),
+        }
+        for minutes in args.minutes
+        for i in range(args.times or len(args.pairs))
+    ]
 
 
 def run(job: dict[str, Any], free: "Queue[str]") -> None:
     """Run one job on the next free pair of cores, in a process that has only those."""
     cores = free.get()
     env = {
-        **os.environ, "OMP_NUM_THREADS": str(len(cores.split(","))),
+        **os.environ,
+        "OMP_NUM_THREADS": str(len(cores.split(","))),
         "TORCHINDUCTOR_CACHE_DIR": f"{job['folder']}/inductor",
         "PYTHONPATH": f"{receipts.ROOT}:{os.environ.get('PYTHONPATH', '')}",
         "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
+    }
     try:
         words = [sys.executable, __file__, "--job", json.dumps({**job, "cores": cores})]
         subprocess.run(words, env=env, check=False)
@@ -222,7 +279,7 @@ def run(job: dict[str, Any], free: "Queue[str]") -> None:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return every ratio that was measured apart by aim and minutes, and how many there are."""
-    found: dict[str, Any] = {}
+    by_aim: dict[str, Any] = {}
     for tuned in (row for row in rows if row["part"] == "tuned"):
         if "aim" not in tuned:
             continue
@@ -230,17 +287,17 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         name = "target_ratio" if part == "target" else "speed_ratio"
         own = [row for row in rows if row["tuning"] == tuned["tuning"] and row["part"] == part]
         ratios = [row["metrics"][name]["value"] for row in own if name in row["metrics"]]
-        told = found.setdefault(
+        entry = by_aim.setdefault(
             f"{tuned['minutes']:g} min, {part}", {"ratios": [], "kept": [], "interrupted": 0}
         )
-        told["interrupted"] += bool(tuned.get("interrupted"))
-        told["kept"].append(" ".join(tuned["changes"]))
+        entry["interrupted"] += bool(tuned.get("interrupted"))
+        entry["kept"].append(" ".join(tuned["changes"]))
         if not tuned["changes"]:
-            told["ratios"].append(1.0)
+            entry["ratios"].append(1.0)
         elif ratios and len(ratios) == len(own) and all(map(isfinite, ratios)):
-            told["ratios"].append(round(exp(fmean(map(log, ratios))), 3))
-        told["enough"] = sum(r >= WANTS[part] for r in told["ratios"])
-    return found
+            entry["ratios"].append(round(exp(fmean(map(log, ratios))), 3))
+        entry["enough"] = sum(r >= WANTS[part] for r in entry["ratios"])
+    return by_aim
 
 
 def main() -> None:

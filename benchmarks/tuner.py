@@ -54,22 +54,29 @@ FASTEST = KERNELS + FLASH4
 """At both shapes, beside the recipe's own techniques; for a machine that has FlashAttention 4."""
 GRAPHS = "+torch_compile +cuda_graphs"
 SMALL = (
-    GRAPHS, f"{GRAPHS} +fused_cross_entropy", f"{GRAPHS} +cudnn_attention",
-    f"{GRAPHS} techniques.torch_compile.scope=block", "+torch_compile",
-)  # fmt: skip
+    GRAPHS,
+    f"{GRAPHS} +fused_cross_entropy",
+    f"{GRAPHS} +cudnn_attention",
+    f"{GRAPHS} techniques.torch_compile.scope=block",
+    "+torch_compile",
+)
 """Plans of the small recipes, whose steps wait for launches; the last is for a CPU, too."""
 WORKLOADS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "small": ("small", "", SMALL),
     "demo": ("demo", "", SMALL),
     "160m": ("160m", f"{RECIPE} batch.micro_sequences=8", (FASTEST, KERNELS, "")),
     "1b": (
-        "1b", f"{RECIPE} +full_checkpoint batch.micro_sequences=1",
+        "1b",
+        f"{RECIPE} +full_checkpoint batch.micro_sequences=1",
         (f"+float8_linear {FASTEST}", f"+float8_linear {KERNELS}", "+float8_linear"),
     ),
     "lora": ("1b", f"{RECIPE} +lora +full_checkpoint batch.micro_sequences=1", ("+lora",)),
-    "long": ("1b", f"{LONG} {RECIPE} +full_checkpoint batch.micro_sequences=1",
-             (f"{LONG} +float8_linear {FLASH4}", f"{LONG} +float8_linear")),
-}  # fmt: skip
+    "long": (
+        "1b",
+        f"{LONG} {RECIPE} +full_checkpoint batch.micro_sequences=1",
+        (f"{LONG} +float8_linear {FLASH4}", f"{LONG} +float8_linear"),
+    ),
+}
 """name -> (recipe or shape, changes that make it naive, those that make each candidate)"""
 LIMIT_S = 240.0
 """Seconds of the comparison with one candidate."""
@@ -123,17 +130,17 @@ class Kept:
 
     def __init__(self, file: Path, about: dict[str, Any]) -> None:
         self.file = file
-        told = json.loads(file.read_text()) if file.is_file() else {}
-        told = told if told.get("about") == about else {}
+        kept = json.loads(file.read_text()) if file.is_file() else {}
+        kept = kept if kept.get("about") == about else {}
         self.about = about
-        self.tuned: dict[str, Any] = told.get("tuned", {})
-        self.beside: dict[str, dict[str, Any]] = told.get("beside", {})
+        self.tuned: dict[str, Any] = kept.get("tuned", {})
+        self.beside: dict[str, dict[str, Any]] = kept.get("beside", {})
 
     def write(self) -> None:
         """Keep it."""
-        told = {"about": self.about, "tuned": self.tuned, "beside": self.beside}
+        state = {"about": self.about, "tuned": self.tuned, "beside": self.beside}
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(told, indent=1))
+        self.file.write_text(json.dumps(state, indent=1))
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
@@ -141,20 +148,29 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
     naive, candidates = plans_of(name, args)
     minutes = args.minutes or BUDGETS.get(name, TUNE_MINUTES)
     folder = args.folder / f"{name}-tune" if args.folder else Path(tempfile.mkdtemp())
-    kept = Kept(folder / KEPT, {
-        "plan": fingerprint(naive), "minutes": minutes, "hardware": receipts.hardware(),
-        "commit": receipts.commit(),
-    })  # fmt: skip
+    kept = Kept(
+        folder / KEPT,
+        {
+            "plan": fingerprint(naive),
+            "minutes": minutes,
+            "hardware": receipts.hardware(),
+            "commit": receipts.commit(),
+        },
+    )
     facts: dict[str, Any] = {
-        "workload": name, "shape": naive.name, "seeds": [naive.seed], "minutes": minutes,
+        "workload": name,
+        "shape": naive.name,
+        "seeds": [naive.seed],
+        "minutes": minutes,
         "plan_sha256": receipts.sha256(naive.dump()),
-    }  # fmt: skip
+    }
     if not kept.tuned:
         try:
             kept.tuned = tuned_facts(*tune(naive, minutes, folder, args))
         except HeadraceError as error:
-            return receipts.append("tuner", {}, results=args.results, refused=str(error), n=0,
-                                   **facts)  # fmt: skip
+            return receipts.append(
+                "tuner", {}, results=args.results, refused=str(error), n=0, **facts
+            )
         kept.write()
     tuned = Plan.read(kept.tuned["toml"], catalogue())
     if left := beside_candidates(tuned, candidates, kept, args):
@@ -174,23 +190,41 @@ def tune(
     context = make_context(naive, device)
     machine = probes.measure(device) if args.probe else rates_here(device)
     return tune_command(
-        naive, aim="time", minutes=minutes, catalogue=catalogue(), context=context,
-        machine=machine, folder=folder, tell=lambda line: print(line, flush=True),
+        naive,
+        aim="time",
+        minutes=minutes,
+        catalogue=catalogue(),
+        context=context,
+        machine=machine,
+        folder=folder,
+        tell=lambda line: print(line, flush=True),
         in_process=args.here,
-    ), machine  # fmt: skip
+    ), machine
 
 
 def tuned_facts(tuned: Tuned, machine: Machine) -> dict[str, Any]:
     """Return where the tuner ended and how, as JSON values."""
     return {
-        "toml": tuned.plan.to_toml(), "rates": machine.source, "changes": list(tuned.changes),
-        "seconds": tuned.seconds, "memory": tuned.memory,
+        "toml": tuned.plan.to_toml(),
+        "rates": machine.source,
+        "changes": list(tuned.changes),
+        "seconds": tuned.seconds,
+        "memory": tuned.memory,
         "ratio": asdict(tuned.ratio) if tuned.ratio else None,
-        "path": [{"changes": list(s.changes), "verdict": s.verdict, "predicted": s.predicted,
-                  "ratio": None if s.ratio is None else asdict(s.ratio), "steps": s.steps,
-                  "memory": s.memory, "seconds": s.seconds, "reason": s.reason}
-                 for s in tuned.path],
-    }  # fmt: skip
+        "path": [
+            {
+                "changes": list(s.changes),
+                "verdict": s.verdict,
+                "predicted": s.predicted,
+                "ratio": None if s.ratio is None else asdict(s.ratio),
+                "steps": s.steps,
+                "memory": s.memory,
+                "seconds": s.seconds,
+                "reason": s.reason,
+            }
+            for s in tuned.path
+        ],
+    }
 
 
 def beside_candidates(
@@ -209,60 +243,78 @@ def beside_candidates(
             device = choose_device(plan)
             rules = Rules(device=device.type, precision=make_context(plan, device).precision)
             size = Size(steps=args.steps, rounds=3, block_s=BLOCK_S)
-            found = compare(
-                plan, tuned, measure_with(worker), rules, size=size, together=not args.apart,
+            compared = compare(
+                plan,
+                tuned,
+                measure_with(worker),
+                rules,
+                size=size,
+                together=not args.apart,
                 limit_s=limit_s,
-            )  # fmt: skip
-            if found.verdict == "cut" and limit_s < LIMIT_S:
+            )
+            if compared.verdict == "cut" and limit_s < LIMIT_S:
                 left.append(words)
                 continue
             kept.beside[words] = {
-                "ratio": asdict(found.ratio) if found.ratio and found.after_s else None,
-                "reason": found.reason, "after_s": found.after_s, "steps": found.steps,
-                "loss_difference": found.loss,
-            }  # fmt: skip
+                "ratio": asdict(compared.ratio) if compared.ratio and compared.after_s else None,
+                "reason": compared.reason,
+                "after_s": compared.after_s,
+                "steps": compared.steps,
+                "loss_difference": compared.loss,
+            }
             kept.write()
-            told = f"{found.ratio.value:.4f}" if found.ratio else found.reason
-            print(f"{tuned.name} tuned over {words or 'the recipe'}: {told}", flush=True)
+            ratio_text = f"{compared.ratio.value:.4f}" if compared.ratio else compared.reason
+            print(f"{tuned.name} tuned over {words or 'the recipe'}: {ratio_text}", flush=True)
     return left
 
 
 def append(
-    tuned: Plan, candidates: Mapping[str, Plan], kept: Kept, facts: dict[str, Any],
+    tuned: Plan,
+    candidates: Mapping[str, Plan],
+    kept: Kept,
+    facts: dict[str, Any],
     args: argparse.Namespace,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Write the row: the tuned plan over the candidate that is fastest beside it."""
     beside = {words: kept.beside[words] for words in candidates}
-    told = kept.tuned
+    outcome = kept.tuned
     facts |= {
-        "rates": told["rates"], "techniques": sorted(tuned.techniques),
-        "changes": told["changes"], "tuned_sha256": receipts.sha256(tuned.dump()),
-        "path": told["path"], "candidates": beside,
-    }  # fmt: skip
-    timed = {words: found for words, found in beside.items() if found["ratio"]}
+        "rates": outcome["rates"],
+        "techniques": sorted(tuned.techniques),
+        "changes": outcome["changes"],
+        "tuned_sha256": receipts.sha256(tuned.dump()),
+        "path": outcome["path"],
+        "candidates": beside,
+    }
+    timed = {words: compared for words, compared in beside.items() if compared["ratio"]}
     if not timed:
         why = "; ".join(f"beside {words!r}: {f['reason']}" for words, f in beside.items())
         return receipts.append("tuner", {}, results=args.results, refused=why, n=0, **facts)
     words = min(timed, key=lambda words: timed[words]["ratio"]["value"])
-    best, found = candidates[words], timed[words]
+    best, compared = candidates[words], timed[words]
     facts |= {
-        "baseline_sha256": receipts.sha256(best.dump()), "best": sorted(best.techniques),
-        "best_changes": words, "n": found["ratio"]["n"], "steps": found["steps"],
-        "loss_difference": found["loss_difference"],
-    }  # fmt: skip
-    return receipts.append("tuner", metrics(tuned, told, found), results=args.results, **facts)
+        "baseline_sha256": receipts.sha256(best.dump()),
+        "best": sorted(best.techniques),
+        "best_changes": words,
+        "n": compared["ratio"]["n"],
+        "steps": compared["steps"],
+        "loss_difference": compared["loss_difference"],
+    }
+    return receipts.append(
+        "tuner", metrics(tuned, outcome, compared), results=args.results, **facts
+    )
 
 
-def metrics(tuned: Plan, told: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+def metrics(tuned: Plan, facts: Mapping[str, Any], compared: Mapping[str, Any]) -> dict[str, Any]:
     """Return ratios with their intervals, and what tuning took."""
     rates = {
-        "ratio_to_best": interval(Interval(**found["ratio"])),
-        "tuning": receipts.spread([told["seconds"]], "s"),
-        "tokens_per_s": receipts.spread([tuned.batch.tokens / found["after_s"]], "tokens/s"),
+        "ratio_to_best": interval(Interval(**compared["ratio"])),
+        "tuning": receipts.spread([facts["seconds"]], "s"),
+        "tokens_per_s": receipts.spread([tuned.batch.tokens / compared["after_s"]], "tokens/s"),
     }
-    if told["memory"] is not None:
-        rates["memory_ratio"] = receipts.spread([told["memory"]], "x")
-    ratio = told["ratio"]
+    if facts["memory"] is not None:
+        rates["memory_ratio"] = receipts.spread([facts["memory"]], "x")
+    ratio = facts["ratio"]
     return {**rates, "speed_ratio": interval(Interval(**ratio))} if ratio else rates
 
 
@@ -277,8 +329,9 @@ def main() -> None:
     parser.add_argument("workloads", nargs="+", help=f"{', '.join(WORKLOADS)}, or a name")
     parser.add_argument("--plan", type=Path, help="a naive plan of your own")
     parser.add_argument("--best", type=Path, help="the best plan that is known for it")
-    parser.add_argument("--minutes", type=float,
-                        help="of tuning; what each workload is held to, or 8")  # fmt: skip
+    parser.add_argument(
+        "--minutes", type=float, help="of tuning; what each workload is held to, or 8"
+    )
     parser.add_argument("--best-minutes", type=float, default=8.0, help="of all candidates")
     parser.add_argument("--steps", type=int, default=ACCEPT.steps, help="of the last blocks")
     parser.add_argument("--apart", action="store_true", help="tuned and best do not fit together")
@@ -294,10 +347,19 @@ def main() -> None:
         row = measure(name, args)
         if row is None:
             continue
-        told = {n: round(m["value"], 4) for n, m in row["metrics"].items()}
-        print(json.dumps({"workload": name, **told, "refused": row.get("refused", ""),
-                          "changes": row.get("changes", []),
-                          "best": row.get("best_changes", "")}), flush=True)  # fmt: skip
+        shown = {n: round(m["value"], 4) for n, m in row["metrics"].items()}
+        print(
+            json.dumps(
+                {
+                    "workload": name,
+                    **shown,
+                    "refused": row.get("refused", ""),
+                    "changes": row.get("changes", []),
+                    "best": row.get("best_changes", ""),
+                }
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -79,9 +79,14 @@ MORE_SEEDS = 2
 READY_S = 60.0
 """Seconds to allow for building and compiling a plan that is trained."""
 BECAME: dict[Judged, str] = {
-    "better": "kept", "worse": "lost", "undecided": "lost", "not shown": "not shown",
-    "different": "rejected", "cut": "cut", "refused": "refused",
-}  # fmt: skip
+    "better": "kept",
+    "worse": "lost",
+    "undecided": "lost",
+    "not shown": "not shown",
+    "different": "rejected",
+    "cut": "cut",
+    "refused": "refused",
+}
 """The judge's verdict -> what a row says of it."""
 
 
@@ -149,7 +154,7 @@ def trials_of(start: Start) -> list[Trial]:
     """Return the changes that learn the same, each once, whole plans first."""
     first, wholes = start.sources.whole(start.plan)
     rows = start.plan.micro_rows
-    found: dict[str, Trial] = {}
+    trials: dict[str, Trial] = {}
     of_kind = {"exact": 0, "approximate": 0}
     for proposal in [*wholes, *start.sources.single(start.plan)]:
         kind = kind_of(start.plan, proposal.plan)
@@ -160,8 +165,8 @@ def trials_of(start: Start) -> list[Trial]:
         several = len(trial.change) - sum(w.startswith("techniques.") for w in trial.change) > 2
         of_kind[kind] += several
         if not several or of_kind[kind] <= WHOLES:
-            found.setdefault(fingerprint(proposal.plan), trial)
-    return list(found.values())
+            trials.setdefault(fingerprint(proposal.plan), trial)
+    return list(trials.values())
 
 
 def mine(trials: list[Trial], which: tuple[int, int]) -> list[Trial]:
@@ -223,31 +228,40 @@ class Bench:
         rules = Rules(device=start.context.device, precision=start.context.precision)
         measure = measure_with(self.worker)
         store = Store(None, here(choose_device(start.plan)))
-        run = Run(start.plan, rules, limit_s / LONGEST / 60, measure, store, _nobody,
-                  time.monotonic)  # fmt: skip
+        run = Run(
+            start.plan, rules, limit_s / LONGEST / 60, measure, store, _nobody, time.monotonic
+        )
         run.start, run.pool = trial.first, Pool(start.plan, trial.first)
-        found = run.pair(trial.first, trial.second, screen=True)
+        compared = run.pair(trial.first, trial.second, screen=True)
         spent_s = time.monotonic() - began_s
-        if found.verdict == "cut" and limit_s < self.args.limit_s:
-            print(f"left: {trial.name}: {found.reason}", flush=True)
+        if compared.verdict == "cut" and limit_s < self.args.limit_s:
+            print(f"left: {trial.name}: {compared.reason}", flush=True)
             return
-        self.append(trial, found, spent_s)
+        self.append(trial, compared, spent_s)
 
-    def append(self, trial: Trial, found: Compared, spent_s: float) -> None:
+    def append(self, trial: Trial, compared: Compared, spent_s: float) -> None:
         """Write the row of a trial."""
-        verdict = BECAME[found.verdict]
+        verdict = BECAME[compared.verdict]
         facts = self.facts(trial) | {
-            "verdict": verdict, "for_loss": found.verdict == "different",
-            "reason": found.reason, "ratio": asdict(found.ratio) if found.ratio else None,
-            "nats": None, "steps": 0, "timed": found.steps, "loss_difference": found.loss,
-            "loss_noise": found.noise, "before_s": found.before_s, "after_s": found.after_s,
-            "seconds": spent_s, "limit_s": self.args.limit_s,
-        }  # fmt: skip
+            "verdict": verdict,
+            "for_loss": compared.verdict == "different",
+            "reason": compared.reason,
+            "ratio": asdict(compared.ratio) if compared.ratio else None,
+            "nats": None,
+            "steps": 0,
+            "timed": compared.steps,
+            "loss_difference": compared.loss,
+            "loss_noise": compared.noise,
+            "before_s": compared.before_s,
+            "after_s": compared.after_s,
+            "seconds": spent_s,
+            "limit_s": self.args.limit_s,
+        }
         if verdict == "refused":
-            facts["refused"] = found.reason
+            facts["refused"] = compared.reason
         receipts.append(TOPIC, {}, results=self.args.results, **facts)
-        ratio = f"{found.ratio.value:.3f}x" if found.ratio else "-"
-        print(f"{trial.name}: {verdict}, {ratio} ({spent_s:.0f} s): {found.reason}", flush=True)
+        ratio = f"{compared.ratio.value:.3f}x" if compared.ratio else "-"
+        print(f"{trial.name}: {verdict}, {ratio} ({spent_s:.0f} s): {compared.reason}", flush=True)
 
     # --- training what was kept --------------------------------------------------------------
 
@@ -261,24 +275,36 @@ class Bench:
         off, half, began_s = list[float](), list[float](), time.monotonic()
         for seed in range(SEEDS.get(trial.start.shape, MORE_SEEDS)):
             ends = list[list[float]]()
-            for plan, step_s in ((trial.first.plan, row["before_s"]),
-                                 (trial.second.plan, row["after_s"])):  # fmt: skip
+            for plan, step_s in (
+                (trial.first.plan, row["before_s"]),
+                (trial.second.plan, row["after_s"]),
+            ):
                 losses, why = self.losses(plan, seed, step_s)
                 if why:
                     print(f"left: {trial.name}: training: {why}", flush=True)
                     return
                 ends.append(end_of(losses))
-            found = apart(*ends)
-            off.append(found.mean)
-            half.append(found.half)
-        facts = {key: row[key] for key in ("verdict", "for_loss", "reason", "ratio", "before_s",
-                                           "after_s")}  # fmt: skip
+            difference = apart(*ends)
+            off.append(difference.mean)
+            half.append(difference.half)
+        facts = {
+            key: row[key]
+            for key in ("verdict", "for_loss", "reason", "ratio", "before_s", "after_s")
+        }
         nats = fmean(off)
         receipts.append(
-            TOPIC, {}, results=self.args.results, **self.facts(trial), **facts, nats=nats,
-            steps=self.args.train_steps, nats_by_seed=off, half_by_seed=half,
-            seeds=list(range(len(off))), seconds=time.monotonic() - began_s,
-        )  # fmt: skip
+            TOPIC,
+            {},
+            results=self.args.results,
+            **self.facts(trial),
+            **facts,
+            nats=nats,
+            steps=self.args.train_steps,
+            nats_by_seed=off,
+            half_by_seed=half,
+            seeds=list(range(len(off))),
+            seconds=time.monotonic() - began_s,
+        )
         print(f"{trial.name}: {nats:+.4f} nats after {self.args.train_steps} steps", flush=True)
 
     def losses(self, plan: Plan, seed: int, step_s: float | None) -> tuple[list[float], str]:
@@ -292,25 +318,29 @@ class Bench:
         if not known and self.left_s < needed_s:
             return [], f"about {needed_s:.0f} s are needed, {max(0.0, self.left_s):.0f} s are left"
         limit_s = max(self.left_s, 0.0)
-        found = store.once(
-            what, lambda: self.worker.ask(train_steps, plan, steps=steps, limit_s=limit_s),
+        trained = store.once(
+            what,
+            lambda: self.worker.ask(train_steps, plan, steps=steps, limit_s=limit_s),
             limit_s=limit_s,
-        )  # fmt: skip
-        broken = "" if all(map(math.isfinite, found.losses)) else "a loss is not finite"
-        return found.losses, found.refused or broken
+        )
+        broken = "" if all(map(math.isfinite, trained.losses)) else "a loss is not finite"
+        return trained.losses, trained.refused or broken
 
     # --- rows --------------------------------------------------------------------------------
 
     def facts(self, trial: Trial) -> dict[str, Any]:
         """Return the facts that both rows of a trial share."""
         return {
-            "workload": trial.start.shape, "base": trial.start.base,
-            "hardware": hardware(trial.start.context), "threads": torch.get_num_threads(),
-            "precision": trial.start.context.precision, "change": list(trial.change),
+            "workload": trial.start.shape,
+            "base": trial.start.base,
+            "hardware": hardware(trial.start.context),
+            "threads": torch.get_num_threads(),
+            "precision": trial.start.context.precision,
+            "change": list(trial.change),
             "equality": kind_of(trial.first.plan, trial.second.plan),
             "baseline_sha256": fingerprint(trial.first.plan),
             "plan_sha256": fingerprint(trial.second.plan),
-        }  # fmt: skip
+        }
 
     def key(self, trial: Trial) -> tuple[str, ...]:
         """Return the key of a trial."""
@@ -322,8 +352,8 @@ class Bench:
 
 
 def _key(row: dict[str, Any]) -> tuple[str, ...]:
-    told = (row[k] for k in ("workload", "base", "hardware"))
-    return (*told, " ".join(row["change"]))
+    values = (row[k] for k in ("workload", "base", "hardware"))
+    return (*values, " ".join(row["change"]))
 
 
 def _rows(results: Path) -> Iterator[dict[str, Any]]:
@@ -355,25 +385,38 @@ def _nobody(line: str) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the words of the command line."""
-    found = argparse.ArgumentParser(description=__doc__)
-    found.add_argument("--device", choices=("cuda", "cpu"),
-                       default="cuda" if torch.cuda.is_available() else "cpu")  # fmt: skip
-    found.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="all that fit the device")
-    found.add_argument("--bases", nargs="+", choices=list(BASES), default=["eager"])
-    found.add_argument("--minutes", type=float, default=9.0, help="of all; nothing begins later")
-    found.add_argument("--part", type=parts.part, default=(1, 1), help="K/N of each list of trials")
-    found.add_argument("--limit-s", type=float, default=LIMIT_S, help="of one pair")
-    found.add_argument("--least-s", type=float, default=45.0, help="no pair begins with less left")
-    found.add_argument(
+    accepted = argparse.ArgumentParser(description=__doc__)
+    accepted.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    accepted.add_argument(
+        "--shapes", nargs="+", choices=list(SHAPES), help="all that fit the device"
+    )
+    accepted.add_argument("--bases", nargs="+", choices=list(BASES), default=["eager"])
+    accepted.add_argument("--minutes", type=float, default=9.0, help="of all; nothing begins later")
+    accepted.add_argument(
+        "--part", type=parts.part, default=(1, 1), help="K/N of each list of trials"
+    )
+    accepted.add_argument("--limit-s", type=float, default=LIMIT_S, help="of one pair")
+    accepted.add_argument(
+        "--least-s", type=float, default=45.0, help="no pair begins with less left"
+    )
+    accepted.add_argument(
         "--train-steps", type=int, default=LOSER_STEPS, help="of what was kept; 0: none"
     )
-    found.add_argument("--ready-s", type=float, default=READY_S, help="of a training, to allow for")
-    found.add_argument("--here", action="store_true", help="no process of its own, to debug")
-    found.add_argument("--folder", type=Path, default=Path("runs") / "tuner-trials",
-                       help="keeps data and trainings from one call to the next")  # fmt: skip
-    found.add_argument("--results", type=Path, default=receipts.ROOT / "results")
-    found.add_argument("--set", nargs="*", default=[], help="changes of every plan, in words")
-    return found
+    accepted.add_argument(
+        "--ready-s", type=float, default=READY_S, help="of a training, to allow for"
+    )
+    accepted.add_argument("--here", action="store_true", help="no process of its own, to debug")
+    accepted.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs") / "tuner-trials",
+        help="keeps data and trainings from one call to the next",
+    )
+    accepted.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    accepted.add_argument("--set", nargs="*", default=[], help="changes of every plan, in words")
+    return accepted
 
 
 def main() -> None:

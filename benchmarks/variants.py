@@ -61,7 +61,7 @@ VARIANTS = {
         "exact_rows2_flash4": f"-bf16_parameters {KERNELS}{FLASH4}batch.micro_sequences=2 "
         f"{CHUNKS}4096",
     },
-}  # fmt: skip
+}
 """measurement -> name -> changes of the plan"""
 
 
@@ -77,8 +77,8 @@ class Variant(Changes):
         name, colon, changes = text.partition(":")
         if not colon and name not in known:
             raise SystemExit(f"no variant {name!r}; there are {', '.join(known)}, or 'NAME: ...'")
-        found = parse((changes if colon else known[name]).split())
-        return Variant(found.with_, found.without, found.overrides, name)
+        parsed = parse((changes if colon else known[name]).split())
+        return Variant(parsed.with_, parsed.without, parsed.overrides, name)
 
     def of(self, path: Path, more: list[str]) -> Plan:
         """Return the plan of a file with the changes, and `more` over them."""

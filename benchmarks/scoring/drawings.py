@@ -22,8 +22,11 @@ HEALTHY = "(healthy)"
 CELL, LABELS, HEADS = 46, 220, 116
 """Pixels: a cell, the names of faults, the names of verdicts."""
 SERIES: tuple[tuple[Shape, str], ...] = (("circle", "c0"), ("square", "c1"), ("diamond", "c2"))
-NAMES = {"no_gpu": "without a GPU", "after_probes": "after probes",
-         "after_20_steps": "after 20 steps"}  # fmt: skip
+NAMES = {
+    "no_gpu": "without a GPU",
+    "after_probes": "after probes",
+    "after_20_steps": "after 20 steps",
+}
 GIB = 2**30
 
 
@@ -64,20 +67,26 @@ def classes(results: Path) -> list[Class]:
     rows = DOCTOR.read(results).rows
     faults = [r for r in rows if isinstance(r, Fault)]
     faults = [r for r in faults if r.severity is None or r.severity >= MILD]
-    found = []
+    faults_seen = []
     for name in dict.fromkeys(r.fault for r in faults):
         own = [r for r in faults if r.fault == name]
-        found.append(Class(
-            name, tuple(sorted({r.expected for r in own})), Counter(map(_said, own)),
-            sum(r.right for r in own), sum(r.held_out for r in own), len({r.level for r in own}),
-        ))  # fmt: skip
-    found.sort(key=lambda c: (_place(c.expected[0]), c.fault))
+        faults_seen.append(
+            Class(
+                name,
+                tuple(sorted({r.expected for r in own})),
+                Counter(map(_said, own)),
+                sum(r.right for r in own),
+                sum(r.held_out for r in own),
+                len({r.level for r in own}),
+            )
+        )
+    faults_seen.sort(key=lambda c: (_place(c.expected[0]), c.fault))
     healthy = [r for r in rows if isinstance(r, Healthy)]
     if healthy:
         right = sum(r.abstained or r.verdict in QUIET for r in healthy)
         quiet = ("computation", ABSTAINED)
-        found.append(Class(HEALTHY, quiet, Counter(map(_said, healthy)), right, 0, 0))
-    return found
+        faults_seen.append(Class(HEALTHY, quiet, Counter(map(_said, healthy)), right, 0, 0))
+    return faults_seen
 
 
 def _said(row: Fault | Healthy) -> str:
@@ -91,30 +100,35 @@ def _place(verdict: str) -> tuple[int, str]:
     return (ORDER.index(verdict), "") if verdict in ORDER else (len(ORDER), verdict)
 
 
-def confusion(found: Sequence[Class]) -> str | None:
+def confusion(faults: Sequence[Class]) -> str | None:
     """Draw faults by verdicts: how often each verdict was given for each fault."""
-    if not found:
+    if not faults:
         return None
-    verdicts = {v for c in found for v in (*c.expected, *c.said)}
+    verdicts = {v for c in faults for v in (*c.expected, *c.said)}
     columns = sorted(verdicts, key=_place)
     width = LABELS + CELL * len(columns) + 84
-    height = HEADS + 34 * len(found) + 26
-    right, n = sum(c.right for c in found), sum(c.n for c in found)
+    height = HEADS + 34 * len(faults) + 26
+    right, n = sum(c.right for c in faults), sum(c.n for c in faults)
     label = f"What the doctor said of {n} runs, by what was planted; {right} verdicts were right"
     draw = Picture(width, height, label)
     for at, name in enumerate(columns):
         draw.text(LABELS + CELL * (at + 0.5) + 4, HEADS - 10, name, turn=-40, size=12)
     draw.text(16, HEADS - 10, "planted \\ said", colour="soft", size=12)
     draw.text(width - 16, HEADS - 10, "right", colour="soft", anchor="end", size=12)
-    for row, one in enumerate(found):
+    for row, one in enumerate(faults):
         top = HEADS + 34 * row
         draw.text(16, top + 21, one.fault.replace("_", " ") + ("*" if one.held_out else ""))
         draw.text(width - 16, top + 21, f"{one.right} of {one.n}", anchor="end", size=12)
         for at, name in enumerate(columns):
             _cell(draw, LABELS + CELL * at, top, one, name)
-    if any(c.held_out for c in found):
-        draw.text(16, height - 9, "* held out, wholly or in part: no threshold was set with it",
-                  colour="soft", size=12)  # fmt: skip
+    if any(c.held_out for c in faults):
+        draw.text(
+            16,
+            height - 9,
+            "* held out, wholly or in part: no threshold was set with it",
+            colour="soft",
+            size=12,
+        )
     return draw.svg()
 
 
@@ -123,8 +137,7 @@ def _cell(draw: Picture, left: float, top: float, one: Class, verdict: str) -> N
     times, right = one.said[verdict], verdict in one.expected
     colour = "c0" if right else "c7" if verdict == ABSTAINED else "c1"
     if times:
-        draw.box(left + 2, top + 2, CELL - 4, 30, fill=colour,
-                 opacity=0.15 + 0.45 * times / one.n)  # fmt: skip
+        draw.box(left + 2, top + 2, CELL - 4, 30, fill=colour, opacity=0.15 + 0.45 * times / one.n)
         draw.text(left + CELL / 2, top + 21, str(times), anchor="middle", bold=right)
     if right:
         draw.box(left + 2, top + 2, CELL - 4, 30, stroke="c0", line=1.6)
@@ -141,30 +154,48 @@ def natural_runs(runs: Sequence[Run]) -> str | None:
     if not shown:
         return None
     right = sum(run.right for run in shown)
-    draw = Picture(560, 500, f"Gains of the first remedy and of the best in {len(shown)} natural "
-                             f"runs; {right} verdicts were right")  # fmt: skip
-    draw.legend(60, 26, [
-        ("circle", "c0", f"right: {right}"), ("square", "c1", f"wrong: {len(shown) - right}"),
-        ("diamond", "soft", "no remedy, or healthy said"),
-    ])  # fmt: skip
+    draw = Picture(
+        560,
+        500,
+        f"Gains of the first remedy and of the best in {len(shown)} natural "
+        f"runs; {right} verdicts were right",
+    )
+    draw.legend(
+        60,
+        26,
+        [
+            ("circle", "c0", f"right: {right}"),
+            ("square", "c1", f"wrong: {len(shown) - right}"),
+            ("diamond", "soft", "no remedy, or healthy said"),
+        ],
+    )
     best = [1 + _best_of(run) for run in shown]
     first = [1 + _first_of(run) for run in shown]
     panel = Panel(
-        draw, around(best, "what the best change gained", _gain, log=True),
+        draw,
+        around(best, "what the best change gained", _gain, log=True),
         around([*first, *best], "what the first remedy gained", _gain, log=True),
-        60, 74, 470, 350,
-    )  # fmt: skip
+        60,
+        74,
+        470,
+        350,
+    )
     panel.draw()
     panel.diagonal()
-    draw.text(16, 488, f"Right is at least {100 * NEAR:.0f}% of the best gain; the dashed line is "
-              "all of it.", colour="soft", size=12)  # fmt: skip
+    draw.text(
+        16,
+        488,
+        f"Right is at least {100 * NEAR:.0f}% of the best gain; the dashed line is all of it.",
+        colour="soft",
+        size=12,
+    )
     for run, x, y in sorted(zip(shown, best, first, strict=True), key=lambda one: not one[0].right):
         silent = run.said.healthy or run.first is None
         colour = "c0" if run.right else "c1"
         shape: Shape = "diamond" if silent else "circle" if run.right else "square"
-        told = f"{run.said.id}, {run.said.hardware}: {run.why}; "
-        told += f"first {_gain(y)}, best {_gain(x)}"
-        draw.mark(*panel.at(x, y), shape, colour, told)
+        title = f"{run.said.id}, {run.said.hardware}: {run.why}; "
+        title += f"first {_gain(y)}, best {_gain(x)}"
+        draw.mark(*panel.at(x, y), shape, colour, title)
     return draw.svg()
 
 
@@ -184,28 +215,44 @@ def forecasts(rows: Sequence[Forecast]) -> str | None:
     """Draw the forecast gain of each remedy with its interval, against the measured gain."""
     if not rows:
         return None
-    held = [r.forecast.low <= r.measured <= r.forecast.high for r in rows]
-    said = [v for r in rows for v in (r.forecast.low, r.forecast.high)]
+    inside_of = [r.forecast.low <= r.measured <= r.forecast.high for r in rows]
+    forecast_ends = [v for r in rows for v in (r.forecast.low, r.forecast.high)]
     measured = [r.measured for r in rows]
-    draw = Picture(560, 470, f"Forecast and measured gains of {len(rows)} remedies; "
-                             f"{sum(held)} lie in their 80% interval")  # fmt: skip
-    draw.legend(60, 26, [
-        ("circle", "c0", f"inside its interval: {sum(held)}"),
-        ("square", "c1", f"outside: {len(rows) - sum(held)}"),
-    ])  # fmt: skip
+    draw = Picture(
+        560,
+        470,
+        f"Forecast and measured gains of {len(rows)} remedies; "
+        f"{sum(inside_of)} lie in their 80% interval",
+    )
+    draw.legend(
+        60,
+        26,
+        [
+            ("circle", "c0", f"inside its interval: {sum(inside_of)}"),
+            ("square", "c1", f"outside: {len(rows) - sum(inside_of)}"),
+        ],
+    )
     panel = Panel(
-        draw, around(measured, "measured gain", _percent),
-        around([*said, *measured], "forecast gain, with its 80% interval", _percent),
-        60, 74, 470, 330,
-    )  # fmt: skip
+        draw,
+        around(measured, "measured gain", _percent),
+        around([*forecast_ends, *measured], "forecast gain, with its 80% interval", _percent),
+        60,
+        74,
+        470,
+        330,
+    )
     panel.draw()
     panel.diagonal()
-    for row, inside in sorted(zip(rows, held, strict=True), key=lambda pair: not pair[1]):
+    for row, inside in sorted(zip(rows, inside_of, strict=True), key=lambda pair: not pair[1]):
         shape, colour = SERIES[0 if inside else 1]
         panel.whisker(row.measured, row.forecast.low, row.forecast.high, colour)
-        told = f"{row.remedy}, {row.workload}: {_percent(row.forecast.value)} forecast, "
-        draw.mark(*panel.at(row.measured, row.forecast.value), shape, colour,
-                  told + f"{_percent(row.measured)} measured")  # fmt: skip
+        title = f"{row.remedy}, {row.workload}: {_percent(row.forecast.value)} forecast, "
+        draw.mark(
+            *panel.at(row.measured, row.forecast.value),
+            shape,
+            colour,
+            title + f"{_percent(row.measured)} measured",
+        )
     return draw.svg()
 
 

@@ -58,11 +58,17 @@ MARKS = {
     "doctor_top1": Mark(
         "planted faults named",
         "Of runs with a planted fault, those whose first finding names it; abstaining is a miss.",
-        (0.95, 1), (0.99, 1), 180, FAULTS,
+        (0.95, 1),
+        (0.99, 1),
+        180,
+        FAULTS,
     ),
     "doctor_false_alarms": Mark(
-        "healthy runs blamed", "Of runs without a fault, those that a finding blames.",
-        (0, 0.02), (0, 0.005), 100,
+        "healthy runs blamed",
+        "Of runs without a fault, those that a finding blames.",
+        (0, 0.02),
+        (0, 0.005),
+        100,
     ),
     "doctor_first_remedy_near_best": Mark(
         "first remedy near the best",
@@ -71,169 +77,250 @@ MARKS = {
         "right, and so is a first remedy that loses no more than 1%. A first remedy that was "
         "refused is wrong, and so is saying healthy where a change gains more than 5%. A run of "
         "which fewer than two other changes were measured counts only where it is wrong.",
-        (0.85, 1), (0.95, 1), 40, NATURAL, ahead=True,
+        (0.85, 1),
+        (0.95, 1),
+        40,
+        NATURAL,
+        ahead=True,
     ),
     "doctor_healthy_wrong": Mark(
         "healthy said wrongly",
         "Of natural runs, those said to be healthy where some change gains more than 10%.",
-        (0, 0.02), (0, 0), 40, NATURAL, ahead=True,
+        (0, 0.02),
+        (0, 0),
+        40,
+        NATURAL,
+        ahead=True,
     ),
     "forecast_coverage": Mark(
         "gains in their interval",
         "Of remedies, those whose measured gain lies in the 80% interval that was forecast: of a "
         "run, whose step was measured, and until 40 of those were, of a plan too.",
-        (0.8, 0.9), None, 40, {"width": (0, 0.6)},
+        (0.8, 0.9),
+        None,
+        40,
+        {"width": (0, 0.6)},
     ),
     "forecast_median_error": Mark(
-        "error of a forecast gain", "Forecast less measured gain, as a share of it: the median.",
-        (0, 0.25), (0, 0.15), 40,
+        "error of a forecast gain",
+        "Forecast less measured gain, as a share of it: the median.",
+        (0, 0.25),
+        (0, 0.15),
+        40,
     ),
     "forecast_natural_coverage": Mark(
         "natural gains in their interval",
         "Of first remedies of natural runs that had a forecast and ran, those whose measured gain "
         "lies in the 80% interval. Beside it is the median error of the gain, as a share of it.",
-        (0.7, 0.9), (0.8, 0.9), 20, {"median_error": (0, 0.25)}, ahead=True,
+        (0.7, 0.9),
+        (0.8, 0.9),
+        20,
+        {"median_error": (0, 0.25)},
+        ahead=True,
     ),
     "overhead_always_on": Mark(
         "cost of watching",
         "What the signals that are always on add to a step: the mean over shapes; a shape's "
         "repeats are weighted by their intervals.",
-        (-ANY, 0.003), (-ANY, 0.001), needs={"high": (-ANY, 0.003)},
+        (-ANY, 0.003),
+        (-ANY, 0.001),
+        needs={"high": (-ANY, 0.003)},
     ),
     "overhead_with_bursts": Mark(
         "cost with profiler windows",
         "What watching adds to a step with a short trace now and then: the mean over shapes.",
-        (-ANY, 0.005), needs={"high": (-ANY, 0.005)},
+        (-ANY, 0.005),
+        needs={"high": (-ANY, 0.005)},
     ),
     "step_time_error_no_gpu": Mark(
         "step time without a GPU",
         "Predicted less measured seconds of a step, as a share: the mean, from datasheets.",
-        (0, 0.05), PUBLISHED, 40, ahead=True,
+        (0, 0.05),
+        PUBLISHED,
+        40,
+        ahead=True,
     ),
     "step_time_error_after_probes": Mark(
-        "step time after probes", "The same, with rates that probes measured there.",
-        (0, 0.025), PUBLISHED, 40, ahead=True,
+        "step time after probes",
+        "The same, with rates that probes measured there.",
+        (0, 0.025),
+        PUBLISHED,
+        40,
+        ahead=True,
     ),
     "step_time_error_after_20_steps": Mark(
-        "step time after 20 steps", "The same, once 20 steps of one plan were measured.",
-        (0, 0.015), PUBLISHED, 40, ahead=True,
+        "step time after 20 steps",
+        "The same, once 20 steps of one plan were measured.",
+        (0, 0.015),
+        PUBLISHED,
+        40,
+        ahead=True,
     ),
     "cpu_step_time_error": Mark(
         "step time on a CPU",
         "The same on processors, with rates that a probe measured there: the mean. Steps on a CPU "
         "are in none of the three numbers before.",
-        (0, 0.10), (0, 0.05), 30, {"memory_error": (0, 0.01)}, ahead=True,
+        (0, 0.10),
+        (0, 0.05),
+        30,
+        {"memory_error": (0, 0.01)},
+        ahead=True,
     ),
     "memory_allocated_error": Mark(
-        "memory allocated", "Predicted less measured peak, as a share: the median.",
-        (0, 0.01), needs=CONFIGURATIONS, ahead=True,
+        "memory allocated",
+        "Predicted less measured peak, as a share: the median.",
+        (0, 0.01),
+        needs=CONFIGURATIONS,
+        ahead=True,
     ),
     "memory_reserved_error": Mark(
-        "memory reserved", "The same for what the allocator takes from the device.",
-        (0, 0.03), needs=CONFIGURATIONS, ahead=True,
+        "memory reserved",
+        "The same for what the allocator takes from the device.",
+        (0, 0.03),
+        needs=CONFIGURATIONS,
+        ahead=True,
     ),
     "false_fits": Mark(
-        "said to fit, did not", "Predictions of fitting that ran out of memory.",
-        (0, 0), None, 200, RISKY, share=False, ahead=True,
+        "said to fit, did not",
+        "Predictions of fitting that ran out of memory.",
+        (0, 0),
+        None,
+        200,
+        RISKY,
+        share=False,
+        ahead=True,
     ),
     "pick_regret": Mark(
-        "pick behind the best", "How much slower the planner's choice is "
+        "pick behind the best",
+        "How much slower the planner's choice is "
         "than the fastest of the five to seven plans of its workload, which were all run.",
-        (0, 0.02), needs={"candidates": (40, ANY)},
+        (0, 0.02),
+        needs={"candidates": (40, ANY)},
     ),
     "kendall_tau": Mark(
-        "order of candidates", "Kendall's tau of predicted and measured order: 1 is the same.",
-        (0.9, 1), share=False,
+        "order of candidates",
+        "Kendall's tau of predicted and measured order: 1 is the same.",
+        (0.9, 1),
+        share=False,
     ),
     "tuner_ratio": Mark(
-        "tuned over the best row", "Where the tuner ends, over the "
+        "tuned over the best row",
+        "Where the tuner ends, over the "
         "fastest plan of the workload that has a row; a LoRA fine-tune and rows of 32,768 tokens "
         "have none, so there it is the shape's recipe.",
-        (0.97, ANY), (1.02, ANY), 4, {"workloads": (4, ANY)},
+        (0.97, ANY),
+        (1.02, ANY),
+        4,
+        {"workloads": (4, ANY)},
     ),
     "tuner_small_ratio": Mark(
         "least of a short tuning",
         "The smallest of the newest speeds over the best known plan's on a GPU: of `small` and "
         "`demo` after 3 minutes, 160m after 5 and 1b after 8. Rows of longer tunings do not count.",
-        (0.95, ANY), (1.0, ANY), 4,
+        (0.95, ANY),
+        (1.0, ANY),
+        4,
     ),
     "tuner_exact_rejected": Mark(
         "exact changes rejected for their loss",
         "Exact changes that went through the tuner's pair and judge, and were rejected for their "
         "loss or gradients.",
-        (0, 0), None, 60, {"workloads": (5, ANY)}, share=False,
+        (0, 0),
+        None,
+        60,
+        {"workloads": (5, ANY)},
+        share=False,
     ),
     "tuner_losers_kept": Mark(
         "losers that were kept",
         "Approximate changes that the judge kept, and that lose more than 0.01 nats beside the "
         "plan without them after 1,000 steps of both.",
-        (0, 0), None, 1, {"untrained": (0, 0)}, share=False,
+        (0, 0),
+        None,
+        1,
+        {"untrained": (0, 0)},
+        share=False,
     ),
-}  # fmt: skip
+}
 """name -> mark; the order is that of the table."""
 
 HEAD = ("what", "reached", "wanted (aim)", "n", "held out", "so far")
 
 
-def judge(name: str, found: Mapping[str, Any]) -> str:
+def judge(name: str, number: Mapping[str, Any]) -> str:
     """Return how far a number is from its mark.
 
     Args:
         name: one of MARKS.
-        found: what `compute` gives for it.
+        number: what `compute` gives for it.
 
     Returns:
         "not measured yet", "not met", "not met: ..." or "too few: ..." with what is missing,
         "met" or "aim met".
     """
-    mark, value = MARKS[name], found["value"]
+    mark, value = MARKS[name], number["value"]
     if value is None:
         return "not measured yet"
     if not _within(value, mark.must):
         return "not met"
     for need, (low, high) in mark.needs.items():
-        if found[need] is None:
+        if number[need] is None:
             return f"too few: {NONE[need]}"
-        if found[need] > high:
-            told, most = _shown(found[need], mark.share), _shown(high, mark.share)
-            return f"not met: {ABOVE[need].format(told=told, most=most)}"
-        if need == "severities" and found[need] < low:
-            return f"too few: {_at_few(found['severities_of'], int(low))}"
-        if found[need] < low:
-            return f"too few: {found[need]} of {low:g} wanted {BELOW[need]}"
-    if found["n"] < mark.fewest:
-        return f"too few: {found['n']} of {mark.fewest} wanted"
+        if number[need] > high:
+            shown, most = _shown(number[need], mark.share), _shown(high, mark.share)
+            return f"not met: {ABOVE[need].format(told=shown, most=most)}"
+        if need == "severities" and number[need] < low:
+            return f"too few: {_at_few(number['severities_of'], int(low))}"
+        if number[need] < low:
+            return f"too few: {number[need]} of {low:g} wanted {BELOW[need]}"
+    if number["n"] < mark.fewest:
+        return f"too few: {number['n']} of {mark.fewest} wanted"
     return "aim met" if mark.aim and _within(value, mark.aim) else "met"
 
 
-def table(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+def table(numbers: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """Return a row of text for each number, under HEAD. "Held out" is what set no threshold."""
     return [
-        [mark.what, reached(name, found[name]), wanted(mark), _count(mark, found[name]["n"]),
-         _held_out(mark, found[name]), judge(name, found[name]).partition(":")[0]]
+        [
+            mark.what,
+            reached(name, numbers[name]),
+            wanted(mark),
+            _count(mark, numbers[name]["n"]),
+            _held_out(mark, numbers[name]),
+            judge(name, numbers[name]).partition(":")[0],
+        ]
         for name, mark in MARKS.items()
-    ]  # fmt: skip
+    ]
 
 
-def notes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def notes(numbers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the notes below the table: a line for each number that was measured."""
     lines = []
     for name, mark in MARKS.items():
-        number = found[name]
+        number = numbers[name]
         _, _, why = judge(name, number).partition(": ")
-        told = [places(number), why]
-        told += [words.format(_shown(number[key], mark.share))
-                 for key, words in VALUES.items() if number.get(key) is not None]  # fmt: skip
-        told += [f"{number[key]} {words}" for key, words in BESIDE.items() if number.get(key)]
+        words_beside = [places(number), why]
+        words_beside += [
+            words.format(_shown(number[key], mark.share))
+            for key, words in VALUES.items()
+            if number.get(key) is not None
+        ]
+        words_beside += [
+            f"{number[key]} {words}" for key, words in BESIDE.items() if number.get(key)
+        ]
         if part := number.get("with_retracted"):
-            told.append(f"with them {_shown(part['value'], mark.share)} of {part['n']}")
-        parts = {of: (_shown(part["value"], mark.share), part.get("n"))
-                 for of, part in number.get("of", {}).items()}  # fmt: skip
-        told += [f"of a {of} {value} of {n}" for of, (value, n) in parts.items() if n is not None]
+            words_beside.append(f"with them {_shown(part['value'], mark.share)} of {part['n']}")
+        parts = {
+            of: (_shown(part["value"], mark.share), part.get("n"))
+            for of, part in number.get("of", {}).items()
+        }
+        words_beside += [
+            f"of a {of} {value} of {n}" for of, (value, n) in parts.items() if n is not None
+        ]
         newest = ", ".join(f"{of} {value}" for of, (value, n) in parts.items() if n is None)
-        told.append(newest and f"newest of each: {newest}")
-        if any(told):
-            lines.append(f"{mark.what}: {'; '.join(filter(None, told))}")
+        words_beside.append(newest and f"newest of each: {newest}")
+        if any(words_beside):
+            lines.append(f"{mark.what}: {'; '.join(filter(None, words_beside))}")
     return lines
 
 
@@ -252,13 +339,13 @@ def _at_few(severities: Mapping[str, int], wanted: int) -> str:
     for fault, n in severities.items():
         if n < wanted:
             few.setdefault(n, []).append(fault.replace("_", " "))
-    told = [
+    parts = [
         f"{_word(len(faults))} kind{'s' * (len(faults) > 1)} ({', '.join(faults)}) "
         f"{'were' if len(faults) > 1 else 'was'} run at {_word(n)} "
         f"severit{'ies' if n > 1 else 'y'} only"
         for n, faults in sorted(few.items())
     ]
-    return f"{', '.join(told)}, of {_word(wanted)} wanted"
+    return f"{', '.join(parts)}, of {_word(wanted)} wanted"
 
 
 def _word(n: int) -> str:
@@ -290,9 +377,12 @@ ABOVE = {
 NONE = {"memory_error": "its memory was not measured"}
 """key of a number that nothing is known of -> that, for a reader."""
 VALUES = {
-    "median_error": "median error of the gain {}", "memory_error": "median error of memory {}",
-    "p95": "19 of 20 within {}", "worst": "worst {}", "width": "median width {} of the gain",
-}  # fmt: skip
+    "median_error": "median error of the gain {}",
+    "memory_error": "median error of memory {}",
+    "p95": "19 of 20 within {}",
+    "worst": "worst {}",
+    "width": "median width {} of the gain",
+}
 """key of a number -> its value, for a reader."""
 BESIDE = {
     "readings": "pairs of readings",
@@ -342,8 +432,8 @@ def _held_out(mark: Mark, number: Mapping[str, Any]) -> str:
         return "-"
     if "held_out" not in number:
         return "all" if mark.ahead else ""
-    told = number["held_out"]
-    return f"{_shown(told['value'], mark.share)} of {told['n']}" if told["n"] else "none"
+    part = number["held_out"]
+    return f"{_shown(part['value'], mark.share)} of {part['n']}" if part["n"] else "none"
 
 
 def _within(value: float, bounds: Sequence[float]) -> bool:

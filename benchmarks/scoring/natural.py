@@ -32,10 +32,16 @@ FEWEST_OTHERS = 2
 """Changes beside the first remedy that must have run before the best of them means something."""
 
 Why = Literal[
-    "near the best", "healthy, and it is", "no loss where nothing gains", "healthy was said",
-    "no remedy was said", "the first remedy was refused", "the first remedy was not measured",
-    "the first remedy is a loss", "another gains more",
-]  # fmt: skip
+    "near the best",
+    "healthy, and it is",
+    "no loss where nothing gains",
+    "healthy was said",
+    "no remedy was said",
+    "the first remedy was refused",
+    "the first remedy was not measured",
+    "the first remedy is a loss",
+    "another gains more",
+]
 """Why a run counts as right (the first three) or wrong, for a reader."""
 RIGHT: tuple[Why, ...] = ("near the best", "healthy, and it is", "no loss where nothing gains")
 
@@ -62,14 +68,14 @@ class Run:
     @property
     def measured(self) -> list[Change]:
         """Return the changes that ran, the one that gains most first."""
-        found = [Change(tuple(m.change), m.gain) for m in self.came.measured if m.gain is not None]
-        return sorted(found, key=lambda change: -change.gain.value)
+        ran = [Change(tuple(m.change), m.gain) for m in self.came.measured if m.gain is not None]
+        return sorted(ran, key=lambda change: -change.gain.value)
 
     @property
     def best(self) -> Change | None:
         """Return the change that gains most; None where none gains."""
-        found = self.measured
-        return found[0] if found and found[0].gain.value > 0 else None
+        ran = self.measured
+        return ran[0] if ran and ran[0].gain.value > 0 else None
 
     @property
     def first(self) -> Spread | None:
@@ -160,40 +166,45 @@ def natural(results: Path) -> Runs:
     Raises:
         ConfigError: a row is wrong, or a run has a second one that stands.
     """
-    told, came = NATURAL_SAID.read(results), NATURAL.read(results)
-    said = {row.key: row for row in told.rows}
-    for standing in (told, came):
+    answers, came = NATURAL_SAID.read(results), NATURAL.read(results)
+    answered = {row.key: row for row in answers.rows}
+    for standing in (answers, came):
         for key, times in Counter(row.key for row in standing.rows).items():
             if times > 1:
                 keys = [row.key for row in standing.rows]
-                again = len(keys) - 1 - keys[::-1].index(key)
-                raise broken(standing.places[again], f"a second row of {' on '.join(key)!r}")
-    runs, late = list[Run](), list[NaturalOutcome]()
+                earlier = len(keys) - 1 - keys[::-1].index(key)
+                raise broken(standing.places[earlier], f"a second row of {' on '.join(key)!r}")
+    runs, too_late = list[Run](), list[NaturalOutcome]()
     for row in came.rows:
-        before = said.get(row.key)
+        before = answered.get(row.key)
         if before is not None and _ahead(before, row):
             runs.append(Run(before, row))
         else:
-            late.append(row)
+            too_late.append(row)
     measured = {row.key for row in came.rows}
     return Runs(
-        [run for run in runs if run.counts], [run for run in runs if not run.counts], late,
-        [row for row in told.rows if row.key not in measured], _retracted(results), came.refused,
-    )  # fmt: skip
+        [run for run in runs if run.counts],
+        [run for run in runs if not run.counts],
+        too_late,
+        [row for row in answers.rows if row.key not in measured],
+        _retracted(results),
+        came.refused,
+    )
 
 
-def _ahead(said: NaturalSaid, came: NaturalOutcome) -> bool:
+def _ahead(answer: NaturalSaid, came: NaturalOutcome) -> bool:
     """Return whether a row was written by the day of an outcome and belongs to it."""
-    same = came.said in (None, said.commit)
-    first = said.first.change if said.first else None
-    return same and said.date <= came.date and first == (came.first_change or None)
+    same = came.said in (None, answer.commit)
+    first = answer.first.change if answer.first else None
+    return same and answer.date <= came.date and first == (came.first_change or None)
 
 
 def _retracted(results: Path) -> list[Run]:
     """Return the retracted outcomes, each with an earlier row that it was measured for."""
-    said = [row for row, _ in NATURAL_SAID.history(results)]
+    answered = [row for row, _ in NATURAL_SAID.history(results)]
     gone: Sequence[NaturalOutcome] = [r for r, why in NATURAL.history(results) if why is not None]
     pairs = [
-        (next((s for s in said if s.key == row.key and _ahead(s, row)), None), row) for row in gone
+        (next((s for s in answered if s.key == row.key and _ahead(s, row)), None), row)
+        for row in gone
     ]
     return [Run(before, row) for before, row in pairs if before is not None]

@@ -7,7 +7,6 @@ natural run only when natural_said.jsonl does. Abstaining is not being right. Wh
 null with n 0.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,10 +20,19 @@ from headrace.core.statistics import (
     kendall_tau,
     median_absolute_error,
     regret,
-    wilson,
 )
 from scoring.marks import MARKS
 from scoring.natural import Run, natural
+from scoring.number import (
+    Number,
+    as_errors,
+    as_interval,
+    as_mean,
+    as_number,
+    as_share,
+    beside_retracted,
+    pooled,
+)
 from scoring.pairs import Pairs, paired, retracted, said_ahead, taken
 from scoring.rows import (
     DOCTOR,
@@ -43,8 +51,6 @@ from scoring.rows import (
 )
 
 T = TypeVar("T", Fault, Healthy)
-Found = dict[str, Any]
-"""A number: {"value", "n"} and what else there is to say of it."""
 TIERS = ("no_gpu", "after_probes", "after_20_steps")
 QUIET = (None, "computation", "not measured")
 """Verdicts that blame nothing."""
@@ -58,15 +64,11 @@ LATE = 1.1
 """Times its minutes that a tuning may take: the last reading ends a little late."""
 LOSER_NATS, LOSER_STEPS = 0.01, 1000
 """An approximate change that was kept is a loser when it loses more nats after as many steps."""
-NORMAL_95 = 1.96
-"""Standard errors that half a 95% interval is."""
 NO_GAIN = 1e-9
 """A measured gain that errors are a share of, at least."""
-LEAST_ERROR = 1e-9
-"""A share of a step: the error of an interval without a width, where repeats are weighted."""
 
 
-def compute(results: Path) -> dict[str, Found]:
+def compute(results: Path) -> dict[str, Number]:
     """Return every number by its name, with its value and n; value None and n 0 without rows.
 
     Args:
@@ -91,34 +93,15 @@ def compute(results: Path) -> dict[str, Found]:
             "--results DIR, the folder results of a checkout",
         )
     parts = (_doctor, _natural, _forecasts, _overhead, _plans, _picks, _tuner, _trials)
-    found = {name: number for part in parts for name, number in part(results).items()}
-    return {name: found[name] for name in MARKS}
+    numbers = {name: number for part in parts for name, number in part(results).items()}
+    return {name: numbers[name] for name in MARKS}
 
 
-def _number(value: float, n: int, **more: Any) -> Found:
-    return {"value": value, "n": n, **more} if n else {"value": None, "n": 0, **more}
-
-
-def _share(hits: int, n: int, **more: Any) -> Found:
-    return _of_interval(wilson(hits, n), **more) if n else _number(0, 0, **more)
-
-
-def _of_interval(found: Interval, **more: Any) -> Found:
-    return _number(found.value, found.n, low=found.low, high=found.high, **more)
-
-
-def _with(gone: Sequence[float], standing: Sequence[float]) -> Found:
-    """Return how many rows were retracted, and the mean with them."""
-    every = [*standing, *gone]
-    told = {"with_retracted": _number(fmean(every), len(every))} if gone else {}
-    return {"retracted": len(gone), **told}
-
-
-def _doctor(results: Path) -> dict[str, Found]:
+def _doctor(results: Path) -> dict[str, Number]:
     """Return the share of planted faults that were named, and of healthy runs that were blamed."""
-    told = DOCTOR.read(results)
-    every = [row for row in told.rows if isinstance(row, Fault)]
-    healthy = [row for row in told.rows if isinstance(row, Healthy)]
+    topic = DOCTOR.read(results)
+    every = [row for row in topic.rows if isinstance(row, Fault)]
+    healthy = [row for row in topic.rows if isinstance(row, Healthy)]
     faults = [row for row in every if row.severity is None or row.severity >= MILD]
     gone = taken(DOCTOR, results)  # whatever their severity: it was wrong in many
     held_out = [row for row in faults if row.held_out]
@@ -127,30 +110,34 @@ def _doctor(results: Path) -> dict[str, Found]:
         severities.setdefault(row.fault, set()).add(row.level)
     tuned_on = [row for row in faults if not row.held_out]
     return {
-        "doctor_top1": _share(
-            sum(row.right for row in faults), len(faults),
+        "doctor_top1": as_share(
+            sum(row.right for row in faults),
+            len(faults),
             abstained=sum(row.abstained for row in faults),
             faults=len(severities),
             severities=min(map(len, severities.values()), default=0),
             workloads=len({row.workload for row in faults}),
-            held_out=_share(sum(row.right for row in held_out), len(held_out)),
+            held_out=as_share(sum(row.right for row in held_out), len(held_out)),
             held_out_faults=len({r.fault for r in held_out} - {r.fault for r in tuned_on}),
             held_out_workloads=len({r.workload for r in held_out} - {r.workload for r in tuned_on}),
             mild=len(every) - len(faults),
-            refused=told.refused,
+            refused=topic.refused,
             severities_of={fault: len(levels) for fault, levels in severities.items()},
             by_hardware=_by_hardware(faults, _right),
-            **_with([row.right for row in gone if isinstance(row, Fault)],
-                    [row.right for row in faults]),
+            **beside_retracted(
+                [row.right for row in gone if isinstance(row, Fault)], [row.right for row in faults]
+            ),
         ),
-        "doctor_false_alarms": _share(
-            sum(map(_alarm, healthy)), len(healthy),
+        "doctor_false_alarms": as_share(
+            sum(map(_alarm, healthy)),
+            len(healthy),
             abstained=sum(row.abstained for row in healthy),
             by_hardware=_by_hardware(healthy, _alarm),
-            **_with([_alarm(row) for row in gone if isinstance(row, Healthy)],
-                    [*map(_alarm, healthy)]),
+            **beside_retracted(
+                [_alarm(row) for row in gone if isinstance(row, Healthy)], [*map(_alarm, healthy)]
+            ),
         ),
-    }  # fmt: skip
+    }
 
 
 def _right(row: Fault) -> bool:
@@ -161,39 +148,50 @@ def _alarm(row: Healthy) -> bool:
     return not row.abstained and row.verdict not in QUIET
 
 
-def _by_hardware(rows: Sequence[T], hit: Callable[[T], bool]) -> dict[str, Found]:
+def _by_hardware(rows: Sequence[T], hit: Callable[[T], bool]) -> dict[str, Number]:
     """Return the share of each device, most rows first; rows without a device are left out."""
-    found: dict[str, list[bool]] = {}
+    hits_of: dict[str, list[bool]] = {}
     for row in rows:
         if row.hardware is not None:
-            found.setdefault(row.hardware, []).append(hit(row))
-    ordered = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
-    return {name: _share(sum(hits), len(hits)) for name, hits in ordered}
+            hits_of.setdefault(row.hardware, []).append(hit(row))
+    ordered = sorted(hits_of.items(), key=lambda item: (-len(item[1]), item[0]))
+    return {name: as_share(sum(hits), len(hits)) for name, hits in ordered}
 
 
-def _natural(results: Path) -> dict[str, Found]:
+def _natural(results: Path) -> dict[str, Number]:
     """Score natural runs: first remedies near the best, wrong "healthy", forecasts inside."""
-    told = natural(results)
-    runs = told.scored
-    beside = {"open": len(told.open), "late": len(told.late), "refused": told.refused,
-              "thin": len(told.thin)}  # fmt: skip
+    scored = natural(results)
+    runs = scored.scored
+    beside = {
+        "open": len(scored.open),
+        "late": len(scored.late),
+        "refused": scored.refused,
+        "thin": len(scored.thin),
+    }
     shares = {}
     for name, hit in (("first_remedy_near_best", _near), ("healthy_wrong", _wronged)):
-        shares[f"doctor_{name}"] = _share(
-            sum(map(hit, runs)), len(runs),
+        shares[f"doctor_{name}"] = as_share(
+            sum(map(hit, runs)),
+            len(runs),
             workloads=len({run.said.workload for run in runs}),
             kinds=len({(run.said.precision, run.said.compiled) for run in runs}),
             devices=len({_kind(run.said.hardware) for run in runs}),
             healthy_said=sum(run.said.healthy for run in runs),
             unfinished=sum(bool(run.came.left) for run in runs),
-            by_hardware=_parts(runs, lambda own, h=hit: _share(sum(map(h, own)), len(own))),
-            **beside, **_with([hit(run) for run in told.retracted], [*map(hit, runs)]),
-        )  # fmt: skip
-    forecast = [run for run in [*runs, *told.thin] if run.forecast]
-    return {**shares, "forecast_natural_coverage": {
-        **_held(forecast), "by_hardware": _parts(forecast, _held),
-        "late": len(told.late), "retracted": sum(bool(run.forecast) for run in told.retracted),
-    }}  # fmt: skip
+            by_hardware=_parts(runs, lambda own, h=hit: as_share(sum(map(h, own)), len(own))),
+            **beside,
+            **beside_retracted([hit(run) for run in scored.retracted], [*map(hit, runs)]),
+        )
+    forecast = [run for run in [*runs, *scored.thin] if run.forecast]
+    return {
+        **shares,
+        "forecast_natural_coverage": {
+            **_held(forecast),
+            "by_hardware": _parts(forecast, _held),
+            "late": len(scored.late),
+            "retracted": sum(bool(run.forecast) for run in scored.retracted),
+        },
+    }
 
 
 def _near(run: Run) -> bool:
@@ -209,7 +207,7 @@ def _kind(hardware: str) -> str:
     return "CPU" if on_cpu(hardware) else hardware
 
 
-def _parts(runs: Sequence[Run], number: Callable[[list[Run]], Found]) -> dict[str, Found]:
+def _parts(runs: Sequence[Run], number: Callable[[list[Run]], Number]) -> dict[str, Number]:
     """Return a number for the runs of each device alone, most runs first."""
     own: dict[str, list[Run]] = {}
     for run in runs:
@@ -218,17 +216,22 @@ def _parts(runs: Sequence[Run], number: Callable[[list[Run]], Found]) -> dict[st
     return {name: number(those) for name, those in ordered}
 
 
-def _held(runs: Sequence[Run]) -> Found:
+def _held(runs: Sequence[Run]) -> Number:
     """Return the share of first remedies whose gain lies in its interval, and the median error."""
     pairs = [run.forecast for run in runs if run.forecast]
     if not pairs:
-        return _number(0, 0)
-    within = sum(said.low <= gain.value <= said.high for said, gain in pairs)
-    off = [abs(said.value - gain.value) / max(abs(gain.value), NO_GAIN) for said, gain in pairs]
-    return _share(within, len(pairs), median_error=median(off))
+        return as_number(0, 0)
+    within = sum(
+        gain_forecast.low <= gain.value <= gain_forecast.high for gain_forecast, gain in pairs
+    )
+    off = [
+        abs(gain_forecast.value - gain.value) / max(abs(gain.value), NO_GAIN)
+        for gain_forecast, gain in pairs
+    ]
+    return as_share(within, len(pairs), median_error=median(off))
 
 
-def _forecasts(results: Path) -> dict[str, Found]:
+def _forecasts(results: Path) -> dict[str, Number]:
     """Return the share of gains in their 80% intervals, the width of these, and the error.
 
     The doctor is asked about runs, so those of runs count alone once there are `RUNS` of them;
@@ -236,73 +239,54 @@ def _forecasts(results: Path) -> dict[str, Found]:
     """
     every, others = said_ahead(results)
     if not every:
-        none = _number(0, 0, **others)
+        none = as_number(0, 0, **others)
         return {"forecast_coverage": none, "forecast_median_error": none}
     parts = {of: [row for row in every if row.of == of] for of in ("run", "plan")}
     rows = parts["run"] if len(parts["run"]) >= RUNS else every
     off = median_absolute_error([r.forecast.value for r in rows], [r.measured for r in rows])
     return {
         "forecast_coverage": {
-            **_covered(rows), **others,
+            **_covered(rows),
+            **others,
             "of": {of: _covered(part) for of, part in parts.items() if part}
             | {"run or a plan": _covered(every)},
         },
-        "forecast_median_error": _number(off, len(rows), **others),
-    }  # fmt: skip
+        "forecast_median_error": as_number(off, len(rows), **others),
+    }
 
 
-def _covered(rows: Sequence[Forecast]) -> Found:
+def _covered(rows: Sequence[Forecast]) -> Number:
     """Return the share of forecasts whose interval contains the gain, and the median width."""
-    said, measured = [row.forecast for row in rows], [row.measured for row in rows]
-    within = coverage([Interval(f.low, f.value, f.high, 1) for f in said], measured)
-    width = median((f.high - f.low) / abs(m) for f, m in zip(said, measured, strict=True))
-    return _of_interval(within, width=width)
+    gain_forecasts, measured = [row.forecast for row in rows], [row.measured for row in rows]
+    within = coverage([Interval(f.low, f.value, f.high, 1) for f in gain_forecasts], measured)
+    width = median((f.high - f.low) / abs(m) for f, m in zip(gain_forecasts, measured, strict=True))
+    return as_interval(within, width=width)
 
 
-def _overhead(results: Path) -> dict[str, Found]:
+def _overhead(results: Path) -> dict[str, Number]:
     """Return the mean overhead over shapes, between the outer ends of their intervals.
 
     Rows of one shape on one device, with bursts as far apart, are repeats, and count as one.
     """
-    told = OVERHEAD.read(results)
-    found = {}
+    topic = OVERHEAD.read(results)
+    numbers = {}
     for kind in ("always_on", "with_bursts"):
-        rows = [row for row in told.rows if row.measurement == kind]
+        rows = [row for row in topic.rows if row.measurement == kind]
         repeats: dict[tuple[Any, ...], list[Spread]] = {}
         for row in rows:
             same = (row.shape, row.hardware, row.every_steps)
             repeats.setdefault(same, []).append(row.metrics.overhead)
-        found[f"overhead_{kind}"] = _mean(
-            [_pooled(spreads) for spreads in repeats.values()], max, len(repeats),
-            readings=sum(row.n for row in rows), refused=told.refused,
-        )  # fmt: skip
-    return found
+        numbers[f"overhead_{kind}"] = as_mean(
+            [pooled(spreads) for spreads in repeats.values()],
+            max,
+            len(repeats),
+            readings=sum(row.n for row in rows),
+            refused=topic.refused,
+        )
+    return numbers
 
 
-def _pooled(told: list[Spread]) -> Spread:
-    """Return the inverse-variance mean of repeats; half an interval is a row's error.
-
-    Repeats that contradict each other make it wider, by Birge's ratio (Phys. Rev. 40, 207, 1932).
-    """
-    if len(told) == 1:
-        return told[0]
-    errors = [max((spread.high - spread.low) / 2, LEAST_ERROR) for spread in told]
-    weights = [error**-2 for error in errors]
-    value = sum(w * spread.value for w, spread in zip(weights, told, strict=True)) / sum(weights)
-    off = [(spread.value - value) / e for e, spread in zip(errors, told, strict=True)]
-    birge = NORMAL_95 * (sum(o * o for o in off) / (len(told) - 1)) ** 0.5
-    half = max(1.0, birge) * sum(weights) ** -0.5
-    return Spread(low=value - half, value=value, high=value + half)
-
-
-def _mean(told: list[Spread], worst: Callable[[list[float]], float], n: int, **more: Any) -> Found:
-    if not told:
-        return _number(0, 0, **more)
-    values, low, high = [m.value for m in told], min(m.low for m in told), max(m.high for m in told)
-    return _number(fmean(values), n, low=low, high=high, worst=worst(values), **more)
-
-
-def _plans(results: Path) -> dict[str, Found]:
+def _plans(results: Path) -> dict[str, Number]:
     """Step time by tier, memory over all tiers, and plans that were said to fit and did not.
 
     Steps on a CPU have a number of their own, after a probe.
@@ -310,21 +294,25 @@ def _plans(results: Path) -> dict[str, Found]:
     every, refused = paired(results)
     every_gone = Pairs([(p, o) for p, o, _ in retracted(results)])
     pairs, gone = every.on(cpu=False), every_gone.on(cpu=False)
-    found = {"cpu_step_time_error": _on_cpu(every.on(cpu=True), every_gone.on(cpu=True))}
+    numbers = {"cpu_step_time_error": _on_cpu(every.on(cpu=True), every_gone.on(cpu=True))}
     for name in TIERS:
         tier = pairs.tier(name)
-        found[f"step_time_error_{name}"] = _errors(
-            tier.errors("step_s"), fmean, open=len(tier.open), late=len(tier.late),
-            refused=refused, **_with(gone.tier(name).errors("step_s"), tier.errors("step_s")),
-        )  # fmt: skip
+        numbers[f"step_time_error_{name}"] = as_errors(
+            tier.errors("step_s"),
+            fmean,
+            open=len(tier.open),
+            late=len(tier.late),
+            refused=refused,
+            **beside_retracted(gone.tier(name).errors("step_s"), tier.errors("step_s")),
+        )
     for what in ("allocated", "reserved"):
         plans = {plan for plan, *_ in pairs.both(f"{what}_bytes")}
         errors = pairs.errors(f"{what}_bytes")
-        found[f"memory_{what}_error"] = _errors(errors, median, configurations=len(plans))
-    return {**found, "false_fits": _false_fits(pairs)}
+        numbers[f"memory_{what}_error"] = as_errors(errors, median, configurations=len(plans))
+    return {**numbers, "false_fits": _false_fits(pairs)}
 
 
-def _on_cpu(pairs: Pairs, gone: Pairs) -> Found:
+def _on_cpu(pairs: Pairs, gone: Pairs) -> Number:
     """Return the error of steps on a CPU after a probe, and of their memory."""
     tier, name = pairs.tier("after_probes"), "step_s"
     by: dict[str, list[float]] = {}
@@ -332,33 +320,30 @@ def _on_cpu(pairs: Pairs, gone: Pairs) -> Found:
         errors = Pairs([(prediction, outcome)]).errors(name)
         by.setdefault(str(outcome.hardware), []).extend(errors)
     memory = tier.errors("allocated_bytes")
-    return _errors(
-        tier.errors(name), fmean, open=len(tier.open), late=len(tier.late),
-        memory_error=median(memory) if memory else None, memory_n=len(memory),
-        by_hardware={where: _errors(errors, fmean) for where, errors in by.items() if errors},
-        **_with(gone.tier("after_probes").errors(name), tier.errors(name)),
-    )  # fmt: skip
+    return as_errors(
+        tier.errors(name),
+        fmean,
+        open=len(tier.open),
+        late=len(tier.late),
+        memory_error=median(memory) if memory else None,
+        memory_n=len(memory),
+        by_hardware={where: as_errors(errors, fmean) for where, errors in by.items() if errors},
+        **beside_retracted(gone.tier("after_probes").errors(name), tier.errors(name)),
+    )
 
 
-def _errors(errors: list[float], middle: Callable[[list[float]], float], **more: Any) -> Found:
-    if not errors:
-        return _number(0, 0, **more)
-    p95 = sorted(errors)[math.ceil(0.95 * len(errors)) - 1]
-    return _number(middle(errors), len(errors), p95=p95, worst=max(errors), **more)
-
-
-def _false_fits(pairs: Pairs) -> Found:
+def _false_fits(pairs: Pairs) -> Number:
     """Count plans that were predicted to fit and did not, of all with such a prediction.
 
     The risky ones must be run; one that was not run counts in n, as long as any was run.
     """
-    said = [(p, o) for p, o in pairs.scored if p.fits is not None]
+    predicted = [(p, o) for p, o in pairs.scored if p.fits is not None]
     waiting = sum(p.fits is not None for p in pairs.open)
-    ran = [(p, o) for p, o in said if o.fits is not None]
-    risky = [(p, o) for p, o in said if o.risky]
-    return _number(
+    ran = [(p, o) for p, o in predicted if o.fits is not None]
+    risky = [(p, o) for p, o in predicted if o.risky]
+    return as_number(
         sum(bool(p.fits) and not o.fits for p, o in ran),
-        len(said) + waiting if ran else 0,
+        len(predicted) + waiting if ran else 0,
         run=len(ran),
         risky_run=sum(o.fits is not None for _, o in risky),
         risky_not_run=sum(o.fits is None for _, o in risky),
@@ -366,21 +351,28 @@ def _false_fits(pairs: Pairs) -> Found:
     )
 
 
-def _picks(results: Path) -> dict[str, Found]:
+def _picks(results: Path) -> dict[str, Number]:
     """Return the mean regret of choices, and how right the order of candidates is.
 
     A planner that gives all candidates one time has put them in no order: its tau is 0.
     """
-    told = PICKS.read(results)
-    times, gone = _times(told.rows), _times(taken(PICKS, results))
+    topic = PICKS.read(results)
+    times, gone = _times(topic.rows), _times(taken(PICKS, results))
     lost = [regret(predicted, measured) for predicted, measured in times]
     taus = [kendall_tau(p, m) if min(p) < max(p) else 0.0 for p, m in times if min(m) < max(m)]
     compared = sum(len(predicted) for predicted, _ in times)
     return {
-        "pick_regret": _errors(lost, fmean, candidates=compared, refused=told.refused,
-                               **_with([regret(p, m) for p, m in gone], lost)),
-        "kendall_tau": _number(fmean(taus), len(taus), worst=min(taus)) if taus else _number(0, 0),
-    }  # fmt: skip
+        "pick_regret": as_errors(
+            lost,
+            fmean,
+            candidates=compared,
+            refused=topic.refused,
+            **beside_retracted([regret(p, m) for p, m in gone], lost),
+        ),
+        "kendall_tau": as_number(fmean(taus), len(taus), worst=min(taus))
+        if taus
+        else as_number(0, 0),
+    }
 
 
 def _times(rows: Sequence[Pick]) -> list[tuple[list[float], list[float]]]:
@@ -391,37 +383,58 @@ def _times(rows: Sequence[Pick]) -> list[tuple[list[float], list[float]]]:
     ]
 
 
-def _tuner(results: Path) -> dict[str, Found]:
+def _tuner(results: Path) -> dict[str, Number]:
     """Return the mean speed of a tuned plan over that of the best row of its workload.
 
     All rows count, later tries at a workload beside earlier ones; the newest is told beside them.
     """
-    told = TUNER.read(results)
-    newest = {row.workload: row for row in told.rows}
-    ratios = [row.metrics.ratio_to_best for row in told.rows]
+    topic = TUNER.read(results)
+    newest = {row.workload: row for row in topic.rows}
+    ratios = [row.metrics.ratio_to_best for row in topic.rows]
     gone = [row.metrics.ratio_to_best.value for row in taken(TUNER, results)]
-    number = _mean(
-        ratios, min, len(ratios), workloads=len(newest), refused=told.refused,
-        of={name: {"value": row.metrics.ratio_to_best.value, "date": row.date,
-                   "commit": row.commit, "minutes": row.minutes} for name, row in newest.items()},
-        **_with(gone, [ratio.value for ratio in ratios]),
-    )  # fmt: skip
-    return {"tuner_ratio": number, "tuner_small_ratio": _small(told.rows)}
+    number = as_mean(
+        ratios,
+        min,
+        len(ratios),
+        workloads=len(newest),
+        refused=topic.refused,
+        of={
+            name: {
+                "value": row.metrics.ratio_to_best.value,
+                "date": row.date,
+                "commit": row.commit,
+                "minutes": row.minutes,
+            }
+            for name, row in newest.items()
+        },
+        **beside_retracted(gone, [ratio.value for ratio in ratios]),
+    )
+    return {"tuner_ratio": number, "tuner_small_ratio": _small(topic.rows)}
 
 
-def _small(rows: Sequence[Tuned]) -> Found:
+def _small(rows: Sequence[Tuned]) -> Number:
     """Return the smallest of the newest ratios on a GPU within a workload's minutes."""
     newest = {row.workload: row for row in rows if not on_cpu(row.hardware) and _short(row)}
     if not newest:
-        return _number(0, 0)
+        return as_number(0, 0)
     least = min((row.metrics.ratio_to_best for row in newest.values()), key=lambda r: r.value)
     by = Counter(str(row.hardware) for row in newest.values() if row.hardware)
-    return _number(
-        least.value, len(newest), low=least.low, high=least.high,
-        of={name: {"value": row.metrics.ratio_to_best.value, "date": row.date,
-                   "commit": row.commit, "minutes": row.minutes} for name, row in newest.items()},
+    return as_number(
+        least.value,
+        len(newest),
+        low=least.low,
+        high=least.high,
+        of={
+            name: {
+                "value": row.metrics.ratio_to_best.value,
+                "date": row.date,
+                "commit": row.commit,
+                "minutes": row.minutes,
+            }
+            for name, row in newest.items()
+        },
         by_hardware={name: {"n": n} for name, n in by.items()},
-    )  # fmt: skip
+    )
 
 
 def _short(row: Tuned) -> bool:
@@ -431,35 +444,41 @@ def _short(row: Tuned) -> bool:
     return asked and (tuning is None or tuning.value <= LATE * 60 * budget)
 
 
-def _trials(results: Path) -> dict[str, Found]:
+def _trials(results: Path) -> dict[str, Number]:
     """Count exact changes rejected for their loss, and approximate losers that were accepted.
 
     Every exact trial that came to a verdict counts, and every training of a change that was kept;
     one that was kept and not trained for long enough is told, for it may be a loser.
     """
-    told = TRIALS.read(results)
-    judged = [row for row in told.rows if row.verdict != "cut"]
+    topic = TRIALS.read(results)
+    judged = [row for row in topic.rows if row.verdict != "cut"]
     exact = [row for row in judged if row.equality == "exact"]
     kept = [row for row in judged if row.equality == "approximate" and row.verdict == "kept"]
     trained = [row for row in kept if row.nats is not None and row.steps >= LOSER_STEPS]
     waiting = {row.key for row in kept} - {row.key for row in trained}
     return {
-        "tuner_exact_rejected": _counted(exact, lambda row: row.for_loss, refused=told.refused,
-                                         retracted=len(taken(TRIALS, results))),
+        "tuner_exact_rejected": _counted(
+            exact,
+            lambda row: row.for_loss,
+            refused=topic.refused,
+            retracted=len(taken(TRIALS, results)),
+        ),
         "tuner_losers_kept": {
             **_counted(trained, lambda row: (row.nats or 0.0) > LOSER_NATS),
             "untrained": len(waiting),
         },
-    }  # fmt: skip
+    }
 
 
-def _counted(rows: Sequence[Trial], hit: Callable[[Trial], bool], **more: Any) -> Found:
+def _counted(rows: Sequence[Trial], hit: Callable[[Trial], bool], **more: Any) -> Number:
     """Return how many trials were hits, over how many workloads, and how many on each device."""
     by: dict[str, list[Trial]] = {}
     for row in rows:
         by.setdefault(row.hardware, []).append(row)
-    return _number(
-        sum(map(hit, rows)), len(rows), workloads=len({row.workload for row in rows}),
-        by_hardware={name: _number(sum(map(hit, own)), len(own)) for name, own in by.items()},
+    return as_number(
+        sum(map(hit, rows)),
+        len(rows),
+        workloads=len({row.workload for row in rows}),
+        by_hardware={name: as_number(sum(map(hit, own)), len(own)) for name, own in by.items()},
         **more,
-    )  # fmt: skip
+    )

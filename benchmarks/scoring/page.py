@@ -7,17 +7,13 @@ to be not measured yet. The same rows give the same files.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import write_whole
 from scoring.drawings import (
-    ABSTAINED,
-    HEALTHY,
-    NAMES,
     Class,
     classes,
     confusion,
@@ -28,20 +24,23 @@ from scoring.drawings import (
     step_times_cpu,
 )
 from scoring.marks import MARKS, notes, table
-from scoring.natural import Change, Run, Runs, natural
-from scoring.numbers import LOSER_NATS, LOSER_STEPS, TIERS, compute
+from scoring.natural import natural
+from scoring.numbers import compute
 from scoring.pairs import Pairs, paired, retracted, said_ahead
 from scoring.rows import (
     PICKS,
     TRIALS,
     TUNER,
-    Outcome,
-    Pick,
-    Prediction,
-    Spread,
-    Trial,
-    Tuned,
     standing,
+)
+from scoring.tables import (
+    choice_table,
+    device_table,
+    list_table,
+    markdown,
+    run_table,
+    trial_table,
+    verdict_table,
 )
 
 PICTURES = ("confusion", "natural", "forecasts", "step_time", "step_time_cpu", "memory")
@@ -104,26 +103,27 @@ def render(results: Path) -> dict[str, str]:
     Raises:
         ConfigError: no such folder, or a row that is wrong, by file and line.
     """
-    found = compute(results)
+    numbers = compute(results)
     pairs, _ = paired(results)
-    said, runs, (gains, _) = classes(results), natural(results), said_ahead(results)
+    faults, runs, (gains, _) = classes(results), natural(results), said_ahead(results)
     drawn = {
-        "confusion": confusion(said), "natural": natural_runs([*runs.scored, *runs.thin]),
-        "forecasts": forecasts(gains), "step_time": step_times(pairs),
-        "step_time_cpu": step_times_cpu(pairs), "memory": memory(pairs),
-    }  # fmt: skip
+        "confusion": confusion(faults),
+        "natural": natural_runs([*runs.scored, *runs.thin]),
+        "forecasts": forecasts(gains),
+        "step_time": step_times(pairs),
+        "step_time_cpu": step_times_cpu(pairs),
+        "memory": memory(pairs),
+    }
     parts = [
         OPENING,
-        markdown(
-            ("number", "reached", "wanted (aim)", "n", "held out", "so far"), table(found)
-        ),
-        "".join(f"- {line}\n" for line in notes(found)),
-        *_of_doctor(results, drawn, said, _by_device(found) + _runs(runs)),
+        markdown(("number", "reached", "wanted (aim)", "n", "held out", "so far"), table(numbers)),
+        "".join(f"- {line}\n" for line in notes(numbers)),
+        *_of_doctor(results, drawn, faults, device_table(numbers) + run_table(runs)),
         *_of_planner(results, drawn, pairs),
         *_of_tuner(results),
         "## How each is counted\n",
         "\n".join(f"- {mark.what} (`{name}`): {mark.says}" for name, mark in MARKS.items()),
-    ]  # fmt: skip
+    ]
     files = {f"pictures/{name}.svg": text for name, text in drawn.items() if text}
     return {"page": "\n".join(filter(None, parts)) + "\n", **files}
 
@@ -132,59 +132,110 @@ Drawn = Mapping[str, str | None]
 """Name of a picture -> the picture; None where there is nothing to draw."""
 
 
-def _of_doctor(results: Path, drawn: Drawn, said: Sequence[Class], runs: str) -> list[str]:
+def _of_doctor(results: Path, drawn: Drawn, fault_classes: Sequence[Class], runs: str) -> list[str]:
     """Render the verdicts on planted faults and on natural runs, and the forecasts."""
     return [
-        _section("The doctor's verdicts on planted faults", drawn["confusion"], "confusion",
-                 _verdicts(said),
-                 "Of each planted fault, and of runs without one, what the first finding was. A "
-                 "frame is around what is right.", _source(results, "doctor")),
-        _section("The doctor's verdicts on natural runs", drawn["natural"], "natural", runs,
-                 "Of each run without a planted fault, the remedy that was named first and what it "
-                 "gained, beside the change that gained most of all that were measured there; the "
-                 "gain is the step's time before over after, less 1, with its 95% interval. The "
-                 "wrong ones stand first.", _source(results, "natural_said", "natural")),
-        _section("Forecasts of gains", drawn["forecasts"], "forecasts", "",
-                 "A remedy's gain is the step's time before over after, less 1. On the dashed line "
-                 "a forecast is what was measured; four of five intervals should meet it."
-                 + _together(results, "forecasts"),
-                 _source(results, "forecasts")),
-    ]  # fmt: skip
+        _section(
+            "The doctor's verdicts on planted faults",
+            drawn["confusion"],
+            "confusion",
+            verdict_table(fault_classes),
+            "Of each planted fault, and of runs without one, what the first finding was. A "
+            "frame is around what is right.",
+            _source(results, "doctor"),
+        ),
+        _section(
+            "The doctor's verdicts on natural runs",
+            drawn["natural"],
+            "natural",
+            runs,
+            "Of each run without a planted fault, the remedy that was named first and what it "
+            "gained, beside the change that gained most of all that were measured there; the "
+            "gain is the step's time before over after, less 1, with its 95% interval. The "
+            "wrong ones stand first.",
+            _source(results, "natural_said", "natural"),
+        ),
+        _section(
+            "Forecasts of gains",
+            drawn["forecasts"],
+            "forecasts",
+            "",
+            "A remedy's gain is the step's time before over after, less 1. On the dashed line "
+            "a forecast is what was measured; four of five intervals should meet it."
+            + _together(results, "forecasts"),
+            _source(results, "forecasts"),
+        ),
+    ]
 
 
 def _of_planner(results: Path, drawn: Drawn, pairs: Pairs) -> list[str]:
     """Render predicted steps and peaks beside measured ones."""
     source = _source(results, "plans")
     return [
-        _section("Step time", drawn["step_time"], "step_time", "",
-                 "Seconds of a steady step, predicted before they were measured."
-                 + _together(results, "plans"), source),
-        _section("Step time on a CPU", drawn["step_time_cpu"], "step_time_cpu", "",
-                 "The same on processors, with the rates that a probe measured there.",
-                 f"Rows: those of processors in `results/plans.jsonl`, written by `{ON_CPU}`."),
-        _section("The planner, list by list", None, "", _lists(pairs, retracted(results)),
-                 "Each list was written down before any of it was run, and the later ones for a "
-                 "planner that the outcomes of the earlier ones changed. The numbers of step time "
-                 "above pool what stands of all lists. Here is each list alone: the mean error of "
-                 "the step time, the worst, and of how many predictions; also that of retracted "
-                 "ones, which is in no number above.", source),
-        _section("Memory", drawn["memory"], "memory", "",
-                 "The peak of a step, as torch counts it and as the device does.", source),
-    ]  # fmt: skip
+        _section(
+            "Step time",
+            drawn["step_time"],
+            "step_time",
+            "",
+            "Seconds of a steady step, predicted before they were measured."
+            + _together(results, "plans"),
+            source,
+        ),
+        _section(
+            "Step time on a CPU",
+            drawn["step_time_cpu"],
+            "step_time_cpu",
+            "",
+            "The same on processors, with the rates that a probe measured there.",
+            f"Rows: those of processors in `results/plans.jsonl`, written by `{ON_CPU}`.",
+        ),
+        _section(
+            "The planner, list by list",
+            None,
+            "",
+            list_table(pairs, retracted(results)),
+            "Each list was written down before any of it was run, and the later ones for a "
+            "planner that the outcomes of the earlier ones changed. The numbers of step time "
+            "above pool what stands of all lists. Here is each list alone: the mean error of "
+            "the step time, the worst, and of how many predictions; also that of retracted "
+            "ones, which is in no number above.",
+            source,
+        ),
+        _section(
+            "Memory",
+            drawn["memory"],
+            "memory",
+            "",
+            "The peak of a step, as torch counts it and as the device does.",
+            source,
+        ),
+    ]
 
 
 def _of_tuner(results: Path) -> list[str]:
     """Render the choices, and what the judge of pairs accepted and rejected."""
     picks, tuned = PICKS.read(results).rows, TUNER.read(results).rows
     return [
-        _section("Choices", None, "", _choices(picks, tuned),
-                 "What the planner chose, by what it knew, beside the fastest of all candidates; "
-                 "where the tuner ended beside the best row.", _source(results, "picks", "tuner")),
-        _section("The tuner's judge", None, "", _judged(TRIALS.read(results).rows),
-                 "Each change went through the pair and the judge of `headrace tune`. An exact one "
-                 "must not be rejected for its loss, and an approximate one that was kept is "
-                 "trained beside the plan without it.", _source(results, "tuner_trials")),
-    ]  # fmt: skip
+        _section(
+            "Choices",
+            None,
+            "",
+            choice_table(picks, tuned),
+            "What the planner chose, by what it knew, beside the fastest of all candidates; "
+            "where the tuner ended beside the best row.",
+            _source(results, "picks", "tuner"),
+        ),
+        _section(
+            "The tuner's judge",
+            None,
+            "",
+            trial_table(TRIALS.read(results).rows),
+            "Each change went through the pair and the judge of `headrace tune`. An exact one "
+            "must not be rejected for its loss, and an approximate one that was kept is "
+            "trained beside the plan without it.",
+            _source(results, "tuner_trials"),
+        ),
+    ]
 
 
 def write(results: Path, page: Path) -> list[Path]:
@@ -222,15 +273,6 @@ def _pictures(page: Path) -> set[Path]:
     return {page.parent / "pictures" / f"{name}.svg" for name in PICTURES}
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Render a table; what would end a cell is escaped."""
-
-    def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-
-    return "\n".join([line(head), "|---" * len(head) + "|", *map(line, rows)]) + "\n"
-
-
 def _section(title: str, picture: str | None, name: str, rows: str, says: str, source: str) -> str:
     """Render a titled part: its picture and rows, or that there are none."""
     if not picture and not rows:
@@ -241,7 +283,7 @@ def _section(title: str, picture: str | None, name: str, rows: str, says: str, s
 
 def _source(results: Path, *topics: str) -> str:
     """Return where the rows are, how many, where they were measured, and what writes them."""
-    told = []
+    sources = []
     for topic in topics:
         rows = _rows(results, topic)
         about = f"`results/{topic}.jsonl`, written by `{PROGRAMS[topic]}`"
@@ -251,8 +293,8 @@ def _source(results: Path, *topics: str) -> str:
             about += (
                 f" ({len(rows)} row{'s' * (len(rows) > 1)}{newest}; {_measured_on(results, topic)})"
             )
-        told.append(about)
-    return f"Rows: {'; '.join(told)}."
+        sources.append(about)
+    return f"Rows: {'; '.join(sources)}."
 
 
 def _together(results: Path, topic: str) -> str:
@@ -280,162 +322,7 @@ def _measured_on(results: Path, topic: str) -> str:
     n = Counter(str(row.get("hardware", "hardware not told")) for row in rows)
     if not n:
         return "no outcomes"
-    told = [f"{count} on {name}" for name, count in n.most_common()]
-    return f"{what}{next(iter(n))}" if len(n) == 1 else f"{what and 'outcomes: '}{'; '.join(told)}"
-
-
-def _verdicts(said: Sequence[Class]) -> str:
-    """Render the confusion matrix in words, for those who cannot see it."""
-    if not said:
-        return ""
-    rows = []
-    for one in said:
-        wrong = [
-            f"{verdict} {times}"
-            for verdict, times in sorted(one.said.items(), key=lambda item: (-item[1], item[0]))
-            if verdict not in one.expected
-        ]
-        healthy = one.fault == HEALTHY
-        rows.append((
-            one.fault.replace("_", " "),
-            f"none, or {ABSTAINED}" if healthy else " or ".join(one.expected),
-            f"{one.right} of {one.n}", "" if healthy else str(one.severities),
-            "" if healthy else str(one.held_out), ", ".join(wrong),
-        ))  # fmt: skip
-    return markdown(("planted", "right verdict", "right", "severities", "held out", "said else"),
-                    rows)  # fmt: skip
-
-
-def _by_device(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Render the numbers of natural runs on each device alone."""
-    near, wrong = (found[f"doctor_{n}"] for n in ("first_remedy_near_best", "healthy_wrong"))
-    held = found["forecast_natural_coverage"]["by_hardware"]
-    rows = []
-    for name, one in near["by_hardware"].items():
-        said = held.get(name)
-        rows.append((
-            name, str(one["n"]), f"{100 * one['value']:.3g}%",
-            f"{100 * wrong['by_hardware'][name]['value']:.3g}%",
-            f"{100 * said['value']:.3g}% of {said['n']}" if said else "-",
-            f"{100 * said['median_error']:.3g}%" if said else "-",
-        ))  # fmt: skip
-    head = ("on", "runs", "first remedy near the best", "healthy said wrongly",
-            "gains in their interval", "median error of a forecast gain")  # fmt: skip
-    return f"{markdown(head, rows)}\n" if rows else ""
-
-
-def _runs(runs: Runs) -> str:
-    """Render every natural run, the wrong ones first, and how many count in no number."""
-    every = [*runs.scored, *runs.thin]
-    if not every:
-        return ""
-    rows = [
-        (
-            run.said.id, run.said.hardware, run.said.verdict or ABSTAINED, _first(run),
-            "-" if run.first is None else _gain(run.first), _best(run.best),
-            _gain(run.best.gain) if run.best else "-",
-            "; ".join(_came(run)),
-        )
-        for run in sorted(every, key=lambda run: (run.right, run.said.hardware, run.said.id))
-    ]  # fmt: skip
-    wrong = sum(not run.right for run in every)
-    head = ("run", "on", "verdict", "first remedy", "gained", "best", "gained", "so it was")
-    told = f"The doctor was wrong first in {wrong} of {len(every)}.\n"
-    return "\n".join([told, markdown(head, rows)])
-
-
-def _came(run: Run) -> Iterator[str]:
-    """Yield why a run was right or wrong, and what was not measured of it."""
-    yield run.why
-    if not run.counts:
-        yield "too few others"
-    if left := len(run.came.left):
-        yield f"{left} change{'s were' if left > 1 else ' was'} left"
-
-
-def _first(run: Run) -> str:
-    """Render the remedy that was named first, or that the run was called healthy."""
-    words = f"`{' '.join(run.said.first.change)}`" if run.said.first else "none"
-    return f"healthy; {words}" if run.said.healthy else words
-
-
-def _best(change: Change | None) -> str:
-    return f"`{' '.join(change.words)}`" if change else "none"
-
-
-def _gain(gain: Spread) -> str:
-    value, low, high = (f"{100 * v:+.3g}%" for v in (gain.value, gain.low, gain.high))
-    return f"{value} ({low} to {high})"
-
-
-def _judged(trials: Sequence[Trial]) -> str:
-    """Render the trials of each workload, then each exact one that was rejected and each loser."""
-    if not trials:
-        return ""
-    rows, told = [], list[str]()
-    for name, where in dict.fromkeys((t.workload, t.hardware) for t in trials):
-        own = [t for t in trials if (t.workload, t.hardware) == (name, where)]
-        judged = [t for t in own if t.verdict != "cut"]
-        exact = [t for t in judged if t.equality == "exact"]
-        rejected = [t for t in exact if t.for_loss]
-        kept = [t for t in judged if t.equality == "approximate" and t.verdict == "kept"]
-        trained = [t for t in kept if t.nats is not None and t.steps >= LOSER_STEPS]
-        losers = [t for t in trained if (t.nats or 0.0) > LOSER_NATS]
-        shown = sorted({t.nats for t in trained if t.nats is not None})
-        span = f"{shown[0]:+.3g} to {shown[-1]:+.3g}" if shown else "-"
-        rows.append((
-            name, where, str(len(exact)), str(len(rejected)), str(len({t.key for t in kept})),
-            str(len(trained)), str(len(losers)), span,
-        ))  # fmt: skip
-        told += [f"- {name}: `{' '.join(t.change)}` is exact, and was rejected for its loss\n"
-                 for t in rejected]  # fmt: skip
-        told += [f"- {name}: `{' '.join(t.change)}` was kept, and loses {t.nats:+.3g} nats\n"
-                 for t in losers]  # fmt: skip
-    head = ("workload", "on", "exact trials", "rejected for loss", "approximate kept", "trained",
-            "lose over 0.01 nats", "nats after training")  # fmt: skip
-    return "\n".join(filter(None, [markdown(head, rows), "".join(told)]))
-
-
-def _lists(pairs: Pairs, taken: Sequence[tuple[Prediction, Outcome, str]]) -> str:
-    """Render each held-out list by what the planner knew, then why predictions were retracted."""
-    said = [*((p, o, "") for p, o in pairs.scored), *taken]
-    said = [(p, o, why) for p, o, why in said if p.step_s and o.step_s]
-    rows, reasons = [], Counter[tuple[str, str, str]]()
-    for name in sorted({o.held_out_list for _, o, _ in said}):
-        own = [(p, o, why) for p, o, why in said if o.held_out_list == name]
-        cells = [name, str(len({o.id for _, o, _ in own}))]
-        for tier in TIERS:
-            stand = Pairs([(p, o) for p, o, why in own if not why]).tier(tier).errors("step_s")
-            gone = Pairs([(p, o) for p, o, why in own if why]).tier(tier).errors("step_s")
-            told = [_error(stand)] if stand else []
-            told += [f"retracted: {_error(gone)}"] if gone else []
-            cells.append("; ".join(told) or "-")
-        rows.append(cells)
-        reasons.update((name, NAMES[p.tier], why) for p, _, why in own if why)
-    if not rows:
-        return ""
-    below = [
-        f"- {name}, {tier}: {n} retracted: {why}\n" for (name, tier, why), n in reasons.items()
-    ]
-    head = ("list", "timed configurations", *(NAMES[tier] for tier in TIERS))
-    return "\n".join(filter(None, [markdown(head, rows), "".join(below)]))
-
-
-def _error(errors: Sequence[float]) -> str:
-    return f"{100 * fmean(errors):.3g}%, worst {100 * max(errors):.3g}%, of {len(errors)}"
-
-
-def _choices(picks: Sequence[Pick], tuned: Sequence[Tuned]) -> str:
-    rows = []
-    for pick in picks:
-        fastest = min(pick.candidates, key=lambda c: c.measured_s)
-        chosen = min(pick.candidates, key=lambda c: (c.predicted_s, -c.measured_s))
-        lost = chosen.measured_s / fastest.measured_s - 1
-        best = f"{fastest.id} of {len(pick.candidates)}"
-        what = ", ".join(["pick", pick.workload, *([NAMES[pick.tier]] if pick.tier else [])])
-        rows.append((what, f"{chosen.id}", best, f"{100 * lost:.3g}% slower"))
-    for one in tuned:
-        ratio = one.metrics.ratio_to_best
-        told = f"{100 * ratio.value:.4g}% ({100 * ratio.low:.4g}% to {100 * ratio.high:.4g}%)"
-        rows.append((f"tuner, {one.workload}", "", "", f"{told} of its speed"))
-    return markdown(("what", "chosen", "fastest", "beside the fastest"), rows) if rows else ""
+    devices = [f"{count} on {name}" for name, count in n.most_common()]
+    return (
+        f"{what}{next(iter(n))}" if len(n) == 1 else f"{what and 'outcomes: '}{'; '.join(devices)}"
+    )

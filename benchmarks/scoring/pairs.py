@@ -35,18 +35,19 @@ def said_ahead(results: Path) -> tuple[list[Forecast], dict[str, int]]:
 
     Late are also those of which forecasts_said.jsonl holds no row that is the same and stands.
     """
-    told = FORECASTS.read(results)
+    topic = FORECASTS.read(results)
     days: dict[tuple[Any, ...], str] = {}
     for row in FORECASTS_SAID.read(results).rows:
         days.setdefault(row.same(row.commit), row.date)
     rows = [
-        row for row in told.rows
+        row
+        for row in topic.rows
         if (day := days.get(row.same(row.said))) is not None and day <= row.date
-    ]  # fmt: skip
+    ]
     return rows, {
-        "late": len(told.rows) - len(rows),
+        "late": len(topic.rows) - len(rows),
         "retracted": len(taken(FORECASTS, results)),
-        "refused": told.refused,
+        "refused": topic.refused,
     }
 
 
@@ -76,8 +77,8 @@ class Pairs:
 
     def both(self, what: str) -> list[tuple[Id, float, float]]:
         """Plan, predicted and measured wherever both sides give a number for `what`."""
-        told = [(p.id, getattr(p, what), getattr(o, what)) for p, o in self.scored]
-        return [(plan, p, m) for plan, p, m in told if p is not None and m is not None]
+        values = [(p.id, getattr(p, what), getattr(o, what)) for p, o in self.scored]
+        return [(plan, p, m) for plan, p, m in values if p is not None and m is not None]
 
     def errors(self, what: str) -> list[float]:
         """Return relative errors of `what`."""
@@ -91,11 +92,11 @@ def paired(results: Path) -> tuple[Pairs, int]:
     Raises:
         ConfigError: a row is wrong, or a second one of the same plan.
     """
-    told = PLANS.read(results)
+    topic = PLANS.read(results)
     outcomes: dict[Id, Outcome] = {}
     before: dict[tuple[Id, str], Prediction] = {}
     pairs = Pairs()
-    for where, row in zip(told.places, told.rows, strict=True):
+    for where, row in zip(topic.places, topic.rows, strict=True):
         if isinstance(row, Outcome):
             if row.id in outcomes:
                 raise broken(where, f"a second outcome of {row.id!r}")
@@ -112,7 +113,7 @@ def paired(results: Path) -> tuple[Pairs, int]:
             pairs.open.append(prediction)
         else:
             pairs.scored.append((prediction, outcome))
-    return pairs, told.refused
+    return pairs, topic.refused
 
 
 def retracted(results: Path) -> list[tuple[Prediction, Outcome, str]]:

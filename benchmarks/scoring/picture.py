@@ -36,9 +36,17 @@ class Picture:
         self._used: set[tuple[str, str]] = {("fill", "card"), ("fill", "ink")}
 
     def text(
-        self, x: float, y: float, words: str, *, colour: str = "ink", anchor: str = "start",
-        size: float = 13, turn: float = 0, bold: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        colour: str = "ink",
+        anchor: str = "start",
+        size: float = 13,
+        turn: float = 0,
+        bold: bool = False,
+    ) -> None:
         """Draw words that begin, or have their middle or end, at (x, y); `angle` in degrees."""
         more = f' font-size="{_at(size)}"' if size != 13 else ""
         more += f' text-anchor="{anchor}"' if anchor != "start" else ""
@@ -48,9 +56,17 @@ class Picture:
         self._add(f"<text {place}{self._class(fill=colour)}{more}>{escape(words)}</text>")
 
     def box(
-        self, x: float, y: float, width: float, height: float, *, fill: str = "", stroke: str = "",
-        opacity: float = 1, line: float = 1,
-    ) -> None:  # fmt: skip
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        *,
+        fill: str = "",
+        stroke: str = "",
+        opacity: float = 1,
+        line: float = 1,
+    ) -> None:
         """Draw a rectangle."""
         more = f' fill-opacity="{opacity:.2f}"' if opacity != 1 else ""
         more += f' stroke-width="{_at(line)}"' if stroke else ""
@@ -60,9 +76,17 @@ class Picture:
         self._add(f'<rect x="{_at(x)}" y="{_at(y)}" {size} rx="3"{colours}{more}/>')
 
     def line(
-        self, x1: float, y1: float, x2: float, y2: float, *, colour: str, width: float = 1,
-        dash: str = "", opacity: float = 1,
-    ) -> None:  # fmt: skip
+        self,
+        x1: float,
+        y1: float,
+        x2: float,
+        y2: float,
+        *,
+        colour: str,
+        width: float = 1,
+        dash: str = "",
+        opacity: float = 1,
+    ) -> None:
         """Draw a straight line; `dash` as in SVG."""
         more = f' stroke-dasharray="{dash}"' if dash else ""
         more += f' stroke-opacity="{opacity:.2f}"' if opacity != 1 else ""
@@ -73,7 +97,7 @@ class Picture:
     def mark(self, x: float, y: float, shape: Shape, colour: str, title: str = "") -> None:
         """Draw a point."""
         how = f'{self._class(fill=colour)} fill-opacity="0.85"'
-        told = f"><title>{escape(title)}</title></" if title else "/"
+        end = f"><title>{escape(title)}</title></" if title else "/"
         if shape == "circle":
             form, place = "circle", f'cx="{_at(x)}" cy="{_at(y)}" r="4"'
         elif shape == "square":
@@ -82,7 +106,7 @@ class Picture:
             ends = ((x, y - 5.2), (x + 5.2, y), (x, y + 5.2), (x - 5.2, y))
             form = "polygon"
             place = f'points="{" ".join(f"{_at(a)},{_at(b)}" for a, b in ends)}"'
-        self._add(f"<{form} {place}{how}{told}{form if title else ''}>")
+        self._add(f"<{form} {place}{how}{end}{form if title else ''}>")
 
     def legend(self, x: float, y: float, entries: Sequence[tuple[Shape, str, str]]) -> None:
         """Draw marks with their meanings in a row: (shape, colour, words)."""
@@ -175,13 +199,13 @@ def _ticks(low: float, high: float) -> list[float]:
 
 def _log_ticks(low: float, high: float) -> list[float]:
     decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
-    found: list[float] = []
+    ticks: list[float] = []
     for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
         inside = [k * 10.0**d for d in decades for k in steps if low <= k * 10.0**d <= high]
-        if len(inside) > TICKS and len(found) > 1:
+        if len(inside) > TICKS and len(ticks) > 1:
             break
-        found = inside
-    return found or [low, high]
+        ticks = inside
+    return ticks or [low, high]
 
 
 @dataclass(frozen=True)
@@ -213,10 +237,12 @@ class Panel:
         for value in self.y.ticks():
             _, y = self.at(self.x.low, value)
             draw.line(self.left, y, right, y, colour="grid")
-            draw.text(self.left - 7, y + 4, self.y.tick(value), colour="soft", anchor="end",
-                      size=12)  # fmt: skip
-        draw.text(self.left + self.width / 2, bottom + 38, self.x.label, colour="soft",
-                  anchor="middle")  # fmt: skip
+            draw.text(
+                self.left - 7, y + 4, self.y.tick(value), colour="soft", anchor="end", size=12
+            )
+        draw.text(
+            self.left + self.width / 2, bottom + 38, self.x.label, colour="soft", anchor="middle"
+        )
         draw.text(self.left, self.top - 10, self.y.label, colour="soft")
 
     def level(self, y: float) -> None:

@@ -99,9 +99,7 @@ class Gain(Row):
 
     def same(self, commit: str | None) -> tuple[Any, ...]:
         """Return the facts that the row of a forecast and the row of its outcome share."""
-        return (
-            self.of, self.workload, self.remedy, self.forecast, self.baseline_sha256, commit
-        )  # fmt: skip
+        return (self.of, self.workload, self.remedy, self.forecast, self.baseline_sha256, commit)
 
 
 class SaidGain(Gain):
@@ -345,10 +343,10 @@ class Topic(Generic[T]):
             ConfigError: a row is wrong, by file and line.
         """
         file = results / f"{self.name}.jsonl"
-        found = list(standing(file)) if file.is_file() else []
-        told = [(where, row) for where, row in found if "refused" not in row]
-        rows = [self._check(where, row) for where, row in told]
-        return Standing(rows, [where for where, _ in told], len(found) - len(told))
+        stand = list(standing(file)) if file.is_file() else []
+        measured = [(where, row) for where, row in stand if "refused" not in row]
+        rows = [self._check(where, row) for where, row in measured]
+        return Standing(rows, [where for where, _ in measured], len(stand) - len(measured))
 
     def history(self, results: Path) -> Iterator[tuple[T, str | None]]:
         """Yield each row in the file's order, with why it was retracted; None where it stands.

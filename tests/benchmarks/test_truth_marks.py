@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 from scoring import HEAD, MARKS, compute, judge, notes, table
-from scoring.numbers import _errors
+from scoring.number import as_errors
 from truth_rows import Row, all_topics, fault, write
 
 
@@ -86,6 +86,6 @@ def test_the_table_says_what_must_be_beside_what_is(tmp_path: Path) -> None:
 
 
 def test_nineteen_of_twenty_errors_are_within_what_is_told() -> None:
-    found = _errors([n / 100 for n in range(20, 0, -1)], median)
+    found = as_errors([n / 100 for n in range(20, 0, -1)], median)
     assert (found["p95"], found["worst"], found["value"]) == (0.19, 0.2, pytest.approx(0.105))
-    assert _errors([0.5], median)["p95"] == 0.5
+    assert as_errors([0.5], median)["p95"] == 0.5
