@@ -11,7 +11,7 @@ import pytest
 import torch
 from house import Variant, toy
 
-from headrace.assemble.sockets import Build
+from headrace.assemble.sockets import Build, RunNotes
 from headrace.core.errors import RunError
 from headrace.plan.technique import Stage
 from headrace.train.guard import First, compare, guard
@@ -244,7 +244,7 @@ def test_what_is_no_number_and_what_is_there_alone_is_apart(found: First, says: 
     technique = SimpleNamespace(equality="exact", band=0.0, claims=("parts.head",), composes=())
     build: Any = SimpleNamespace(
         plan=SimpleNamespace(techniques={"one": technique}),
-        notes={},
+        run_notes=RunNotes(),
         optimizers={},
         tell=print,
         context=SimpleNamespace(precision="fp32"),

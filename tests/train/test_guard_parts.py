@@ -9,6 +9,7 @@ import pytest
 import torch
 from pieces import left
 
+from headrace.assemble.sockets import RunNotes
 from headrace.core.errors import RunError
 from headrace.parallel.world import World
 from headrace.train import guard
@@ -25,7 +26,7 @@ def run(precision: str, *techniques: Any, told: list[str] | None = None) -> Any:
     """A build of which the guard reads no more than this."""
     named = {f"t{i}": technique for i, technique in enumerate(techniques)}
     return left(
-        plan=left(techniques=named), notes={}, optimizers={}, world=left(any=bool),
+        plan=left(techniques=named), run_notes=RunNotes(), optimizers={}, world=left(any=bool),
         context=left(precision=precision), tell=(told if told is not None else []).append,
     )  # fmt: skip
 
