@@ -115,7 +115,7 @@ def _when_predicted(technique: Technique[Any]) -> tuple[int, bool, int, str]:
 def make_build(
     plan: Plan, prepared: Prepared, world: World, device: torch.device,
     *, until: Stage = Stage.STEP, tell: Callable[[str], None] | None = None,
-    given: Mapping[str, Tensor] | None = None,
+    given: Mapping[str, Tensor] | None = None, checked: Context | None = None,
 ) -> Build:  # fmt: skip
     """Fill every socket, stage by stage, and make the model, optimizers and loader.
 
@@ -127,13 +127,15 @@ def make_build(
         until: the last stage; a model alone ends at MATERIALIZE.
         tell: takes a line that is worth reading, now and while the run goes.
         given: values of parameters by name, copied in the place of drawing or reading them.
+        checked: what `check_supported` returned for this plan on this device; of another plan, or
+            without it, techniques are asked here.
 
     Raises:
         UnsupportedError, ConfigError: see `check_supported` and each stage.
     """
-    context = make_context(plan, device)
     techniques = sorted(plan.techniques.values(), key=lambda t: (t.stage, t.name()))
-    check_supported(techniques, context)
+    same = checked is not None and checked.plan == plan
+    context = checked if same else check_supported(techniques, make_context(plan, device))
     build = _trunk(plan, prepared, world, device, context, techniques)
     build.tell, build.given = tell or build.tell, given or {}
     for stage in Stage:

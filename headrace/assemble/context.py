@@ -111,8 +111,10 @@ def _has_compiler() -> bool:
     return any(shutil.which(c) for c in ("c++", "g++", "clang++", "cl"))
 
 
-def check_supported(techniques: list[Technique[Any]], context: Context) -> None:
-    """Ask every technique whether it can run here.
+def check_supported(techniques: list[Technique[Any]], context: Context) -> Context:
+    """Ask every technique whether it can run here, and return where that is.
+
+    Whoever goes on with the same plan hands the context on, so that none is asked twice.
 
     Raises:
         UnsupportedError: the first that cannot, with its reason and remedy; or the GPU multiplies
@@ -148,3 +150,4 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> None:
             f"{one} and {two} both take the place of the trunk's AdamW",
             mend(f"-{one}") | mend(f"-{two}"),
         )
+    return context

@@ -29,7 +29,7 @@ from headrace.parallel.layout import local_of
 from headrace.parallel.world import World, open_world
 from headrace.plan.doubts import check_meant, doubts_of
 from headrace.plan.plan import Plan
-from headrace.plan.technique import Catalogue, installed
+from headrace.plan.technique import Catalogue, Context, installed
 from headrace.train.checkpoint import Saved, steps_in
 from headrace.train.evaluate import count_targets, doubts
 from headrace.train.guard import guard
@@ -86,12 +86,12 @@ def run(
         world = stack.enter_context(open_world(plan.mesh, device))
         stack.enter_context(telling_of_lost_ranks())
         device = _own_device(device, world)
-        _check_plan(plan, device, progress, given=first, begins=not resume)
+        checked = _check_plan(plan, device, progress, given=first, begins=not resume)
         prepared = prepare_together(plan, world, progress, run_before)
         start.mark("prepare")
         plan, timed = choose_attention(plan, catalogue, prepared, world, device, progress)
         start.mark("choose")
-        build = make_build(plan, prepared, world, device, tell=progress.note)
+        build = make_build(plan, prepared, world, device, tell=progress.note, checked=checked)
         start.mark("build")
         build.run_notes = _first_notes(build, first, progress, timed, start)
         for flags in build.runtime:
@@ -230,10 +230,11 @@ def _look_at_validation(build: Build, progress: Progress) -> int:
 
 def _check_plan(
     plan: Plan, device: torch.device, progress: Progress, *, given: str, begins: bool
-) -> None:
+) -> Context:
     """Refuse what cannot run, and to begin what means nothing; tell what may not be meant.
 
-    `make_build` asks again, of the plan as it is then; a refusal shall not wait for the data.
+    A refusal shall not wait for the data. `make_build` takes what is returned, and asks again only
+    where the plan has become another.
 
     Args:
         plan: the run.
@@ -242,7 +243,7 @@ def _check_plan(
         given: the folder of weights that the run first began from.
         begins: whether it begins here, or goes on.
     """
-    check_supported(list(plan.techniques.values()), make_context(plan, device))
+    context = check_supported(list(plan.techniques.values()), make_context(plan, device))
     check_weights(plan)
     model = plan.model.model_copy(update={"pretrained": given})
     told = doubts_of(plan.model_copy(update={"model": model}))
@@ -250,6 +251,7 @@ def _check_plan(
         check_meant(told)
     for doubt in told:
         progress.note(f"note: {doubt.line}")
+    return context
 
 
 def _with_keys(plan: Plan) -> Plan:
