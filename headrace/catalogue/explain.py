@@ -1,7 +1,6 @@
 """`headrace explain`: a technique's card, or a plan's sockets in order and what they will cost."""
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def explain_technique(technique: type[Technique[Any]]) -> tuple[dict[str, Any], 
         "owns": list(technique.claims),
         "composes": list(technique.composes),
         "equality": technique.equality,
-        **asdict(technique.card),
+        **technique.card.whole(),
         "knobs": knobs,
     }
     lines = [f"{technique.name()} ({technique.room})", "", value["what"], ""]

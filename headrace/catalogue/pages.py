@@ -57,8 +57,8 @@ def _techniques(catalogue: Catalogue) -> str:
         "|---|---|---|---|---|",
     ]
     for name, technique in catalogue.techniques.items():
-        link = f"[`{name}`]({technique.room}/{name}.md)"
-        row = (link, technique.room, technique.line(), technique.card.buys, technique.card.costs)
+        link, card = f"[`{name}`]({technique.room}/{name}.md)", technique.card
+        row = (link, technique.room, technique.line(), card.shown("buys"), card.shown("costs"))
         lines.append(_row(row))
     return _page(lines)
 
@@ -68,11 +68,7 @@ def _card(technique: type[Technique[Any]]) -> str:
     name, card = technique.name(), technique.card
     essay = inspect.getdoc(inspect.getmodule(technique)) or technique.line()
     facts = {
-        "buys": card.buys,
-        "costs": card.costs,
-        "helps": card.helps,
-        "hurts": card.hurts,
-        "source": card.source,
+        **card.whole(),
         "stage": technique.stage.name.lower(),
         "owns": _codes(technique.claims),
         "composes": _codes(technique.composes),

@@ -83,6 +83,7 @@ class Remedy:
         forecast_from: what the gain is from, and what its ends are: from the "ledger" they hold 80%
             of gains, from a "share" they are half and all of it.
         unknown: why there is no gain, or what it leaves out.
+        cost: of what it costs, the part to show in a line.
     """
 
     change: Words
@@ -94,10 +95,11 @@ class Remedy:
     equality: str
     forecast_from: Source
     unknown: str = ""
+    cost: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "cost"}
 
     @property
     def words(self) -> str:
@@ -209,7 +211,9 @@ class _Asker:
         if top is None or not worth:
             return []
         costs = "; ".join(dict.fromkeys(part for part in (best.costs, top.costs) if part))
-        return [replace(top, what=f"{best.what} {top.what}", costs=costs)]
+        return [
+            replace(top, what=f"{best.what} {top.what}", costs=costs, cost=best.cost or top.cost)
+        ]
 
 
 def _gained(remedy: Remedy) -> float:
@@ -291,6 +295,7 @@ def _remedy(
         memory_bytes=after.foresight.peak_bytes - before.foresight.peak_bytes,
         fits=after.foresight.fits,
         costs=_costs(asking.catalogue, words[0]),
+        cost=_cost(asking.catalogue, words[0]),
         equality=_equality(asking.catalogue, after.changes),
         forecast_from=forecast.source,
         unknown=forecast.unknown,
@@ -454,7 +459,16 @@ def _values(plan: Plan) -> dict[str, Any]:
 def _costs(catalogue: Catalogue, first: str) -> str:
     """Return what it costs, in the words of its card, or of the table of keys."""
     if first[0] == "+":
-        return catalogue.find(first[1:]).card.costs
+        return catalogue.find(first[1:]).card.shown("costs")
     if first[0] == "-":
-        return BOUGHT + catalogue.find(first[1:]).card.buys
+        return BOUGHT + catalogue.find(first[1:]).card.shown("buys")
+    return KEY_COSTS.get(first.partition("=")[0], "")
+
+
+def _cost(catalogue: Catalogue, first: str) -> str:
+    """Return the first part of what it costs that was not measured elsewhere."""
+    if first[0] == "+":
+        return catalogue.find(first[1:]).card.parts("costs")[0]
+    if first[0] == "-":
+        return BOUGHT + catalogue.find(first[1:]).card.parts("buys")[0]
     return KEY_COSTS.get(first.partition("=")[0], "")

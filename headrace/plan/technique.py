@@ -6,12 +6,14 @@ module knows no torch: `Technique` is generic over the Build.
 """
 
 import importlib
+import json
 import pkgutil
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -47,14 +49,101 @@ class Stage(IntEnum):
 
 
 @dataclass(frozen=True)
-class Card:
-    """What a technique is for, in a reader's words. Numbers come from receipts or a citation."""
+class Ratio:
+    """A ratio is one measured number of a receipt: with the technique over without it.
 
-    buys: str
-    costs: str
+    Args:
+        ratio: above 1 where there is more of it.
+        of: "speed", "memory" or "reserved memory".
+        shape: the name of the model's size.
+        knobs: keys that differ from the technique's defaults.
+    """
+
+    ratio: float
+    of: str
+    shape: str
+    knobs: str = ""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A receipt holds what a technique was measured to change, as its card shows it.
+
+    `benchmarks/card_receipts.py` writes them from the rows of results/.
+
+    Args:
+        field: of the card.
+        hardware: of the rows.
+        where: the plan that the technique was put into or left out of.
+        ratios: what came of it.
+        note: words that follow.
+    """
+
+    field: str
+    hardware: str
+    where: str
+    ratios: tuple[Ratio, ...]
+    note: str = ""
+
+    @property
+    def text(self) -> str:
+        """Return it as a part of the card."""
+        words, before = "", ""
+        for one in self.ratios:
+            join = "" if not words else ", " if one.of == before else " and "
+            of = "" if one.of == before else f" the {one.of}"
+            knobs = f", {one.knobs}" if one.knobs else ""
+            words += f"{join}{one.ratio:.2f}x{of} ({one.shape}{knobs})"
+            before = one.of
+        return f"{self.where}: {words}{self.note}"
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card says what a technique is for, in a reader's words, with what was measured of it.
+
+    Args:
+        buys: what it gains, derived or with a citation; several parts, the first the shortest.
+        costs: what is paid for that, likewise.
+        helps: when to take it.
+        hurts: when to leave it.
+        source: the paper or the package.
+        receipts: measurements, which `discover` reads from a file beside the techniques.
+    """
+
+    buys: str | tuple[str, ...]
+    costs: str | tuple[str, ...]
     helps: str
     hurts: str
     source: str
+    receipts: tuple[Receipt, ...] = ()
+
+    def measured(self, field: str) -> list[str]:
+        """Return the receipts of a field as text; the first names the hardware."""
+        found = [receipt for receipt in self.receipts if receipt.field == field]
+        texts = [receipt.text for receipt in found]
+        return (
+            [f"{found[0].hardware.removeprefix('NVIDIA ')}, {texts[0]}", *texts[1:]]
+            if texts
+            else []
+        )
+
+    def parts(self, field: str) -> tuple[str, ...]:
+        """Return what a field says besides receipts, in its parts."""
+        said: str | tuple[str, ...] = getattr(self, field)
+        return (said,) if isinstance(said, str) else said
+
+    def shown(self, field: str) -> str:
+        """Return a field as a reader is shown it: receipts first, and last of what hurts."""
+        said, *more = self.parts(field)
+        for part in more:
+            said += f". {part}" if part[:1].isupper() else f"; {part}"
+        measured = self.measured(field)
+        return "; ".join([said, *measured] if field == "hurts" else [*measured, said])
+
+    def whole(self) -> dict[str, str]:
+        """Return every field as a reader is shown it."""
+        return {name: self.shown(name) for name in ("buys", "costs", "helps", "hurts", "source")}
 
 
 @dataclass(frozen=True)
@@ -318,7 +407,8 @@ class Catalogue:
 def discover(package: ModuleType) -> dict[str, type[Technique[Any]]]:
     """Import every module of `package` and collect the techniques that they define.
 
-    A technique's module carries its name; there is no registry to edit.
+    A technique's module carries its name; there is no registry to edit. Cards get the receipts
+    that a file beside the package's techniques holds.
     """
     found: dict[str, type[Technique[Any]]] = {}
     for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
@@ -327,7 +417,25 @@ def discover(package: ModuleType) -> dict[str, type[Technique[Any]]]:
             own = isinstance(item, type) and item.__module__ == module.__name__
             if own and issubclass(item, Technique) and "card" in vars(item):
                 found[item.name()] = item
+    for name, receipts in read_receipts(Path(package.__path__[0], RECEIPTS)).items():
+        if name in found:
+            found[name].card = replace(found[name].card, receipts=receipts)
     return dict(sorted(found.items()))
+
+
+RECEIPTS = "receipts.json"
+"""The file of a package of techniques that holds what was measured of them."""
+
+
+def read_receipts(file: Path) -> dict[str, tuple[Receipt, ...]]:
+    """Return the receipts of a file by technique; none where there is no file."""
+    by_name: dict[str, tuple[Receipt, ...]] = {}
+    for row in json.loads(file.read_text()) if file.is_file() else ():
+        ratios = tuple(Ratio(**ratio) for ratio in row["ratios"])
+        words = {key: row[key] for key in ("field", "hardware", "where", "note")}
+        known = by_name.get(row["technique"], ())
+        by_name[row["technique"]] = (*known, Receipt(**words, ratios=ratios))
+    return by_name
 
 
 def installed() -> Catalogue:

@@ -36,7 +36,7 @@ def _keys(table: type[BaseModel], prefix: str) -> Iterator[tuple[str, str | None
 def test_every_technique_has_a_page_and_a_line(pages: dict[str, str]) -> None:
     for name, technique in KNOWN.techniques.items():
         page = pages[card_path(technique)]
-        for said in (technique.card.buys, technique.card.costs, technique.card.source):
+        for said in technique.card.whole().values():
             assert said in page
         assert f"[`{name}`]({technique.room}/{name}.md)" in pages["reference/techniques.md"]
         for knob in technique.model_fields:

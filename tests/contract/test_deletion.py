@@ -125,7 +125,7 @@ def test_every_technique_is_complete() -> None:
     for name, technique in house.CATALOGUE.techniques.items():
         assert technique.line().endswith("."), name
         assert technique.room == technique.__module__.split(".")[-2]
-        assert all(vars(technique.card).values()), f"{name}'s card has an empty field"
+        assert all(technique.card.whole().values()), f"{name}'s card has an empty field"
         assert technique.symptoms, f"{name} is a remedy for nothing"
         assert (technique.band > 0) == (technique.equality == "approximate")
         for knob, info in technique.model_fields.items():

@@ -1,13 +1,12 @@
 """Render the doctor's answer: lines for a terminal, rows of findings.json, a closing verdict."""
 
-import re
 from typing import Any
 
 from headrace.core.units import format_bytes
 from headrace.doctor.advice import Advice, NoRemedy, Rates
 from headrace.doctor.findings import Finding, Kind
 from headrace.doctor.loop_remedies import LoopRemedy
-from headrace.doctor.remedies import BOUGHT, HEALTHY, Remedy
+from headrace.doctor.remedies import HEALTHY, Remedy
 from headrace.doctor.words import describe
 
 SHOWN = 3
@@ -16,10 +15,6 @@ SHARE_ENDS = "between half and all of it"
 """What the ends are of a gain that is forecast by a share."""
 NOTHING_GAINS = f"no remedy is forecast to gain more than {HEALTHY:.0%}"
 NOTHING_HELPS = "no change is known that would help with any of this"
-PARTS = re.compile(r"(?:; |\. )(?![^(]*\))")
-"""What stands between parts of a card's text; not inside of parentheses."""
-RECEIPT = re.compile("(H200, )?(compiled recipe|plain (trunk|baseline))")
-"""How a part begins that is a receipt."""
 
 
 def findings_json(advice: Advice) -> list[dict[str, Any]]:
@@ -166,18 +161,11 @@ def render_remedy(remedy: Remedy | LoopRemedy) -> str:
         change = {"learning": "what is learned", "approximate": "rounding"}[remedy.equality]
         parts.append(f"changes {change}")
     tight = ["the memory is nearly full then"] if remedy.fits == "tight" else []
-    costs = cost_of(remedy)
+    costs = remedy.costs if isinstance(remedy, LoopRemedy) else remedy.cost
     parts += [*tight, f"costs {costs}" if costs else remedy.what]
     if isinstance(remedy, LoopRemedy) and remedy.headrace:
         parts.append(f"in Headrace {' and '.join(remedy.headrace)}")
     return f"{remedy.words}: {', '.join(parts)}"
-
-
-def cost_of(remedy: Remedy | LoopRemedy) -> str:
-    """Return what it costs, in one part: no receipt, which was measured elsewhere, if possible."""
-    bought, colon, rest = remedy.costs.rpartition(BOUGHT)
-    parts = PARTS.split(rest)
-    return f"{bought}{colon}" + next((p for p in parts if not RECEIPT.match(p)), parts[0])
 
 
 def render_gain(remedy: Remedy | LoopRemedy) -> str:

@@ -116,7 +116,10 @@ class Distillation(Technique[Build]):
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
-        buys="more to learn from each token; a fine-tuned model that forgets less",
+        buys=(
+            "more to learn from each token",
+            "a fine-tuned model that forgets less",
+        ),
         costs="the teacher's forward pass, a third of its training step, and its weights (derived)",
         helps="small models with a good teacher of the same tokenizer; pruned and quantized models",
         hurts="a teacher that is no better than the model, and plentiful data",

@@ -55,8 +55,10 @@ class Lora(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:optimizer", "memory capacity:gradients")
     card: ClassVar[Card] = Card(
         buys="the gradients and optimizer state of all frozen weights: 12 bytes each (derived)",
-        costs="two thin products beside every adapted linear; a correction of rank `rank` may not "
-        "reach what training all weights reaches",
+        costs=(
+            "two thin products beside every adapted linear",
+            "a correction of rank `rank` may not reach what training all weights reaches",
+        ),
         helps="finetuning a pretrained model on little data or little memory",
         hurts="pretraining, and finetuning that must learn much that is new",
         source="arXiv 2106.09685",

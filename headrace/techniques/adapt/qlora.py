@@ -76,8 +76,11 @@ class Qlora(Technique[Build]):
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("8-bit states",)
     card: ClassVar[Card] = Card(
         buys="all that lora buys, and 28 of 32 bits of the adapted linears' weights (derived)",
-        costs="making each weight whole twice a step; the model starts off by the error of its "
-        "storage, 9% of a weight in NF4 and 1% in int8 (of a normal distribution; a test holds it)",
+        costs=(
+            "making each weight whole twice a step",
+            "the model starts off by the error of its storage, 9% of a weight in NF4 and 1% "
+            "in int8 (of a normal distribution; a test holds it)",
+        ),
         helps="finetuning a model whose weights alone fill the memory",
         hurts="when lora fits: it is faster and starts exact",
         source="arXiv 2305.14314",

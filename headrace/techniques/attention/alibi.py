@@ -56,10 +56,13 @@ class Alibi(Technique[Build]):
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
-        buys="rows longer than those of training (arXiv 2108.12409); no rotation",
-        costs="H200, compiled recipe on flex_attention with it: 0.97x the speed (1b), 0.98x "
-        "(160m); under SDPA a dense bias of heads x length^2 numbers and the causal kernel "
-        "(derived)",
+        buys=(
+            "rows longer than those of training (arXiv 2108.12409)",
+            "no rotation",
+        ),
+        costs=(
+            "under SDPA a dense bias of heads x length^2 numbers and the causal kernel (derived)"
+        ),
         helps="models that read longer texts than they were trained on",
         hurts="finding what stands far back: every head but the flattest looks near (derived)",
         source="arXiv 2108.12409",

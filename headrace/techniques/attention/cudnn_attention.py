@@ -43,9 +43,11 @@ class CudnnAttention(Technique[Build]):
     claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
     symptoms: ClassVar[tuple[str, ...]] = ("kernel efficiency:attention",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe without it: 1.00x the speed (1b), 1.00x (160m), for torch "
-        "chooses this kernel there by itself; time in attention where torch chooses another",
-        costs="nothing in memory or quality; half precision only",
+        buys="time in attention where torch chooses another",
+        costs=(
+            "nothing in memory or quality",
+            "half precision only",
+        ),
         helps="long rows, and wherever attention takes a visible share of the step, on a GPU where "
         "torch does not choose it by itself",
         hurts="GPUs where the flash kernels are as fast",

@@ -64,8 +64,10 @@ class FlashAttention(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("kernel efficiency:attention",)
     card: ClassVar[Card] = Card(
         buys="a named kernel that keeps no scores, whatever torch would choose (derived)",
-        costs="H200, compiled recipe with it in cuDNN's place: 0.93x the speed (1b), 0.92x (160m); "
-        "nothing in memory or quality; half precision and plain causal rows only",
+        costs=(
+            "nothing in memory or quality",
+            "half precision and plain causal rows only",
+        ),
         helps="GPUs from Ampere on where cuDNN has no kernel or a slower one",
         hurts="Hopper, where cuDNN's kernels use the asynchronous matrix units better",
         source="arXiv 2307.08691; torch.nn.attention.SDPBackend.FLASH_ATTENTION",

@@ -249,11 +249,14 @@ class FlashAttention3(Technique[Build]):
     composes: ClassVar[tuple[str, ...]] = ("runtime",)
     symptoms: ClassVar[tuple[str, ...]] = ("kernel efficiency:attention",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe with it in cuDNN's place: 1.02x the speed (1b, version=FA4), "
-        "1.03x (160m, version=FA4), and 62.1% of the peak for 61.4% at 7B (results/limits.jsonl); "
-        "the paper has 1.5 to 2 times FlashAttention 2's rate in attention alone on H100, up to "
-        "740 TFLOP/s in fp16 (arXiv 2407.08608)",
-        costs="a package that torch does not bring; half precision and plain causal rows only",
+        buys=(
+            "the paper has 1.5 to 2 times FlashAttention 2's rate in attention alone on H100, "
+            "up to 740 TFLOP/s in fp16 (arXiv 2407.08608)"
+        ),
+        costs=(
+            "a package that torch does not bring",
+            "half precision and plain causal rows only",
+        ),
         helps="long rows on Hopper, where attention takes a visible share of the step",
         hurts="packed documents and windows, which it refuses; a GPU where cudnn_attention, which "
         "needs no package, is as fast",

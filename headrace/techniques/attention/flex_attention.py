@@ -161,12 +161,14 @@ class FlexAttention(Technique[Build]):
     claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
     symptoms: ClassVar[tuple[str, ...]] = ("computation:attention", "memory bandwidth:attention")
     card: ClassVar[Card] = Card(
-        buys="H200, plain trunk of packed documents with it: 1.19x the speed (1b), 1.15x (160m) "
-        "and 0.97x the memory (1b); the scores of masked blocks, and the dense mask of rows x "
-        "length^2, times the heads where their scores have slopes (derived)",
-        costs="H200, compiled recipe with it in cuDNN's place, on plain causal rows: 0.96x the "
-        "speed (1b), 0.94x (160m); compiling a kernel for each shape; a block mask per forward "
-        "pass",
+        buys=(
+            "the scores of masked blocks, and the dense mask of rows x length^2, times the "
+            "heads where their scores have slopes (derived)"
+        ),
+        costs=(
+            "compiling a kernel for each shape",
+            "a block mask per forward pass",
+        ),
         helps="packed documents, sliding windows, sparse patterns, slopes and soft caps, on rows "
         "of many blocks of 128 tokens",
         hurts="plain causal rows, where the flash and cuDNN kernels are faster",

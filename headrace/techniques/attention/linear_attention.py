@@ -194,10 +194,10 @@ class LinearAttention(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("computation:attention",)
     card: ClassVar[Card] = Card(
         buys="work per token and a state in sampling that do not grow with the row (derived)",
-        costs="H200, compiled recipe with it in cuDNN's place: 1.10x the speed (1b), 0.92x (160m), "
-        "0.91x (1b, rule=gated_delta), 1.03x (1b, kernels=fla rule=gated_delta), 0.89x (160m, "
-        "kernels=fla rule=gated_delta), 1.12x the memory (1b), 1.30x (160m); recall from far back: "
-        "K x K numbers per head hold less than all keys (arXiv 2402.18668; 2412.06464)",
+        costs=(
+            "recall from far back: K x K numbers per head hold less than all keys (arXiv "
+            "2402.18668; 2412.06464)"
+        ),
         helps="long rows, and generating long texts",
         hurts="short rows, where attention is one fused kernel",
         source="arXiv 2312.06635; arXiv 2405.21060; arXiv 2412.06464",

@@ -60,9 +60,11 @@ class LogitSoftCap(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("instability",)
     card: ClassVar[Card] = Card(
         buys="scores that cannot grow beyond the cap (arXiv 2408.00118)",
-        costs="H200, compiled recipe on flex_attention with it: 0.77x the speed (1b), 0.71x "
-        "(160m); under SDPA attention by plain products, with all scores kept for the backward "
-        "pass (derived); the fused kernels that have no cap",
+        costs=(
+            "under SDPA attention by plain products, with all scores kept for the backward "
+            "pass (derived)",
+            "the fused kernels that have no cap",
+        ),
         helps="long runs whose attention collapses onto single tokens, with flex_attention",
         hurts="memory and time under SDPA; model.qk_norm bounds scores too and keeps every kernel",
         source="arXiv 2408.00118, section 2",

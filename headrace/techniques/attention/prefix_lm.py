@@ -86,11 +86,15 @@ class PrefixLm(Technique[Build]):
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
-        buys="prompts that are read as an encoder reads them; better on all of T5's tasks than a "
-        "causal decoder of the same size trained alike (arXiv 1910.10683, table 2)",
-        costs="H200, compiled recipe on flex_attention with it: 0.97x the speed (1b), 0.97x "
-        "(160m); the targets inside of the prefix, tokens / 2 of a row on average; under SDPA a "
-        "dense mask of rows x length^2 and the causal kernel (derived)",
+        buys=(
+            "prompts that are read as an encoder reads them",
+            "better on all of T5's tasks than a causal decoder of the same size trained "
+            "alike (arXiv 1910.10683, table 2)",
+        ),
+        costs=(
+            "the targets inside of the prefix, tokens / 2 of a row on average",
+            "under SDPA a dense mask of rows x length^2 and the causal kernel (derived)",
+        ),
         helps="models that answer: fine-tuning on questions, summaries, translation",
         hurts="plain text, where every token could have been a target; samplers that do not know "
         "the prefix",

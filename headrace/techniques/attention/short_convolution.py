@@ -124,12 +124,14 @@ class ShortConvolution(Technique[Build]):
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("computation:attention",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe with it: 1.02x the speed (1b), 1.03x (160m); no attention in "
-        "`between` of `between` + 1 layers: their work does not grow with the row, and sampling "
-        "keeps taps - 1 tokens instead of all keys (derived)",
-        costs="H200, compiled recipe with it: 1.06x the memory (1b), 1.00x (160m); 4 dim^2 weights "
-        "a layer, more than attention with few key-value heads; what is further away is heard "
-        "through the layers of attention only",
+        buys=(
+            "no attention in `between` of `between` + 1 layers: their work does not grow with "
+            "the row, and sampling keeps taps - 1 tokens instead of all keys (derived)"
+        ),
+        costs=(
+            "4 dim^2 weights a layer, more than attention with few key-value heads",
+            "what is further away is heard through the layers of attention only",
+        ),
         helps="long rows, models for small devices (arXiv 2511.23404 chose it by search there), "
         "and sampling",
         hurts="recall of single tokens from far back, where too few layers are attention; eager "

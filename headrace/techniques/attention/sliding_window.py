@@ -60,11 +60,11 @@ class SlidingWindow(Technique[Build]):
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("computation:attention",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe on flex_attention with it: 1.09x the speed (1b), 1.03x (160m); "
-        "attention's work in proportion to row x window, with a backend that skips blocks",
-        costs="H200, compiled recipe on cuDNN's attention with it: 0.77x the speed (1b), 0.74x "
-        "(160m); what stands further back is heard through other tokens only; under SDPA a dense "
-        "mask of length^2 and its copy in every layer on a CPU (derived)",
+        buys="attention's work in proportion to row x window, with a backend that skips blocks",
+        costs=(
+            "what stands further back is heard through other tokens only",
+            "under SDPA a dense mask of length^2 and its copy in every layer on a CPU (derived)",
+        ),
         helps="rows of many windows, with flex_attention",
         hurts="short rows, and SDPA, which computes what it masks",
         source="arXiv 1904.10509; arXiv 2310.06825",

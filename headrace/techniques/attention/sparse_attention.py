@@ -77,12 +77,14 @@ class SparseAttention(Technique[Build]):
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("computation:attention",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe on flex_attention with it: 1.09x the speed (1b), 1.02x (160m), "
-        "2.39x (1b, data.sequence_length=32768 local=2); attention's work in proportion to the "
-        "visited blocks, with a backend that skips the others (derived)",
-        costs="H200, plain trunk with it: 0.82x the speed (1b), 0.84x (160m); what no visited "
-        "block holds is heard through other tokens only; under SDPA a dense mask of length^2 and "
-        "its copy in every layer on a CPU (derived)",
+        buys=(
+            "attention's work in proportion to the visited blocks, with a backend that skips "
+            "the others (derived)"
+        ),
+        costs=(
+            "what no visited block holds is heard through other tokens only",
+            "under SDPA a dense mask of length^2 and its copy in every layer on a CPU (derived)",
+        ),
         helps="rows of many times block x (local + first + random) tokens, with flex_attention",
         hurts="short rows, and SDPA, which computes what it masks",
         source="arXiv 2007.14062; arXiv 2004.05150; arXiv 1904.10509",

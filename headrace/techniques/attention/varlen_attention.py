@@ -179,13 +179,12 @@ class VarlenAttention(Technique[Build]):
     claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
     symptoms: ClassVar[tuple[str, ...]] = ("computation:attention", "memory bandwidth:attention")
     card: ClassVar[Card] = Card(
-        buys="H200, plain trunk of packed documents with it: 1.17x the speed (1b), 1.13x (160m) "
-        "and 0.97x the memory (1b); the scores between documents, and the dense mask of rows x "
-        "length^2 (derived)",
-        costs="H200, compiled recipe with it in cuDNN's place, on plain causal rows: 0.93x the "
-        "speed (1b), 0.90x (160m); the host waits for the device once per forward pass with "
-        "documents; 128 tokens of fp32 queries per document while attention runs backward (torch's "
-        "flash_api.cpp)",
+        buys="the scores between documents, and the dense mask of rows x length^2 (derived)",
+        costs=(
+            "the host waits for the device once per forward pass with documents",
+            "128 tokens of fp32 queries per document while attention runs backward (torch's "
+            "flash_api.cpp)",
+        ),
         helps="packed documents and sliding windows, above all many short documents in long rows",
         hurts="plain causal rows, where the flash and cuDNN kernels need no lengths",
         source="arXiv 2307.08691; torch.nn.attention.varlen",

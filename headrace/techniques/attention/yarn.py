@@ -159,10 +159,15 @@ class Yarn(Technique[Build]):
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
-        buys="rows longer than those of pretraining; YaRN needs a tenth of the tokens and 2.5x "
-        "fewer steps than earlier methods (arXiv 2309.00071, abstract)",
-        costs="H200, compiled recipe with it: 1.00x the speed (1b), 1.00x (160m); no memory "
-        "(derived); a little of what short rows had (arXiv 2306.15595, section 3.4)",
+        buys=(
+            "rows longer than those of pretraining",
+            "YaRN needs a tenth of the tokens and 2.5x fewer steps than earlier methods "
+            "(arXiv 2309.00071, abstract)",
+        ),
+        costs=(
+            "no memory (derived)",
+            "a little of what short rows had (arXiv 2306.15595, section 3.4)",
+        ),
         helps="going on from a pretrained model with longer rows",
         hurts="training from nothing, where model.rope_theta can be chosen for the row",
         source="arXiv 2309.00071; arXiv 2306.15595; meta-llama/llama-models",

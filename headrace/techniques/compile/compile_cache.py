@@ -66,11 +66,16 @@ class CompileCache(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("launch:compilation",)
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("kept compiled code",)
     card: ClassVar[Card] = Card(
-        buys="a later start of the same plan: 18.8 s to the first step for 27.4 (1b on an H200, "
-        "results/limits.jsonl), 2.1 s of compiling for 6.3; code generation and its compilers, not "
-        "the tracing of the model (docs.pytorch.org, Compile Time Caching in torch.compile)",
-        costs="H200, compiled recipe with it, at a first start: 1.00x the speed (1b), 1.00x "
-        "(160m); disk that nothing cleans up; hashing each graph at its first call",
+        buys=(
+            "a later start of the same plan: 18.8 s to the first step for 27.4 (1b on an "
+            "H200, results/limits.jsonl), 2.1 s of compiling for 6.3",
+            "code generation and its compilers, not the tracing of the model "
+            "(docs.pytorch.org, Compile Time Caching in torch.compile)",
+        ),
+        costs=(
+            "disk that nothing cleans up",
+            "hashing each graph at its first call",
+        ),
         helps="resumed and repeated runs, sweeps, many short runs, nodes that share a home",
         hurts="nothing known; a plan's first run gains nothing",
         source="docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html",

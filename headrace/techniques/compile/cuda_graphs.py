@@ -67,12 +67,15 @@ class CudaGraphs(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("launch",)
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("recorded graphs",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe with it: 1.00x the speed (1b), 0.98x (160m), 2.62x (160m, "
-        "batch.micro_sequences=1); the host's time per launch; elsewhere from slightly slower to "
-        "about 30% faster, only where launches bound the step (Megatron Bridge, CUDA graphs guide)",
-        costs="H200, compiled recipe with it: 1.06x the reserved memory (1b), 1.12x (160m); a pool "
-        "that keeps the step's peak, copies of inputs, and of gradients where there are several "
-        "micro-batches",
+        buys=(
+            "the host's time per launch",
+            "elsewhere from slightly slower to about 30% faster, only where launches bound "
+            "the step (Megatron Bridge, CUDA graphs guide)",
+        ),
+        costs=(
+            "a pool that keeps the step's peak, copies of inputs, and of gradients where "
+            "there are several micro-batches"
+        ),
         helps="small models, few rows, many layers: a device that waits for the host",
         hurts="large kernels, which hide their launches; shapes that change; memory that is short",
         source="torch._inductor.cudagraph_trees; Megatron Bridge, CUDA graphs guide",

@@ -59,11 +59,15 @@ class CudnnAutotune(Technique[Build]):
     composes: ClassVar[tuple[str, ...]] = ("runtime", "after_update")
     symptoms: ClassVar[tuple[str, ...]] = ("kernel efficiency:convolution",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe on short_convolution with it: 1.01x the speed (1b), 0.99x "
-        "(160m); the fastest of up to ten algorithms for each convolution, where the heuristic's "
-        "is another one (derived)",
-        costs="the first step of every shape times them all, forward and both gradients, with a "
-        "workspace for each; lengths that change are timed again, each of them (derived)",
+        buys=(
+            "the fastest of up to ten algorithms for each convolution, where the heuristic's "
+            "is another one (derived)"
+        ),
+        costs=(
+            "the first step of every shape times them all, forward and both gradients, with "
+            "a workspace for each",
+            "lengths that change are timed again, each of them (derived)",
+        ),
         helps="many steps of one shape in which convolutions take a share",
         hurts="short runs, and rows whose length changes; nothing changes where cuDNN convolves "
         "nothing",

@@ -64,13 +64,11 @@ class ShapeBuckets(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("launch:compilation",)
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("few shapes",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe on sequence_length_schedule with it: 1.12x the speed (160m, a "
-        "whole run on one host), 1.00x (160m, on another); plain trunk, compiled by block, on "
-        "that schedule with it: 1.17x the speed (160m, a whole run); one compilation, and one "
-        "recording, for each length that shares a bucket (derived)",
-        costs="H200, compiled recipe on sequence_length_schedule with it: 0.78x the speed (1b, a "
-        "whole run) and 1.04x the memory (1b); work on padding: length of the bucket over length "
-        "of the row, in those steps; gradients that are summed (derived)",
+        buys=("one compilation, and one recording, for each length that shares a bucket (derived)"),
+        costs=(
+            "work on padding: length of the bucket over length of the row, in those steps",
+            "gradients that are summed (derived)",
+        ),
         helps="short runs, many lengths, CUDA graphs and long compilations",
         hurts="long runs, where an hour of padding buys a minute of compiling",
         source="tf.data.experimental.bucket_by_sequence_length (pad_to_bucket_boundary)",

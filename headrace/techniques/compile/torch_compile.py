@@ -53,9 +53,7 @@ class TorchCompile(Technique[Build]):
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("torch.compile",)
     settled: ClassVar[tuple[str, ...]] = ("backend", "fullgraph")
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe without it: 0.87x the speed (1b), 0.67x (160m); plain trunk "
-        "with it: 1.28x the speed (1b), 1.77x (160m) and 0.66x the memory (1b), 0.51x (160m); "
-        "fewer kernels and fewer bytes moved between matrix products (derived)",
+        buys="fewer kernels and fewer bytes moved between matrix products (derived)",
         costs="seconds to minutes before the first step, and again for each new shape",
         helps="GPUs, above all where work by element and launches take a large share",
         hurts="short runs, many shapes, and CPUs whose eager kernels are as fast",

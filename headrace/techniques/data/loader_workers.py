@@ -69,12 +69,13 @@ class LoaderWorkers(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("input",)
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("pinned copies",)
     card: ClassVar[Card] = Card(
-        buys="the wait for rows, where one thread reads more slowly than the GPU trains: H200, "
-        "160m, a thread that needs four steps for the rows of one has 0.24 of the speed, with it "
-        "1.00 (results/loading.jsonl); and the copy's place in the computing stream (derived)",
-        costs="H200, compiled recipe with it: 1.00x the speed (1b), 1.00x (160m) and 1.00x the "
-        "memory (1b), 1.00x (160m), where one thread reads faster than a step trains; cores, and "
-        "memory of the host for the micro-batches that are read ahead (derived)",
+        buys=(
+            "the wait for rows, where one thread reads more slowly than the GPU trains: "
+            "H200, 160m, a thread that needs four steps for the rows of one has 0.24 of the "
+            "speed, with it 1.00 (results/loading.jsonl)",
+            "and the copy's place in the computing stream (derived)",
+        ),
+        costs=("cores, and memory of the host for the micro-batches that are read ahead (derived)"),
         helps="small models on fast GPUs, slow disks, costly packers",
         hurts="training on a CPU, where readers take its cores; runs that never wait",
         source="arXiv 2101.12127; torch.utils.data.DataLoader",

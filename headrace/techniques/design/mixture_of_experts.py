@@ -67,9 +67,14 @@ class MixtureOfExperts(Technique[Build]):
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
-        buys="experts / top_k times the MLP parameters at the same products per token (derived); "
-        "fewer tokens to the same loss (arXiv 2101.03961)",
-        costs="their memory: 16 bytes a parameter with AdamW; a copy of each row per choice",
+        buys=(
+            "experts / top_k times the MLP parameters at the same products per token (derived)",
+            "fewer tokens to the same loss (arXiv 2101.03961)",
+        ),
+        costs=(
+            "their memory: 16 bytes a parameter with AdamW",
+            "a copy of each row per choice",
+        ),
         helps="runs that are bound by compute and have memory left",
         hurts="runs bound by memory; few tokens, of which each expert sees a share; small "
         "micro-batches, whose groups are thin products",

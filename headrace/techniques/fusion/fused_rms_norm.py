@@ -78,16 +78,18 @@ class FusedRmsNorm(Technique[Build]):
         "kernel efficiency:elementwise",
     )
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe with it: 1.00x the speed (1b), 1.01x (160m); plain trunk with "
-        "it: 1.05x the speed (1b), 1.10x (160m); a third of the memory that a norm keeps under "
-        "bf16, the traffic of an fp32 copy, and in one norm of a block's two a read of the sum and "
-        "a pass over two gradients (derived)",
-        costs="a kernel of Triton's that is compiled once per dtype and size; a compiler cannot "
-        "fuse other work into it",
+        buys=(
+            "a third of the memory that a norm keeps under bf16, the traffic of an fp32 copy, "
+            "and in one norm of a block's two a read of the sum and a pass over two gradients "
+            "(derived)"
+        ),
+        costs=(
+            "a kernel of Triton's that is compiled once per dtype and size",
+            "a compiler cannot fuse other work into it",
+        ),
         helps="runs in half precision: eager ones plainly, compiled ones by little or nothing "
         "(H200, results/techniques.jsonl, tuner.jsonl)",
-        hurts="eager steps that wait for launches; plain trunk with it: 0.72x the speed (160m, "
-        "batch.micro_sequences=2)",
+        hurts="eager steps that wait for launches",
         source="arXiv 1910.07467; arXiv 2410.10989",
     )
 

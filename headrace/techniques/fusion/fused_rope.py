@@ -78,16 +78,17 @@ class FusedRope(Technique[Build]):
         "kernel efficiency:elementwise",
     )
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe with it: 1.01x the speed (1b), 1.00x (160m); plain trunk with "
-        "it: 1.06x the speed (1b), 1.22x (160m); all but one read and one write of queries and "
-        "keys in their rotation and norm, and with model.qk_norm the memory of an fp32 product of "
-        "both (derived)",
-        costs="a kernel of Triton's that is compiled once per dtype and size; a compiler cannot "
-        "fuse other work into it",
+        buys=(
+            "all but one read and one write of queries and keys in their rotation and norm, "
+            "and with model.qk_norm the memory of an fp32 product of both (derived)"
+        ),
+        costs=(
+            "a kernel of Triton's that is compiled once per dtype and size",
+            "a compiler cannot fuse other work into it",
+        ),
         helps="runs in half precision: eager ones plainly, compiled ones by little or nothing "
         "(H200, results/techniques.jsonl, tuner.jsonl); rows of many heads; model.qk_norm",
-        hurts="eager steps that wait for launches; plain trunk with it: 0.89x the speed (160m, "
-        "batch.micro_sequences=2)",
+        hurts="eager steps that wait for launches",
         source="arXiv 2104.09864; arXiv 2410.10989; arXiv 2302.05442",
     )
 

@@ -57,14 +57,13 @@ class FusedSwiglu(Technique[Build]):
         "kernel efficiency:elementwise",
     )
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe without it: 0.98x the speed (1b), 0.98x (160m); plain trunk "
-        "with it: 1.06x the speed (1b), 1.09x (160m); 3/8 less memory traffic in the activation's "
-        "backward pass than two kernels (derived)",
+        buys=(
+            "3/8 less memory traffic in the activation's backward pass than two kernels (derived)"
+        ),
         costs="a kernel of Triton's that is compiled once per dtype and size",
         helps="gated MLPs, eager or compiled, narrow or wide (H200, results/techniques.jsonl); "
         "eager runs save memory too",
-        hurts="eager steps that wait for launches; plain trunk with it: 0.86x the speed (160m, "
-        "batch.micro_sequences=2)",
+        hurts="eager steps that wait for launches",
         source="arXiv 2002.05202; arXiv 2410.10989",
     )
 

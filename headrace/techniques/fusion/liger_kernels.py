@@ -86,12 +86,15 @@ class LigerKernels(Technique[Build]):
     )
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("Liger kernels",)
     card: ClassVar[Card] = Card(
-        buys="H200, plain trunk with it: 1.11x the speed (1b), 1.15x (160m) and 0.92x the memory "
-        "(1b), 0.90x (160m); memory of norms and activations: the fp32 copies of norms' inputs and "
-        "silu(gate) are not kept (derived)",
-        costs="H200, compiled recipe with it in fused_swiglu's place: 1.00x the speed (1b), 0.94x "
-        "(160m); one more package; kernels that are compiled once per dtype and size; a compiler "
-        "cannot fuse other work into them",
+        buys=(
+            "memory of norms and activations: the fp32 copies of norms' inputs and silu(gate) "
+            "are not kept (derived)"
+        ),
+        costs=(
+            "one more package",
+            "kernels that are compiled once per dtype and size",
+            "a compiler cannot fuse other work into them",
+        ),
         helps="eager runs, and as a yardstick for other kernels",
         hurts="compiled narrow models: at 160m the compiler's own norms with fused_swiglu are "
         "faster; at 1b there is no difference (H200, results/techniques.jsonl)",

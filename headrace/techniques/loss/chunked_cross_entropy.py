@@ -146,13 +146,13 @@ class ChunkedCrossEntropy(Technique[Build]):
     claims: ClassVar[tuple[str, ...]] = ("parts.head",)
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:logits",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe with it in fused_cross_entropy's place: 0.89x the memory (1b), "
-        "0.85x (160m); plain trunk with it: 0.70x the memory (1b), 0.54x (160m); the memory of "
-        "logits and their gradient: 8 bytes x tokens x vocabulary (derived); on a CPU in fp32 time "
-        "too (techniques.jsonl, tiny)",
-        costs="H200, compiled recipe with it in fused_cross_entropy's place: 0.99x the speed (1b), "
-        "0.98x (160m); a fp32 gradient of the output matrix in the forward pass, which each chunk "
-        "adds to",
+        buys=(
+            "the memory of logits and their gradient: 8 bytes x tokens x vocabulary (derived)",
+            "on a CPU in fp32 time too (techniques.jsonl, tiny)",
+        ),
+        costs=(
+            "a fp32 gradient of the output matrix in the forward pass, which each chunk adds to"
+        ),
         helps="large vocabularies and long or many rows per micro-batch",
         hurts="small vocabularies, where one large product is faster than several",
         source="arXiv 2411.09009; arXiv 2410.10989",

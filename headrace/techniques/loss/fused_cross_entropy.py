@@ -93,12 +93,11 @@ class FusedCrossEntropy(Technique[Build]):
     claims: ClassVar[tuple[str, ...]] = ("parts.head",)
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:logits", "memory bandwidth:logits")
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe without it: 0.99x the speed (1b), 0.98x (160m) and 1.00x the "
-        "memory (1b), 1.00x (160m); plain trunk with it: 1.07x the speed (1b), 1.11x (160m) and "
-        "0.74x the memory (1b), 0.61x (160m); 8 of 12 bytes per token and vocabulary entry in "
-        "fp32, 10 of 12 in bf16 (derived)",
-        costs="the head runs uncompiled; no terms of the loss but z_loss and label_smoothing, no "
-        "tensor parallelism",
+        buys="8 of 12 bytes per token and vocabulary entry in fp32, 10 of 12 in bf16 (derived)",
+        costs=(
+            "the head runs uncompiled",
+            "no terms of the loss but z_loss and label_smoothing, no tensor parallelism",
+        ),
         helps="large vocabularies, when memory holds the logits once: one whole product is faster "
         "than chunks of it",
         hurts="batches whose logits do not fit: chunks hold a part of them",

@@ -48,8 +48,7 @@ class LabelSmoothing(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
         buys="less certainty on little data: 0.2% of top-1 error on ImageNet (arXiv 1512.00567)",
-        costs="H200, compiled recipe with it: 1.00x the speed (1b), 0.99x (160m); plain trunk with "
-        "it: 0.97x the speed (1b), 0.95x (160m), for 16 bytes more of traffic per logit (derived)",
+        costs="16 bytes more of traffic per logit (derived)",
         helps="many passes over little text",
         hurts="one pass over much text, and a model that will teach another (arXiv 1906.02629)",
         source="arXiv 1512.00567, section 7",

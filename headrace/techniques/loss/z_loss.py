@@ -54,10 +54,10 @@ class ZLoss(Technique[Build]):
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("log-sum-exp penalty",)
     card: ClassVar[Card] = Card(
         buys="logits that stay small, where a run's loss spikes (arXiv 2204.02311)",
-        costs="H200, compiled recipe with it: 1.00x the speed (1b), 1.00x (160m); compiled recipe "
-        "less fused_cross_entropy with it: 0.99x the speed (1b), 0.99x (160m) and 1.11x the memory "
-        "(1b), 1.15x (160m); 8 bytes more per logit that the head holds: the kept logits and a "
-        "second gradient of them, unless kernels make the loss (derived)",
+        costs=(
+            "8 bytes more per logit that the head holds: the kept logits and a second "
+            "gradient of them, unless kernels make the loss (derived)"
+        ),
         helps="long runs in half precision with a large vocabulary",
         hurts="short runs, which end before logits drift",
         source="arXiv 2204.02311, section 5",

@@ -335,11 +335,15 @@ class ActivationOffload(Technique[Build]):
     }
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe with it: 0.43x the memory (1b), 0.29x (160m); the activations "
-        "of all blocks but two; torchtune measured 5% less memory at the same speed, on top of "
-        "checkpointing (Llama-3.2-3B, A100)",
-        costs="H200, compiled recipe with it: 0.31x the speed (1b), 0.15x (160m); as much "
-        "page-locked host memory; the wire both ways, hidden where blocks compute for longer",
+        buys=(
+            "the activations of all blocks but two",
+            "torchtune measured 5% less memory at the same speed, on top of checkpointing "
+            "(Llama-3.2-3B, A100)",
+        ),
+        costs=(
+            "as much page-locked host memory",
+            "the wire both ways, hidden where blocks compute for longer",
+        ),
         helps="rows and models that do not fit, above all with checkpointing: only inputs travel",
         hurts="runs that fit; narrow models and slow links, where the step waits for copies",
         source="torchtune's memory ladder; arXiv 1602.08124",

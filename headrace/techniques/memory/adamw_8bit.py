@@ -152,12 +152,13 @@ class Adamw8bit(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:optimizer",)
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("8-bit states",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe less bf16_parameters with it: 0.88x the memory (1b), 0.97x "
-        "(160m); 6 of the 8 bytes of optimizer state of every number in a matrix (derived)",
-        costs="H200, compiled recipe less bf16_parameters with it: 0.92x the speed (1b), 0.95x "
-        "(160m); moments rounded to 8 bits at every step; quantizing work by element; blocks of "
-        "256 along a row: cuts along rows change nothing, and cuts along columns are refused "
-        "unless each rank has a multiple of 256",
+        buys="6 of the 8 bytes of optimizer state of every number in a matrix (derived)",
+        costs=(
+            "moments rounded to 8 bits at every step",
+            "quantizing work by element",
+            "blocks of 256 along a row: cuts along rows change nothing, and cuts along "
+            "columns are refused unless each rank has a multiple of 256",
+        ),
         helps="when weights, gradients and optimizer fill the memory rather than activations",
         hurts="runs that fit; embeddings of rare tokens, which the paper keeps in 32 bits",
         source="arXiv 2110.02861",

@@ -70,11 +70,14 @@ class ChunkedMLP(Technique[Build]):
     }
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe with it: 0.60x the memory (1b), 0.61x (160m); the memory of "
-        "hidden features in all blocks but one piece: for a gated one 4 x ffn numbers per token "
-        "and layer (derived)",
-        costs="H200, compiled recipe with it: 0.88x the speed (1b), 0.89x (160m); the MLP's first "
-        "product once more; smaller products",
+        buys=(
+            "the memory of hidden features in all blocks but one piece: for a gated one 4 x "
+            "ffn numbers per token and layer (derived)"
+        ),
+        costs=(
+            "the MLP's first product once more",
+            "smaller products",
+        ),
         helps="rows of 100,000 tokens and more, also beside full_checkpoint, whose one block "
         "still has whole hidden features",
         hurts="short rows: pieces too small to fill the device, and the product paid again",

@@ -185,12 +185,14 @@ class DynamicBatch(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations", "memory capacity:logits")
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("smaller micro-batches",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe with it: 1.15x the speed (1b, from batch.micro_sequences=1), "
-        "8.44x (160m, from batch.micro_sequences=1); the largest micro-batch that fits, without "
-        "trials by hand, and a run that goes on where it would have ended (derived)",
-        costs="H200, compiled recipe with it, where all rows fit: 1.00x the speed (1b), 1.00x "
-        "(160m); a child process of two steps for each size that the prediction leaves open; at a "
-        "shrink the step again, and everything that is compiled (derived)",
+        buys=(
+            "the largest micro-batch that fits, without trials by hand, and a run that goes "
+            "on where it would have ended (derived)"
+        ),
+        costs=(
+            "a child process of two steps for each size that the prediction leaves open",
+            "at a shrink the step again, and everything that is compiled (derived)",
+        ),
         helps="new models, other GPUs, lengths that vary, memory that others use too",
         hurts="several ranks, which it refuses; sizes that are known to fit gain nothing",
         source="Composer's automatic microbatching; Accelerate's find_executable_batch_size",

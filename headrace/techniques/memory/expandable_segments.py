@@ -55,12 +55,13 @@ class ExpandableSegments(Technique[Build]):
     composes: ClassVar[tuple[str, ...]] = ("runtime",)
     symptoms: ClassVar[tuple[str, ...]] = ("fragmentation",)
     card: ClassVar[Card] = Card(
-        buys="memory that is free and in too small pieces: reserved less allocated bytes; five "
-        "rows of a 7B model, which ended out of memory beside 7.8 GiB of such pieces, trained at "
-        "63.3% of an H200's peak (results/limits.jsonl); it cured an out-of-memory of 32 H100s "
-        "(Megatron Bridge)",
-        costs="H200, compiled recipe with it, at one shape: 1.00x the speed (1b), 1.00x (160m) "
-        "and 1.00x the memory (1b), 1.00x (160m); slower first steps, while pages are mapped",
+        buys=(
+            "memory that is free and in too small pieces: reserved less allocated bytes",
+            "five rows of a 7B model, which ended out of memory beside 7.8 GiB of such "
+            "pieces, trained at 63.3% of an H200's peak (results/limits.jsonl)",
+            "it cured an out-of-memory of 32 H100s (Megatron Bridge)",
+        ),
+        costs="slower first steps, while pages are mapped",
         helps="lengths or micro-batches that change, and runs near the device's memory",
         hurts="nothing known; it gains nothing where shapes are fixed and memory is left",
         source="docs.pytorch.org/docs/stable/notes/cuda.html; Megatron Bridge, performance guide",

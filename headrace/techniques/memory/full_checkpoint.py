@@ -55,15 +55,20 @@ class FullCheckpoint(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations",)
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("recomputed blocks",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe with it: 0.42x the memory (1b), 0.27x (160m); all of a block's "
-        "activations but its input: memory by layers falls to one tensor of tokens x features each "
-        "(derived); torchtune measured 42% off the peak (Llama-3.2-3B, one A100)",
-        costs="H200, compiled recipe with it: 0.83x the speed (1b), 0.81x (160m); one more forward "
-        "pass of the blocks, a quarter of a step's work again (derived); torchtune measured 21% "
-        "fewer tokens/s",
+        buys=(
+            "all of a block's activations but its input: memory by layers falls to one "
+            "tensor of tokens x features each (derived)",
+            "torchtune measured 42% off the peak (Llama-3.2-3B, one A100)",
+        ),
+        costs=(
+            "one more forward pass of the blocks, a quarter of a step's work again (derived)",
+            "torchtune measured 21% fewer tokens/s",
+        ),
         helps="long rows and deep models that do not fit with selective_checkpoint",
-        hurts="what fits without it: the work is paid at every step; eager steps that wait for "
-        "launches; plain trunk with it: 0.55x the speed (160m, batch.micro_sequences=2)",
+        hurts=(
+            "what fits without it: the work is paid at every step; eager steps that wait for "
+            "launches"
+        ),
         source="arXiv 1604.06174; torch.utils.checkpoint; torchtune, README",
     )
 

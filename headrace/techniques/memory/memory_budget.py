@@ -64,10 +64,8 @@ class MemoryBudget(Technique[Build]):
     }
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe with it at a half: 0.67x the memory (1b), 0.54x (160m); 1 - "
-        "fraction of the activations that compiled code keeps (derived)",
-        costs="H200, compiled recipe with it at a half: 0.91x the speed (1b), 0.89x (160m); the "
-        "work of what is not kept: by element first, then products and attention",
+        buys="1 - fraction of the activations that compiled code keeps (derived)",
+        costs="the work of what is not kept: by element first, then products and attention",
         helps="compiled runs that miss the memory by some tens of percent",
         hurts="compiled runs that fit: they keep no more than is fast already",
         source="torch._functorch.config.activation_memory_budget",

@@ -90,11 +90,14 @@ class OptimizerInBackward(Technique[Build]):
     }
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:gradients",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe less bf16_parameters with it: 1.00x the memory (1b), 1.00x "
-        "(160m), where activations make the peak; the memory of all gradients but the largest: 4 "
-        "bytes per weight (derived); torchtune measured 7% less in all, at the same speed",
-        costs="H200, compiled recipe less bf16_parameters with it: 1.00x the speed (1b), 0.98x "
-        "(160m); clipping and accumulation; one launch per parameter",
+        buys=(
+            "the memory of all gradients but the largest: 4 bytes per weight (derived)",
+            "torchtune measured 7% less in all, at the same speed",
+        ),
+        costs=(
+            "clipping and accumulation",
+            "one launch per parameter",
+        ),
         helps="large models and few rows, where weights and gradients fill the memory",
         hurts="training from scratch, which wants clipping; many small parameters",
         source="arXiv 2306.09782; torchtune's memory ladder",

@@ -246,12 +246,12 @@ class OptimizerOffload(Technique[Build]):
     }
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:optimizer",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe less bf16_parameters with it: 0.83x the memory (1b), 0.96x "
-        "(160m); the memory of AdamW's states: 8 bytes per weight (derived)",
-        costs="H200, compiled recipe less bf16_parameters with it: 0.37x the speed (1b), 0.57x "
-        "(160m); plain trunk with it: 0.47x the speed (1b), 0.73x (160m); 12 bytes per weight on "
-        "the host, and a step that waits for the host: 20% in torchao's measurement (ViT-g, 4070 "
-        "Ti), 1.9 to 4.2 times the step in Megatron Bridge's",
+        buys="the memory of AdamW's states: 8 bytes per weight (derived)",
+        costs=(
+            "12 bytes per weight on the host, and a step that waits for the host: 20% in "
+            "torchao's measurement (ViT-g, 4070 Ti), 1.9 to 4.2 times the step in Megatron "
+            "Bridge's"
+        ),
         helps="models that do not fit, with many micro-batches per step and many CPU cores",
         hurts="whatever fits: sharding over GPUs or fewer bytes of state are faster",
         source="arXiv 2101.06840; torchao.optim.CPUOffloadOptimizer",

@@ -131,14 +131,16 @@ class SelectiveCheckpoint(Technique[Build]):
     composes: ClassVar[tuple[str, ...]] = ("block_forward",)
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe with it: 0.78x the memory (1b), 0.71x (160m); the memory of "
-        "what stands between matrix products in every block (derived)",
-        costs="H200, compiled recipe with it: 0.98x the speed (1b), 0.96x (160m); recomputing it: "
-        "work by element, no matrix product; more with save=attention",
+        buys="the memory of what stands between matrix products in every block (derived)",
+        costs=(
+            "recomputing it: work by element, no matrix product",
+            "more with save=attention",
+        ),
         helps="when activations, not weights, fill the memory",
-        hurts="when the run already fits: compiled code recomputes such work by itself; eager "
-        "steps that wait for launches; plain trunk with it: 0.31x the speed (160m, "
-        "batch.micro_sequences=2)",
+        hurts=(
+            "when the run already fits: compiled code recomputes such work by itself; eager "
+            "steps that wait for launches"
+        ),
         source="arXiv 2205.05198; torch.utils.checkpoint",
     )
 

@@ -162,9 +162,11 @@ class Muon(Technique[Build]):
     """Measured here at 45M parameters (LOG.md, "1.54 bits per byte"); the paper has 0.52."""
     card: ClassVar[Card] = Card(
         buys="fewer tokens to the same loss, and half of the optimizer state of the matrices",
-        costs="about 5 x 3 matrix products per matrix and step, which do not grow with the batch; "
-        "two to five copies of the matrices during the update, most where all have one shape "
-        "(derived)",
+        costs=(
+            "about 5 x 3 matrix products per matrix and step, which do not grow with the batch",
+            "two to five copies of the matrices during the update, most where all have one "
+            "shape (derived)",
+        ),
         helps="pretraining from scratch at ordinary batch sizes",
         hurts="tiny batches and wide matrices, where the iteration outweighs the step",
         source="https://kellerjordan.github.io/posts/muon; arXiv 2502.16982",

@@ -66,7 +66,10 @@ class CpuThreads(Technique[Build]):
     card: ClassVar[Card] = Card(
         buys="what threads of one core take from each other, and what many threads lose at the "
         "ends of short operations: `headrace probe --device cpu` times a step at several counts",
-        costs="nothing; `bind` leaves the other cores to nobody of this process (derived)",
+        costs=(
+            "nothing",
+            "`bind` leaves the other cores to nobody of this process (derived)",
+        ),
         helps="small models on many cores, two hardware threads a core, a machine that other "
         "processes use too",
         hurts="data workers, which `bind` keeps on the same cores",

@@ -72,7 +72,10 @@ class Fsdp(Technique[Build]):
     timed: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         buys="weights, gradients and optimizer state divided by the ranks (derived)",
-        costs="gathering every block's weights twice a micro-batch; time where the network is slow",
+        costs=(
+            "gathering every block's weights twice a micro-batch",
+            "time where the network is slow",
+        ),
         helps="models whose 16 bytes a parameter do not fit, and then larger micro-batches",
         hurts="small models, where replicas fit and one sum of gradients is cheaper",
         source="arXiv 2304.11277; arXiv 1910.02054; torch.distributed.fsdp.fully_shard",

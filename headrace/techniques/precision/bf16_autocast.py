@@ -47,10 +47,14 @@ class Bf16Autocast(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("computation:products", "memory capacity:activations")
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("bf16 autocast",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe in fp32 with it: 11.66x the speed (1b), 9.95x (160m) and 0.46x "
-        "the memory (1b), 0.52x (160m); half the bytes of activations (derived); products at 16 "
-        "times fp32's rate on an A100 (data sheet: 312 against 19.5 TFLOP/s)",
-        costs="operands of 8 significant bits; a cast of every weight, kept for the backward pass",
+        buys=(
+            "half the bytes of activations (derived)",
+            "products at 16 times fp32's rate on an A100 (data sheet: 312 against 19.5 TFLOP/s)",
+        ),
+        costs=(
+            "operands of 8 significant bits",
+            "a cast of every weight, kept for the backward pass",
+        ),
         helps="every GPU since Ampere; CPUs with AMX or AVX512-BF16",
         hurts="other CPUs, which emulate it slowly",
         source="arXiv 1905.12322; NVIDIA A100 data sheet",

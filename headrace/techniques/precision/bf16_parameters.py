@@ -214,12 +214,15 @@ class Bf16Parameters(Technique[Build]):
         "memory bandwidth:optimizer",
     )
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe without it: 0.98x the speed (1b), 0.99x (160m) and 1.03x the "
-        "memory (1b), 1.01x (160m); 2 bytes of each weight, 2 of its gradient and the 2 of "
-        "autocast's kept cast; 14 bytes a number with a master and 12 without, where fp32 has 16 "
-        "(derived)",
-        costs="with stochastic rounding, noise of bf16's last place in every weight (arXiv "
-        "2010.06192); no saving in gradients that are added up",
+        buys=(
+            "2 bytes of each weight, 2 of its gradient and the 2 of autocast's kept cast",
+            "14 bytes a number with a master and 12 without, where fp32 has 16 (derived)",
+        ),
+        costs=(
+            "with stochastic rounding, noise of bf16's last place in every weight (arXiv "
+            "2010.06192)",
+            "no saving in gradients that are added up",
+        ),
         helps="models whose weights fill the memory, in one micro-batch a step",
         hurts="small learning rates late in a run, for stochastic rounding: its noise does not "
         "shrink with the update",

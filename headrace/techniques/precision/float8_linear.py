@@ -76,16 +76,18 @@ class Float8Linear(Technique[Build]):
     band: ClassVar[float] = 0.6  # measured 0.54 at 32 features, whose sums average little
     symptoms: ClassVar[tuple[str, ...]] = ("computation:products",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe with it: 1.18x the speed (1b), 1.11x (1b, model.dim=1536), "
-        "1.02x (1b, model.dim=1024), 1.05x (1b, recipe=rowwise) and "
-        "0.88x the memory (1b); matrix products of linears at up to twice the rate (published "
-        "peak); torchao measured +25% tokens/s tensorwise and +10% rowwise on Llama-3-8B, 8 x H100",
-        costs="H200, compiled recipe with it: 0.94x the speed (160m, min_size=512); plain trunk "
-        "with it, uncompiled: 0.58x the speed (1b); rounding every operand to 4 significant bits; "
-        "casts that read each operand twice. With tensorwise, an operand's smallest numbers depend "
-        "on the largest beside them, so on how the batch is cut over micro-batches and ranks; "
-        "rowwise depends on it only in the weights' gradient. Tensor parallelism cuts what a scale "
-        "is of: inside the band, not equal",
+        buys=(
+            "matrix products of linears at up to twice the rate (published peak)",
+            "torchao measured +25% tokens/s tensorwise and +10% rowwise on Llama-3-8B, 8 x H100",
+        ),
+        costs=(
+            "rounding every operand to 4 significant bits",
+            "casts that read each operand twice",
+            "With tensorwise, an operand's smallest numbers depend on the largest beside "
+            "them, so on how the batch is cut over micro-batches and ranks",
+            "rowwise depends on it only in the weights' gradient",
+            "Tensor parallelism cuts what a scale is of: inside the band, not equal",
+        ),
         helps="wide models (1,536 features and more) on Hopper or newer, compiled",
         hurts="narrow models, which min_size leaves out: casts outweigh their products; runs that "
         "are not compiled",

@@ -100,9 +100,7 @@ class Fp16LossScaling(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("instability",)
     card: ClassVar[Card] = Card(
         buys="fp16 arithmetic on GPUs without bf16, whose matrix units are fast in fp16 alone",
-        costs="H200, compiled recipe in bf16, with it in fp16: 0.95x the speed (1b), 0.95x (160m) "
-        "and 1.03x the memory (1b), 1.04x (160m); one pass over the gradients, and now and then a "
-        "skipped step",
+        costs="one pass over the gradients, and now and then a skipped step",
         helps="Volta and Turing GPUs (V100, T4, RTX 20)",
         hurts="Ampere and later, where bf16 is as fast or faster and needs no scale",
         source="arXiv 1710.03740",

@@ -63,9 +63,13 @@ class Tf32(Technique[Build]):
     symptoms: ClassVar[tuple[str, ...]] = ("computation:products",)
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("tf32 matmuls",)
     card: ClassVar[Card] = Card(
-        buys="H200, compiled recipe in fp32 with it: 3.64x the speed (1b), 2.52x (160m); fp32 "
-        "products at 8 times the rate on an A100 (data sheet: 156 against 19.5 TFLOP/s)",
-        costs="operands of products rounded to 11 significant bits; no memory saved",
+        buys=(
+            "fp32 products at 8 times the rate on an A100 (data sheet: 156 against 19.5 TFLOP/s)"
+        ),
+        costs=(
+            "operands of products rounded to 11 significant bits",
+            "no memory saved",
+        ),
         helps="runs that need fp32 weights and activations, on Ampere or newer",
         hurts="where bf16 does: it is twice as fast again, in half the bytes (data sheet)",
         source="NVIDIA A100 data sheet; torch.set_float32_matmul_precision",

@@ -82,9 +82,14 @@ class SequenceLengthSchedule(Technique[Build]):
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("instability", "computation:attention")
     card: ClassVar[Card] = Card(
-        buys="attention of short rows in the first steps, and a steadier start; Composer reports "
-        "about 1.5x on GPT-2 125M (A100)",
-        costs="one more compiled shape per length; the first steps see no far tokens",
+        buys=(
+            "attention of short rows in the first steps, and a steadier start",
+            "Composer reports about 1.5x on GPT-2 125M (A100)",
+        ),
+        costs=(
+            "one more compiled shape per length",
+            "the first steps see no far tokens",
+        ),
         helps="long rows, where attention is a large share of the work; large learning rates",
         hurts="short rows, and fine-tuning of a model that knows far tokens already",
         source="arXiv 2108.06084; docs.mosaicml.com, Sequence Length Warmup",
