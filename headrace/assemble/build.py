@@ -134,9 +134,9 @@ def make_build(
         UnsupportedError, ConfigError: see `check_supported` and each stage.
     """
     techniques = sorted(plan.techniques.values(), key=lambda t: (t.stage, t.name()))
-    same = checked is not None and checked.plan == plan
-    context = checked if same else check_supported(techniques, make_context(plan, device))
-    build = _trunk(plan, prepared, world, device, context, techniques)
+    if checked is None or checked.plan != plan:
+        checked = check_supported(techniques, make_context(plan, device))
+    build = _trunk(plan, prepared, world, device, checked, techniques)
     build.tell, build.given = tell or build.tell, given or {}
     for stage in Stage:
         TRUNK.get(stage, _nothing)(build)
