@@ -19,18 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headrace.core.errors import ConfigError, RefusalKind, UnsupportedError
+from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
-from headrace.core.remedy import Remedy, mend
+from headrace.core.remedy import mend
 from headrace.model.mask import MaskSpec, Rows, dense
 from headrace.model.norm import RMSNorm
 from headrace.model.position import Rotation, rotate
-from headrace.plan.plan import ATTENDS
-from headrace.plan.technique import Context, Unsupported
 
 COMMON = frozenset({"causal", "document", "window"})
 """What of the mask a backend knows, or refuses itself, if it does not say more in `knows`."""
-"""What a flash kernel gives way to."""
 
 
 class Attend(Protocol):
@@ -172,63 +169,6 @@ def weights(
         v_BSGK = v_SK[None, :, None].expand(*k_BSGK.shape[:3], K).contiguous()
         read.append(attend(q_BTHK, k_BSGK, v_BSGK, mask)[..., : part_SN.size(1)].float())
     return torch.cat(read, dim=-1)
-
-
-def lacks_half(
-    context: Context, what: str, *, oldest: tuple[int, int] = (0, 0), widest: int | None = None
-) -> Unsupported | None:
-    """Return why a kernel for half precision on NVIDIA GPUs cannot run here, or None if it can.
-
-    Args:
-        context: where.
-        what: the kernel, to begin a sentence with.
-        oldest: compute capability that it needs.
-        widest: features of a head that it takes; None is any.
-    """
-    if context.device != "cuda":
-        return Unsupported(
-            f"{what} needs an NVIDIA GPU, not {context.device}",
-            mend("device=cuda"),
-            RefusalKind.DEVICE,
-        )
-    if (context.capability or (0, 0)) < oldest:
-        return Unsupported(
-            f"{context.device_name} is older than Ampere", "leave it out", RefusalKind.DEVICE
-        )
-    if context.precision == "fp32":
-        return Unsupported("its kernels take half precision only", mend("model.precision=bf16"))
-    width = context.plan.model.resolved_head_dim
-    if widest is not None and width > widest:
-        return Unsupported(
-            f"its kernels take heads of at most {widest} features, and these have {width}",
-            mend(f"model.head_dim={widest}"),
-        )
-    return None
-
-
-def lacks_mask(context: Context) -> Unsupported | None:
-    """Return why a flash kernel, which has a causal flag and no mask, cannot run here, or None."""
-    for name, other in context.plan.techniques.items():
-        if "mask" in other.composes:
-            reason = f"{name} needs a dense mask, which flash has no kernel for"
-            on = (n for n, t in context.plan.techniques.items() if ATTENDS in t.claims)
-            return Unsupported(
-                reason, _with_masks(next(on, "flash_attention")), RefusalKind.COMBINATION
-            )
-    return None
-
-
-def _with_masks(kernel: str) -> Remedy:
-    """Return the changes that put a kernel which has a mask in the place of one that has none."""
-    return mend(f"-{kernel}", "+varlen_attention") | mend(f"-{kernel}", "+flex_attention")
-
-
-def check_plain(spec: MaskSpec) -> None:
-    """Raise UnsupportedError where the causal flag does not say everything."""
-    if not spec.is_plain_causal:
-        raise UnsupportedError(
-            f"the flash kernel has no mask for {spec}", _with_masks("flash_attention")
-        )
 
 
 def equal_scores(

@@ -13,7 +13,7 @@ from shell import run
 from headrace.assemble.filled import evidence_after
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
-from headrace.model.attention import check_plain
+from headrace.model.backend_needs import check_plain
 from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.mask import MaskSpec
 from headrace.plan.technique import Evidence
@@ -107,7 +107,7 @@ def with_targets(remedy: str) -> None:
 MODEL = {
     "model/attention:check_mask#1": Call(strange_mask, without_backend),
     "model/attention:check_mask#2": Call(strange_slopes, without_slopes),
-    "model/attention:check_plain#1": Call(
+    "model/backend_needs:check_plain#1": Call(
         lambda patch: check_plain(MaskSpec(window=4)), other_kernel
     ),
     "report/read:_check_is_run#1": Call(read("runs/demo/report.json"), reads),

@@ -3,11 +3,15 @@
 from places import Asked
 
 CASES: dict[str, Asked] = {
-    "model/attention:lacks_half#1": Asked((), ("cudnn_attention",)),
-    "model/attention:lacks_half#2": Asked((), ("cudnn_attention",), "V100"),
-    "model/attention:lacks_half#3": Asked(("model.precision=fp32",), ("cudnn_attention",), "H200"),
-    "model/attention:lacks_half#4": Asked(("model.head_dim=300",), ("flash_attention",), "H200"),
-    "model/attention:lacks_mask#1": Asked((), ("alibi", "flash_attention"), "H200"),
+    "model/backend_needs:_lacks_gpu#1": Asked((), ("cudnn_attention",)),
+    "model/backend_needs:_lacks_gpu#3": Asked((), ("cudnn_attention",), "V100"),
+    "model/backend_needs:_lacks_numbers#2": Asked(
+        ("model.precision=fp32",), ("cudnn_attention",), "H200"
+    ),
+    "model/backend_needs:_lacks_numbers#3": Asked(
+        ("model.head_dim=300",), ("flash_attention",), "H200"
+    ),
+    "model/backend_needs:_lacks_mask#1": Asked((), ("alibi", "flash_attention"), "H200"),
     "techniques/adapt/lora:Lora.supports#1": Asked(("mesh.tensor=2",), ("lora", "tensor_parallel")),
     "techniques/adapt/qlora:Qlora.supports#1": Asked(
         ("mesh.tensor=2",), ("qlora", "tensor_parallel")
@@ -22,16 +26,8 @@ CASES: dict[str, Asked] = {
     "techniques/attention/alibi:Alibi.supports#3": Asked(
         ("mesh.context=2",), ("alibi", "context_parallel")
     ),
-    "techniques/attention/cudnn_attention:CudnnAttention.supports#1": Asked(
-        ("model.precision=fp16",), ("cudnn_attention", "fp16_loss_scaling"), "H200"
-    ),
-    "techniques/attention/flash_attention_3:FlashAttention3.supports#1": Asked(
-        (), ("flash_attention_3",)
-    ),
-    "techniques/attention/flash_attention_3:FlashAttention3.supports#2": Asked(
-        (), ("flash_attention_3",), "V100"
-    ),
-    "techniques/attention/flash_attention_3:FlashAttention3._lacks_head#1": Asked(
+    "model/backend_needs:_lacks_gpu#2": Asked((), ("flash_attention_3",), "V100"),
+    "model/backend_needs:_lacks_numbers#1": Asked(
         (
             "techniques.flash_attention_3.version=FA4",
             "techniques.flash_attention_3.source=torch",
@@ -55,13 +51,7 @@ CASES: dict[str, Asked] = {
     "techniques/attention/flash_attention_3:FlashAttention3._is_here#4": Asked(
         (), ("flash_attention_3",), "H200"
     ),
-    "techniques/attention/flex_attention:FlexAttention.supports#1": Asked((), ("flex_attention",)),
-    "techniques/attention/flex_attention:FlexAttention.supports#2": Asked(
-        (), ("flex_attention",), "V100"
-    ),
-    "techniques/attention/flex_attention:FlexAttention.supports#3": Asked(
-        (), ("flex_attention",), "bare H200"
-    ),
+    "model/backend_needs:_lacks_gpu#4": Asked((), ("flex_attention",), "bare H200"),
     "techniques/attention/linear_attention:LinearAttention.supports#1": Asked(
         ("model.pretrained=x",), ("linear_attention",)
     ),

@@ -11,9 +11,9 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from headrace.assemble.sockets import Build
-from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
-from headrace.model.attention import OneKernelSdpa, equal_scores, kernels_of, lacks_half
+from headrace.model.attention import OneKernelSdpa, equal_scores, kernels_of
+from headrace.model.backend_needs import lacks
 from headrace.plan.technique import (
     Card,
     Context,
@@ -23,9 +23,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-
-OLDEST = (8, 0)
-"""Compute capability from which cuDNN has fused attention: Ampere's."""
 
 
 class CudnnSdpa(OneKernelSdpa):
@@ -56,11 +53,7 @@ class CudnnAttention(Technique[Build]):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Support NVIDIA GPUs of compute capability 8.0 or later, in bf16."""
-        if lacks := lacks_half(context, "cuDNN", oldest=OLDEST):
-            return lacks
-        if context.precision != "bf16":
-            return Unsupported("its kernels were proven in bf16 only", mend("model.precision=bf16"))
-        return Supported()
+        return lacks(context, self.name()) or Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Keep memory and work, and price attention by cuDNN's kernels."""

@@ -17,14 +17,8 @@ from torch.nn.attention import SDPBackend
 
 from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger
-from headrace.model.attention import (
-    OneKernelSdpa,
-    check_plain,
-    equal_scores,
-    kernels_of,
-    lacks_half,
-    lacks_mask,
-)
+from headrace.model.attention import OneKernelSdpa, equal_scores, kernels_of
+from headrace.model.backend_needs import check_plain, lacks
 from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.technique import (
     Card,
@@ -36,10 +30,6 @@ from headrace.plan.technique import (
     Unsupported,
 )
 
-OLDEST = (8, 0)
-"""Compute capability from which torch has flash kernels: Ampere's."""
-WIDEST_HEAD = 256
-"""Features of a head that its kernels take (torch's flash_api.cpp)."""
 KERNEL = "pytorch_flash::"
 """The namespace of torch's own flash kernels."""
 
@@ -75,9 +65,7 @@ class FlashAttention(Technique[Build]):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Support NVIDIA GPUs of capability 8.0 or later, in bf16 or fp16, with a causal mask."""
-        what = "torch's flash kernel"
-        lacks = lacks_half(context, what, oldest=OLDEST, widest=WIDEST_HEAD)
-        return lacks or lacks_mask(context) or Supported()
+        return lacks(context, self.name()) or Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Keep memory and work, and price attention by flash kernels."""

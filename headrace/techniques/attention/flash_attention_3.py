@@ -45,15 +45,8 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind, UnsupportedError
 from headrace.core.remedy import Remedy, mend
 from headrace.costs.ledger import Ledger
-from headrace.model.attention import (
-    OneKernelSdpa,
-    Sdpa,
-    check_plain,
-    equal_scores,
-    kernels_of,
-    lacks_half,
-    lacks_mask,
-)
+from headrace.model.attention import OneKernelSdpa, Sdpa, equal_scores, kernels_of
+from headrace.model.backend_needs import check_plain, lacks
 from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.technique import (
     Card,
@@ -65,8 +58,6 @@ from headrace.plan.technique import (
     Unsupported,
 )
 
-WIDEST_HEAD = 256
-"""Features of a head that its kernels take (flash-attention's hopper/flash_api.cpp)."""
 TORCHS_OWN = "pytorch_flash::"
 """The namespace of torch's own flash kernels, which are FlashAttention 2."""
 HEAD_MULTIPLE = 8
@@ -79,33 +70,23 @@ FETCHER, FETCHER_INSTALL = "kernels", "pip install kernels"
 
 @dataclass(frozen=True)
 class Release:
-    """A version of FlashAttention needs these GPUs and this package."""
+    """A version of FlashAttention needs this package; `backend_needs` has its GPUs."""
 
-    majors: tuple[int, ...]
-    """Majors of the compute capability, as torch's registration checks them."""
-    gpus: str
     module: str
     """What torch imports for it."""
     install: str
-    heads: tuple[int, ...] = ()
-    """Features of a head whose gradients it makes, where that is not all up to the widest."""
 
 
 RELEASES = {
     "FA3": Release(
-        (9,),
-        "Hopper",
         "flash_attn_interface",
         "git clone https://github.com/Dao-AILab/flash-attention && cd flash-attention/hopper && "
         "python setup.py install",
     ),
     "FA4": Release(
-        (9, 10),
-        "Hopper or Blackwell",
         "flash_attn.cute.interface",
         # Later ones return more than torch takes, and need what later ones of these two lack.
         "pip install flash-attn-4==4.0.0b12 nvidia-cutlass-dsl==4.5.3 quack-kernels==0.4.1",
-        heads=(32, 64, 80, 96, 128),  # tried on an H200: 8, 16, 24, 40, 48 and 192 do not compile
     ),
 }
 
@@ -271,31 +252,7 @@ class FlashAttention3(Technique[Build]):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Support GPUs of the version, in half precision, with a causal mask and its package."""
-        needs = RELEASES[self.release]
-        if context.device != "cuda":
-            reason = f"{self.release} needs an NVIDIA GPU, not {context.device}"
-            return Unsupported(reason, mend("device=cuda"), RefusalKind.DEVICE)
-        if (context.capability or (0, 0))[0] not in needs.majors:
-            return Unsupported(
-                f"{self.release} is written for {needs.gpus}, and {context.device_name} has "
-                f"compute capability {context.capability_text}",
-                mend(f"-{self.name()}", "+flash_attention"),
-                RefusalKind.DEVICE,
-            )
-        lacks = self._lacks_head(context)  # first: of what is too wide it knows the nearest
-        lacks = lacks or lacks_half(context, self.release, widest=WIDEST_HEAD)
-        return lacks or lacks_mask(context) or self._is_here()
-
-    def _lacks_head(self, context: Context) -> Unsupported | None:
-        """Return why the version makes no gradients of such heads, if it makes none."""
-        heads, width = RELEASES[self.release].heads, context.plan.model.resolved_head_dim
-        if not heads or width in heads:
-            return None
-        return Unsupported(
-            f"{self.release} makes gradients of heads of {', '.join(map(str, heads[:-1]))} or "
-            f"{heads[-1]} features, and these have {width}",
-            mend(f"model.head_dim={min(heads, key=lambda head: abs(head - width))}"),
-        )
+        return lacks(context, self.release) or self._is_here()
 
     def _is_here(self) -> Supported | Unsupported:
         """Return whether the package with the kernels is installed; nothing is imported."""

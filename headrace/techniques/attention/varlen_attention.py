@@ -28,7 +28,8 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RunError, UnsupportedError
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
-from headrace.model.attention import Sdpa, equal_scores, kernels_of, lacks_half
+from headrace.model.attention import Sdpa, equal_scores, kernels_of
+from headrace.model.backend_needs import lacks
 from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.technique import (
     Card,
@@ -40,10 +41,8 @@ from headrace.plan.technique import (
     Unsupported,
 )
 
-OLDEST = (8, 0)
-"""Compute capability from which torch has flash kernels: Ampere's."""
-WIDEST_HEAD, HEAD_MULTIPLE = 256, 8
-"""Features of a head that its kernels take, and what must divide them (torch's flash_api.cpp)."""
+HEAD_MULTIPLE = 8
+"""What divides the features of a head that its kernels take (torch's flash_api.cpp)."""
 MOST_DOCUMENTS = 65_535
 """Most documents of a micro-batch: CUDA's largest grid along the axis that they lie on."""
 SHORTEST = 2
@@ -192,8 +191,7 @@ class VarlenAttention(Technique[Build]):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Support NVIDIA GPUs of compute capability 8.0 or later, in bf16 or fp16."""
-        lacks = lacks_half(context, "torch's varlen_attn", oldest=OLDEST, widest=WIDEST_HEAD)
-        return lacks or Supported()
+        return lacks(context, self.name()) or Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Remove the dense mask, whoever composes it; attention keeps what a flash kernel keeps."""
