@@ -39,7 +39,7 @@ from headrace.plan.changes import changed, parse
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
 from headrace.predict.candidates import Asking
-from headrace.predict.foresight import Foresight
+from headrace.predict.prediction import Prediction
 
 CATALOGUE, RESULTS = catalogue(), receipts.ROOT / "results"
 LEVEL = 0.85
@@ -91,7 +91,7 @@ def said_before(results: Path = RESULTS) -> list[Pair]:
 
 
 @cache
-def sides(workload: str, remedy: str) -> tuple[Foresight, Foresight]:
+def sides(workload: str, remedy: str) -> tuple[Prediction, Prediction]:
     """Return the predictions of a planted plan without a remedy and with it."""
     shape, _, base = workload.partition(" ")
     before = forecasts.planted(PLANS / f"{shape}.toml", base)
@@ -99,9 +99,9 @@ def sides(workload: str, remedy: str) -> tuple[Foresight, Foresight]:
     return _foreseen(before, DEVICE), _foreseen(after, DEVICE)
 
 
-def by_device(both: Sequence[Foresight]) -> bool:
+def by_device(both: Sequence[Prediction]) -> bool:
     """Return whether no host that was seen is as slow as the device."""
-    return all(DRIFT * SLOW_HOST * one.host_s < one.device_s for one in both)
+    return all(DRIFT * SLOW_HOST * one.time.host_s < one.time.device_s for one in both)
 
 
 def of_receipts() -> list[Pair]:
@@ -149,19 +149,19 @@ def _pair(row: dict[str, Any]) -> Pair | None:
     return _told(shape, what, seen, row["metrics"]["speed_ratio"]["value"])
 
 
-def _told(workload: str, what: str, seen: Sequence[Foresight | None], ratio: float) -> Pair | None:
+def _told(workload: str, what: str, seen: Sequence[Prediction | None], ratio: float) -> Pair | None:
     """Return a receipt's pair; None where the ledger prices not both plans, or no change."""
     before, after = seen
-    if before is None or after is None or before.step_s is None or after.step_s is None:
+    if before is None or after is None or before.time.step_s is None or after.time.step_s is None:
         return None
-    predicted = math.log(before.step_s / after.step_s)
+    predicted = math.log(before.time.step_s / after.time.step_s)
     if abs(predicted) < NOTHING:
         return None
     return Pair(workload, what, predicted, math.log(ratio), moved(before, after))
 
 
 @cache
-def _of_words(shape: str, words: tuple[str, ...], device_name: str) -> Foresight | None:
+def _of_words(shape: str, words: tuple[str, ...], device_name: str) -> Prediction | None:
     """Return the prediction of a shape's recipe with changes; None where there is none."""
     try:
         plan = parse(words).plan((PLANS / f"{shape}.toml").read_text(), CATALOGUE)
@@ -170,9 +170,9 @@ def _of_words(shape: str, words: tuple[str, ...], device_name: str) -> Foresight
         return None
 
 
-def _foreseen(plan: Plan, device_name: str) -> Foresight:
+def _foreseen(plan: Plan, device_name: str) -> Prediction:
     asking = Asking(plan, _place(device_name), forecasts.assumed(device_name), CATALOGUE)
-    return asking.answer(plan).foresight
+    return asking.answer(plan).prediction
 
 
 def fit(pairs: Sequence[Pair], level: float = LEVEL) -> tuple[float, float]:

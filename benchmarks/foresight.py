@@ -44,7 +44,7 @@ from headrace.core.errors import RefusalKind
 from headrace.costs.machine import Machine
 from headrace.plan.plan import Plan
 from headrace.predict.calibration import ENOUGH, Measured
-from headrace.predict.foresight import Foresight, calibrated, foresee
+from headrace.predict.prediction import Prediction, calibrated, predict
 from headrace.tuner.readings import Reading, time_steps
 from headrace.tuner.worker import Worker
 
@@ -79,16 +79,16 @@ class Planner:
             return "after_20_steps"
         return "after_probes" if self.machine.source == "probes" else "no_gpu"
 
-    def of(self, one: Configuration) -> Foresight:
+    def of(self, one: Configuration) -> Prediction:
         """Return the prediction of a plan."""
         calibration = None
         if self.measured is not None:
             plan, steps = self.measured[one.choice]
             calibration = calibrated(plan, on_device(plan, DEVICE), self.machine, steps)
-        return foresee(one.plan, on_device(one.plan, DEVICE), self.machine, calibration)
+        return predict(one.plan, on_device(one.plan, DEVICE), self.machine, calibration)
 
 
-def predict(args: argparse.Namespace) -> None:
+def write_predictions(args: argparse.Namespace) -> None:
     """Write a row for each configuration that has none at this tier."""
     machine = Machine.read(args.machine) if args.machine else Machine.assumed(DEVICE)
     rows = known(args.results)
@@ -120,7 +120,7 @@ def predict(args: argparse.Namespace) -> None:
             tier=planner.tier,
             **predicted(one, one.plan, found),
             rates_of=machine.date or "datasheet",
-            calibrated_by=found.calibrated_by,
+            calibrated_by=found.rates.calibrated_by,
             predicted_for=DEVICE,
         )
         wrote += 1
@@ -136,30 +136,31 @@ def shared(args: argparse.Namespace, rows: list[dict[str, Any]]) -> set[str] | N
     return parts.share(_costs(every, said), args.part)
 
 
-def predicted(one: Configuration, plan: Plan, found: Foresight) -> dict[str, Any]:
+def predicted(one: Configuration, plan: Plan, found: Prediction) -> dict[str, Any]:
     """Return the part of a row that a prediction fills."""
-    ends = found.between.get("step_s") if one.choice else None
+    time, memory = found.time, found.memory
+    ends = time.step_between if one.choice else None
     return {
-        "step_s": found.step_s if one.choice else None,
+        "step_s": time.step_s if one.choice else None,
         "step_between_s": [ends.low, ends.high] if ends else None,
-        "allocated_bytes": found.peak_bytes,
-        "reserved_bytes": found.reserved_bytes,
-        "peak_at": found.peak_at,
-        "fits": found.fits == "yes",
-        "says": found.fits,
+        "allocated_bytes": memory.peak_bytes,
+        "reserved_bytes": memory.reserved_bytes,
+        "peak_at": memory.peak_at,
+        "fits": memory.fits == "yes",
+        "says": memory.fits,
         "risky": risky(found),
         "choice": one.choice,
         "shape": one.shape,
         "changes": one.words,
-        "unknown": found.unknown,
+        "unknown": found.time.unknown,
         "techniques": sorted(plan.techniques),
         "plan_sha256": receipts.sha256(plan.dump()),
     }
 
 
-def risky(found: Foresight) -> bool:
+def risky(found: Prediction) -> bool:
     """Return whether the plan is so near the capacity that it may not fit."""
-    share = (found.reserved_bytes or found.peak_bytes) / found.capacity_bytes
+    share = (found.memory.reserved_bytes or found.memory.peak_bytes) / found.memory.capacity_bytes
     return RISKY[0] <= share <= RISKY[1]
 
 
@@ -320,14 +321,21 @@ def tell(args: argparse.Namespace) -> None:
         steps = WARM + TIMED if one.choice else sum(BRIEF)
         if one.choice or risky(found):
             runs += 1
-            spent_s += START_S + steps * (found.step_s or 1.0) * (found.fits != "no")
-        others = steps_s.setdefault(one.choice, []) if one.choice and found.step_s else []
-        close = any(abs(math.log(found.step_s / s)) < CLOSE for s in others if found.step_s)
-        others.append(found.step_s or math.nan)
-        step = "no time: " + found.unknown if found.step_s is None else f"{found.step_s:.3f} s"
+            spent_s += START_S + steps * (found.time.step_s or 1.0) * (found.memory.fits != "no")
+        others = steps_s.setdefault(one.choice, []) if one.choice and found.time.step_s else []
+        close = any(
+            abs(math.log(found.time.step_s / s)) < CLOSE for s in others if found.time.step_s
+        )
+        others.append(found.time.step_s or math.nan)
+        step = (
+            "no time: " + found.time.unknown
+            if found.time.step_s is None
+            else f"{found.time.step_s:.3f} s"
+        )
         print(
-            f"{one.id:45} {step:10} {found.peak_bytes / 2**30:7.1f} GiB "
-            f"{(found.reserved_bytes or math.nan) / 2**30:7.1f} reserved {found.fits:5} "
+            f"{one.id:45} {step:10} {found.memory.peak_bytes / 2**30:7.1f} GiB "
+            f"{(found.memory.reserved_bytes or math.nan) / 2**30:7.1f} reserved "
+            f"{found.memory.fits:5} "
             f"{'risky ' if risky(found) else ''}{'close' if close else ''}"
         )
     print(f"{runs} to run, {spent_s:.0f} s of a GPU")
@@ -335,7 +343,7 @@ def tell(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    phases = {"list": tell, "predict": predict, "measure": measure, "picks": picks}
+    phases = {"list": tell, "predict": write_predictions, "measure": measure, "picks": picks}
     parser.add_argument("phase", choices=phases)
     parser.add_argument("--list", type=Path, nargs="+", default=LISTS)
     parser.add_argument("--machine", type=Path, help="predict: what was probed")

@@ -32,7 +32,7 @@ from headrace.assemble.context import make_context
 from headrace.costs.machine import Machine
 from headrace.observe.signals import TrackedMemory
 from headrace.plan.plan import Plan
-from headrace.predict.foresight import foresee
+from headrace.predict.prediction import predict
 from headrace.train import train
 from headrace.tuner.readings import Reading, opened, read
 from headrace.tuner.worker import Worker
@@ -75,7 +75,7 @@ def rates(seconds: float) -> Machine:
     return probes.cached(CPU) or probes.measure(CPU, budget_s=seconds)
 
 
-def predict(every: list[Configuration], results: Path, seconds: float) -> None:
+def write_predictions(every: list[Configuration], results: Path, seconds: float) -> None:
     """Write a prediction for each plan that has none."""
     done = {row["id"] for row in known(results) if row["kind"] == "prediction"}
     left = [one for one in every if name_of(one) not in done]
@@ -85,7 +85,7 @@ def predict(every: list[Configuration], results: Path, seconds: float) -> None:
     print(f"{machine.driver}: {machine.says}; left out: {'; '.join(machine.skipped) or 'nothing'}")
     for one in left:
         plan = one.plan
-        expected = foresee(plan, make_context(plan, CPU), machine)
+        expected = predict(plan, make_context(plan, CPU), machine)
         row = predicted(one, plan, expected) | facts(one)
         receipts.append(
             "plans",
@@ -94,7 +94,7 @@ def predict(every: list[Configuration], results: Path, seconds: float) -> None:
             kind="prediction",
             tier="after_probes",
             **row,
-            parts_s=expected.parts_s,
+            parts_s=expected.time.parts_s,
             rates_of=machine.date,
             calibrated_by="",
             predicted_for="cpu",
@@ -237,7 +237,7 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU beside it is another device
     ends_s = time.monotonic() + 60 * args.minutes
     every = [c for c in configurations([args.list]) if c.id.startswith(args.only)]
-    predict(every, args.results, args.seconds)
+    write_predictions(every, args.results, args.seconds)
     if not args.predict:
         measure(every, args.results, ends_s, args.here)
     print(summary(args.results))

@@ -23,13 +23,22 @@ from typing import Any
 import receipts
 import torch
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.app import catalogue
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.costs.machine import ANCHOR_PRODUCT, Machine
+from headrace.costs.machine import ANCHOR_MATMUL, Machine
 from headrace.costs.rates import BACKWARD
-from headrace.costs.work import SKIPPING, TRUNKS, Work
+from headrace.costs.work import (
+    SKIPPING,
+    TORCHS,
+    Attention,
+    Collective,
+    HostCopy,
+    Matmul,
+    Stream,
+    Work,
+)
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
 
@@ -94,12 +103,12 @@ class Piece:
             UnsupportedError: the machine has none for it.
         """
         if self.family == "products":
-            m, n, k = ANCHOR_PRODUCT
-            return self.flops / (2 * m * n * k) * machine.product_s(self.what, m, n, k)
+            m, n, k = ANCHOR_MATMUL
+            return self.flops / (2 * m * n * k) * machine.matmul_s(self.what, m, n, k)
         if self.family != "attention":
             link = self.family == "copies"
             return self.bytes / (machine.to_host if link else machine.traffic).bytes_per_s
-        kernel = self.what or next(k for k in TRUNKS if k in machine.kernels(self.backward))
+        kernel = self.what or next(k for k in TORCHS if k in machine.kernels(self.backward))
         rows, heads, kv_heads, length, features = self.sizes
         one_s = machine.attention_s(
             SKIPPING.get(kernel, kernel),
@@ -129,7 +138,7 @@ def work_of(plan: Plan, context: Context) -> list[Piece]:
     silent = [name for name, technique in plan.techniques.items() if not technique.timed]
     if silent:
         raise UnsupportedError(f"{', '.join(silent)} does not say what it does to a step", "")
-    ledger = predict(plan, context)
+    ledger = make_ledger(plan, context)
     summed: dict[Piece, Piece] = {}
     for name, work in ledger.work.items():
         times = work.count * (1 if work.phase == "optimizer" else ledger.sizes["micro_batches"])
@@ -145,14 +154,15 @@ def work_of(plan: Plan, context: Context) -> list[Piece]:
 
 def _piece(name: str, work: Work) -> Piece:
     """Return the piece of one kernel, or of all kernels of a stream."""
-    if work.kind == "product":
+    if isinstance(work, Matmul):
         flops = 2.0 * math.prod(work.sizes)
         return Piece("products", work.precision, flops, unknown=work.unknown)
-    if work.kind == "attention":
+    if isinstance(work, Attention):
         backward, unknown = work.phase == "backward", work.unknown
-        if work.seen is None:
+        mask = work.mask
+        if mask.seen is None:
             unknown = unknown or "what its mask leaves is not known before it runs"
-        left = 1 - work.masked + work.masked * (work.seen or 0.0)
+        left = 1 - mask.layers + mask.layers * (mask.seen or 0.0)
         flops = left * scores_flops(work.sizes, work.causal, backward)
         return Piece(
             "attention",
@@ -163,16 +173,12 @@ def _piece(name: str, work: Work) -> Piece:
             backward=backward,
             unknown=unknown,
         )
+    moved = work.bytes if isinstance(work, Stream | HostCopy | Collective) else 0.0
     if name == NORM:
-        return Piece("elementwise", "norm", bytes=work.bytes, unknown=work.unknown)
-    family = (
-        "copies"
-        if work.kind == "host link"
-        else "optimizer"
-        if work.phase == "optimizer"
-        else "elementwise"
-    )
-    return Piece(family, STREAMS[family], bytes=work.bytes, unknown=work.unknown)
+        return Piece("elementwise", "norm", bytes=moved, unknown=work.unknown)
+    family = "optimizer" if work.phase == "optimizer" else "elementwise"
+    family = "copies" if isinstance(work, HostCopy) else family
+    return Piece(family, STREAMS[family], bytes=moved, unknown=work.unknown)
 
 
 # --- a row's plan ----------------------------------------------------------------------------
@@ -345,8 +351,8 @@ def ceilings(hardware: str) -> str:
         machine = Machine.assumed(hardware)
     except UnsupportedError as error:
         return f"{hardware} has no ceilings: {error.message}."
-    m, n, k = ANCHOR_PRODUCT
-    rates = {p: 2e-12 * m * n * k / machine.product_s(p, m, n, k) for p in PRECISIONS}
+    m, n, k = ANCHOR_MATMUL
+    rates = {p: 2e-12 * m * n * k / machine.matmul_s(p, m, n, k) for p in PRECISIONS}
     matmuls = " and ".join(f"{rate:,.0f} TFLOP/s in {p}" for p, rate in rates.items())
     return (
         f"Ceilings of {hardware} (`headrace/costs/assumed.py` says where they are from): matmuls "

@@ -32,7 +32,7 @@ import receipts
 import torch
 from variants import VARIANTS, Variant
 
-from headrace.assemble.build import make_context, predict
+from headrace.assemble.build import make_context, make_ledger
 from headrace.assemble.context import check_supported, choose_device, elsewhere
 from headrace.core.errors import EXIT_INTERRUPTED, HeadraceError
 from headrace.costs.count import linear_parameters, model_flops_per_token, total_parameters
@@ -62,7 +62,7 @@ def checked(
         plan = variant.of(path, more)
         context = context_of(plan, device_name)
         check_supported(list(plan.techniques.values()), context)
-        instant, peak_bytes = predict(plan, context).peak()
+        instant, peak_bytes = make_ledger(plan, context).peak()
     except HeadraceError as error:
         return None, {"refused": str(error)}
     return plan, {"predicted_bytes": peak_bytes, "predicted_at": instant}

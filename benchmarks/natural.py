@@ -47,7 +47,7 @@ from natural_times import BEGUN, STAGE, STAYS, Wanted, awake, measure
 from headrace.assemble.context import choose_device, find_device, make_context
 from headrace.cli.plans import rates_here
 from headrace.data.ingest import prepare
-from headrace.predict.foresight import foresee
+from headrace.predict.prediction import predict
 from headrace.tuner.worker import Worker
 
 SAID, PARTS, ROWS = "natural_said", "natural_parts", "natural"
@@ -337,7 +337,7 @@ def _of(row: dict[str, Any], said: dict[str, Any]) -> bool:
 def peak_bytes(run: Run) -> float:
     """Return bytes that a run is predicted to take of its device."""
     context = make_context(run.plan, choose_device(run.plan))
-    return foresee(run.plan, context, rates_here(choose_device(run.plan))).peak_bytes
+    return predict(run.plan, context, rates_here(choose_device(run.plan))).memory.peak_bytes
 
 
 def prepare_text(runs: list[Run], work: Path) -> None:

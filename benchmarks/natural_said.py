@@ -33,7 +33,7 @@ from headrace.inference.load import resolve_run
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import BOTTLENECKS, parse, saves_memory
 from headrace.predict.candidates import MICRO, Asking, Candidate, Words, singles
-from headrace.predict.foresight import at
+from headrace.predict.prediction import at
 from headrace.train import train
 from headrace.train.run_folder import RunFolder
 from headrace.train.session import Session
@@ -227,7 +227,7 @@ def to_measure(
     What changes the learning is measured only where it is the first remedy: no such change may be
     the best one.
     """
-    own_bytes = asking.answer(asking.start).foresight.peak_bytes
+    own_bytes = asking.answer(asking.start).prediction.memory.peak_bytes
     told = [_said(asking, words, own_bytes) for words in said]
     more = [one for one in told[1:] if one.moves and not one.learns]
     chosen = [*told[:1], *more[:1]]
@@ -235,7 +235,7 @@ def to_measure(
     for candidate in singles(asking):
         one = _choice(asking, candidate)
         room = own_bytes + one.bytes + SPARE_BYTES <= room_bytes
-        fits = room and candidate.foresight.fits != "no"
+        fits = room and candidate.prediction.memory.fits != "no"
         if fits and "+cuda_graphs" in one.words and {*one.words} <= GRAPHS:
             if not any("+cuda_graphs" in other.words for other in chosen):
                 chosen.append(one)
@@ -273,7 +273,9 @@ def _choice(asking: Asking, candidate: Candidate) -> Choice:
     if any(w[0] == "+" and ATTENDS in plan.techniques[w[1:]].claims for w in words):
         kind = ATTENDS
     learns = kind_of(asking.start, plan) == "learning"
-    return Choice(words, candidate.foresight.peak_bytes, _expected(asking, plan), kind, learns)
+    return Choice(
+        words, candidate.prediction.memory.peak_bytes, _expected(asking, plan), kind, learns
+    )  # fmt: skip
 
 
 def _expected(asking: Asking, plan: Plan) -> float | None:
@@ -285,7 +287,11 @@ def _expected(asking: Asking, plan: Plan) -> float | None:
 def worth(asking: Asking, candidate: Candidate, expected: float | None) -> bool:
     """Return whether a single change keeps what is learned, fits, and is not sure to lose."""
     words, on_cpu = candidate.changes, asking.context.device == "cpu"
-    if not words or candidate.foresight.fits == "no" or any(SLOW_TO_COMPILE in w for w in words):
+    if (
+        not words
+        or candidate.prediction.memory.fits == "no"
+        or any(SLOW_TO_COMPILE in w for w in words)
+    ):
         return False
     if kind_of(asking.start, candidate.plan) == "learning":
         return False

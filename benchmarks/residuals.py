@@ -18,7 +18,7 @@ others. Reserved memory is compared where a row has it.
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -28,24 +28,27 @@ import numpy as np
 import torch
 from lists import configurations, firsts
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.app import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.machine import Machine
+from headrace.costs.step import step_time
 from headrace.costs.work import (
-    BESIDE,
+    ATTENTION_IN_STEP,
     EDGE_S,
-    IN_STEP,
+    MATMUL_IN_STEP,
     SKIPPING,
     UNFUSED,
     UNHURRIED,
+    Attention,
+    Matmul,
+    Stream,
     Work,
-    step_time,
 )
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
-from headrace.predict.foresight import FEW, FP32, foresee
+from headrace.predict.prediction import FEW, FP32, predict
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANS = ROOT / "benchmarks" / "plans"
@@ -63,7 +66,7 @@ OTHERS = {
 """(topic, recipe) -> the changes of its shape's plan that rows of it had"""
 
 
-CONSTANTS = np.array([BESIDE, IN_STEP, UNFUSED])
+CONSTANTS = np.array([MATMUL_IN_STEP, ATTENTION_IN_STEP, UNFUSED])
 """Constants of costs/work.py that were fitted to measured steps."""
 NEUTRAL = np.array([1.0, 1.0, 1.0])
 """What they are before anything was measured."""
@@ -84,11 +87,11 @@ class Parts:
     @classmethod
     def of(cls, plan: Plan, context: Context, machine: Machine, measured_s: float) -> "Parts":
         """Return the parts of a plan."""
-        ledger = predict(plan, context)
+        ledger = make_ledger(plan, context)
         micro = ledger.sizes["micro_batches"]
         time = step_time(ledger.work, machine, micro)
 
-        def spent(pieces: list[Work]) -> float:
+        def spent(pieces: Sequence[Work]) -> float:
             times = (1.0 if p.phase == "optimizer" else micro for p in pieces)
             return sum(n * p.seconds(machine) for n, p in zip(times, pieces, strict=True))
 
@@ -96,14 +99,19 @@ class Parts:
         mixing = [
             p
             for p in every
-            if p.kind == "attention" and SKIPPING.get(p.kernel, p.kernel) not in UNHURRIED
+            if isinstance(p, Attention) and SKIPPING.get(p.kernel, p.kernel) not in UNHURRIED
         ]
-        eager = [p for p in every if p.kind == "stream" and p.fused is not None]
+        eager = [p for p in every if isinstance(p, Stream) and p.fused is not None]
         loose = spent([p for p in eager if p.loose == UNFUSED])
-        attention, matmuls = spent(mixing), spent([p for p in every if p.kind == "product"])
+        attention, matmuls = spent(mixing), spent([p for p in every if isinstance(p, Matmul)])
         rest = sum(time.device_s.values()) - time.of("product") - attention - loose
         return cls(
-            matmuls / BESIDE, attention / IN_STEP, loose / UNFUSED, rest, time.host_s, measured_s
+            matmuls / MATMUL_IN_STEP,
+            attention / ATTENTION_IN_STEP,
+            loose / UNFUSED,
+            rest,
+            time.host_s,
+            measured_s,
         )
 
 
@@ -207,23 +215,25 @@ def rows(results: Path = ROOT / "results", machine: Machine | None = None) -> li
     for what, row, plan in plans(results):
         context = on_device(plan)
         try:
-            seen = foresee(plan, context, machine)
+            seen = predict(plan, context, machine)
         except UnsupportedError:  # a package that is not installed here
             continue
         values = {name: m["value"] for name, m in row["metrics"].items()}
         rate, reserved = values.get("tokens_per_s"), values.get("reserved_memory")
-        timed = seen.step_s and seen.no_interval not in (FEW, FP32)
+        timed = seen.time.step_s and seen.time.no_interval not in (FEW, FP32)
         step_s = plan.batch.tokens / rate if rate and timed else None
         compared.append(
             Row(
                 row["shape"],
                 what,
-                step_s / seen.step_s if step_s and seen.step_s else None,
-                values["peak_memory"] / seen.peak_bytes if "peak_memory" in values else None,
-                reserved / seen.reserved_bytes
-                if reserved and seen.reserved_bytes and reserved >= values.get("peak_memory", 0)
+                step_s / seen.time.step_s if step_s and seen.time.step_s else None,
+                values["peak_memory"] / seen.memory.peak_bytes if "peak_memory" in values else None,
+                reserved / seen.memory.reserved_bytes
+                if reserved
+                and seen.memory.reserved_bytes
+                and reserved >= values.get("peak_memory", 0)
                 else None,
-                seen.fits,
+                seen.memory.fits,
                 Parts.of(plan, context, machine, step_s) if step_s else None,
             )
         )

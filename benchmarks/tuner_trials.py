@@ -159,7 +159,7 @@ def trials_of(start: Start) -> list[Trial]:
     for proposal in [*wholes, *start.sources.single(start.plan)]:
         kind = kind_of(start.plan, proposal.plan)
         fewer = proposal.plan.micro_rows * FEWER_ROWS < rows
-        if kind == "learning" or proposal.foresight.fits == "no" or fewer:
+        if kind == "learning" or proposal.prediction.memory.fits == "no" or fewer:
             continue
         trial = Trial(start, first, proposal)
         several = len(trial.change) - sum(w.startswith("techniques.") for w in trial.change) > 2

@@ -5,14 +5,14 @@ from dataclasses import replace
 from headrace.costs.machine import Machine
 from headrace.costs.rates import (
     Absent,
-    Attention,
-    Linear,
-    Mixing,
-    Moved,
-    Piece,
-    Product,
-    Step,
-    Stream,
+    AttentionPoint,
+    AttentionRates,
+    LinearRates,
+    MatmulPoint,
+    MeasuredStep,
+    PieceRates,
+    StreamPoint,
+    StreamRates,
     Way,
 )
 
@@ -24,16 +24,16 @@ PIECES = ("norms", "activation", "rope", "loss", "qk_norm", "residual", "residua
 UPDATES = ("gradients/backward", "clip/optimizer", "update/optimizer")
 
 
-def probed_cpu(*steps: Step, flops: float = FLOPS, threads: int = 2) -> Machine:
+def probed_cpu(*steps: MeasuredStep, flops: float = FLOPS, threads: int = 2) -> Machine:
     """A probed CPU whose whole steps, if any, took as long as `steps` say."""
     names = [f"{name}/{way}" for name in PIECES for way in ("forward", "backward")]
-    moved = tuple(Moved(b, BEGIN_S + b / BYTES_PER_S) for b in (1 << 16, 1 << 22, 1 << 27))
+    moved = tuple(StreamPoint(b, BEGIN_S + b / BYTES_PER_S) for b in (1 << 16, 1 << 22, 1 << 27))
     products = tuple(
-        Product(m, n, k, BEGIN_S + 2 * m * n * k / flops) for m, n, k in SHAPES
+        MatmulPoint(m, n, k, BEGIN_S + 2 * m * n * k / flops) for m, n, k in SHAPES
     )  # fmt: skip
     attention = tuple(
-        Attention("flash", backward, flops, tuple(
-            Mixing(8, 4, 4, length, 32, True, (2.5 if backward else 1) * 2e-9 * length**2)
+        AttentionRates("flash", backward, flops, tuple(
+            AttentionPoint(8, 4, 4, length, 32, True, (2.5 if backward else 1) * 2e-9 * length**2)
             for length in (128, 512)
         ))
         for backward in (False, True)
@@ -41,11 +41,11 @@ def probed_cpu(*steps: Step, flops: float = FLOPS, threads: int = 2) -> Machine:
     return replace(
         Machine.assumed("cpu"), source="probes", says="made up", date="2026-11-25", torch="2.13.0",
         driver=f"a processor, {threads} threads", processors=threads, launch_s=1e-6,
-        traffic=Stream(BEGIN_S, 5 * BYTES_PER_S),
+        traffic=StreamRates(BEGIN_S, 5 * BYTES_PER_S),
         products=(), attention=attention,
         absent=(Absent("captured graphs", "a CPU has none"),),
-        linears=tuple(Linear(way, "fp32", products) for way in WAYS),
-        pieces=tuple(Piece(n, n in UPDATES or n.startswith("embedding"), moved)
+        linears=tuple(LinearRates(way, "fp32", products) for way in WAYS),
+        pieces=tuple(PieceRates(n, n in UPDATES or n.startswith("embedding"), moved)
                      for n in (*names, *UPDATES)),
         steps=steps,
     ).fitted()  # fmt: skip

@@ -23,8 +23,8 @@ from headrace.core.errors import ConfigError, Diverged
 from headrace.core.files import python
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
-from headrace.costs.count import trunk_ledger
-from headrace.costs.decoder_work import shared_work, trunk_work
+from headrace.costs.count import baseline_ledger
+from headrace.costs.decoder_work import baseline_work, shared_work
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import COMMUNICATORS
 from headrace.data.loader import Loader
@@ -45,7 +45,7 @@ from headrace.plan.plan import MeshConfig, Plan
 from headrace.plan.technique import Context, Stage, Technique
 
 
-def predict(plan: Plan, context: Context) -> Ledger:
+def make_ledger(plan: Plan, context: Context) -> Ledger:
     """The trunk's ledger with every technique's edits, in stage order. Pure.
 
     Of a pipeline's ranks, that of the one that needs most memory when all have edited. An optimizer
@@ -54,10 +54,10 @@ def predict(plan: Plan, context: Context) -> Ledger:
     Raises:
         ConfigError: the plan names a tokenizer that is not there.
     """
-    return max(predict_each(plan, context), key=lambda ledger: ledger.peak()[1])
+    return max(make_ledgers(plan, context), key=lambda ledger: ledger.peak()[1])
 
 
-def predict_each(plan: Plan, context: Context) -> list[Ledger]:
+def make_ledgers(plan: Plan, context: Context) -> list[Ledger]:
     """Likewise of each of a pipeline's ranks: the slowest may be another."""
     return [_predict_on(plan, context, rank) for rank in range(plan.mesh.pipeline)]
 
@@ -67,7 +67,7 @@ def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
     if not model.vocab:  # not resolved yet by a run
         told = model.pretrained and plan.data.tokenizer != "bpe"  # by the weights
         model = _model_config(plan, 0 if told else entries(plan.data))
-    ledger = trunk_ledger(
+    ledger = baseline_ledger(
         model,
         rows=plan.micro_rows,
         length=plan.data.sequence_length,
@@ -82,7 +82,7 @@ def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
     ranks["other_loss"] = float(any("terms" in t.composes for t in plan.techniques.values()))
     others = any("objective" in t.composes for t in plan.techniques.values())
     ranks["other_objective"] = float(others or bool(model.logit_cap))
-    work = trunk_work(
+    work = baseline_work(
         model, rows=plan.micro_rows, length=plan.data.sequence_length,
         precision=context.precision, micro_batches=ranks["micro_batches"],
     )  # fmt: skip
@@ -265,7 +265,7 @@ def _trunk(
         transport=_threads,
         place=place,
         recover=_stop,
-        predicted=lambda plan: predict(plan, context),
+        predicted=lambda plan: make_ledger(plan, context),
     )
     build.values["step"] = float
     build.values["lr"] = learning_rate(plan.schedule, plan.horizon_steps)

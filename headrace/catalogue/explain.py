@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from headrace.assemble.build import check_weights, predict
+from headrace.assemble.build import check_weights, make_ledger
 from headrace.assemble.context import check_supported
 from headrace.assemble.sockets import COMPOSED, SOCKETS
 from headrace.core.command import again
@@ -65,7 +65,7 @@ def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
         for socket in SOCKETS
     }
     check_weights(plan)
-    ledger = predict(plan, context)
+    ledger = make_ledger(plan, context)
     instant, peak = ledger.peak()
     value = {
         "name": plan.name,

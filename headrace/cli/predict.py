@@ -34,9 +34,9 @@ def plan(
             from headrace.inference.load import read_recorded_plan, resolve_run, run_of
             from headrace.plan.doubts import doubts_of
             from headrace.plan.technique import installed
-            from headrace.predict import sweep
+            from headrace.predict import page, sweep
             from headrace.predict.ending import Curve
-            from headrace.predict.foresight import after, foresee, told
+            from headrace.predict.prediction import after, predict
             from headrace.train.run_folder import RunFolder
             from headrace.tuner.kinds import learns_otherwise, runs_otherwise
         wanted = named_plan(plan, overrides, with_, without, verb="plan")
@@ -48,19 +48,20 @@ def plan(
             try:
                 measured = after(run, installed(), context, machine)
             except UnsupportedError:  # the run's clock tells, where no time of a step is foreseen
-                if sweep_ or foresee(wanted, context, machine).step_s is not None:
+                if sweep_ or predict(wanted, context, machine).time.step_s is not None:
                     raise
             if wanted.goal.bits_per_byte is not None or measured is None:
                 curve = Curve.of(run, learns_otherwise(ran, wanted), runs_otherwise(ran, wanted))
         if not sweep_:
-            found = foresee(wanted, context, machine, measured, curve)
+            found = predict(wanted, context, machine, measured, curve)
             parent = RunFolder(run).parent if (run := run_of(plan)) else None
             doubts = doubts_of(wanted)
             if json:
                 more = {"parent": parent, "doubts": [doubt.to_dict() for doubt in doubts]}
-                show_json({**found.plain(), **more})
+                show_json({**found.to_dict(), **more})
             else:
-                print("\n".join([told(wanted, found), *(f"note: {d.line}" for d in doubts)]))
+                notes = [f"note: {doubt.line}" for doubt in doubts]
+                print(page.format_prediction(wanted, found), *notes, sep="\n")
                 if parent:
                     print(f"it begins at step {parent['step']} of {parent['run']}")
             return

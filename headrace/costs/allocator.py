@@ -34,7 +34,7 @@ class OutOfMemory(Exception):
 
 
 class Block:
-    """A piece of a segment, used or free."""
+    """A block is a piece of a segment, used or free."""
 
     __slots__ = ("after", "before", "free", "order", "size", "small", "spare")
 
@@ -70,7 +70,7 @@ class Allocator:
         self._count = 0
 
     def allocate(self, bytes: float) -> Block:
-        """A block for a tensor of so many bytes.
+        """Return a block for a tensor of so many bytes.
 
         Raises:
             OutOfMemory: there is no room.
@@ -90,7 +90,7 @@ class Allocator:
         return block
 
     def release(self, block: Block) -> None:
-        """A tensor has gone."""
+        """Free the block of a tensor that has gone."""
         self.allocated -= block.size
         self.spare -= block.spare
         for other in (block.before, block.after):
@@ -110,7 +110,7 @@ class Allocator:
         self._keep(block)
 
     def _ends_with(self, was: Block, now: Block) -> None:
-        """Where an expandable segment ended with `was`, it ends with `now`."""
+        """Note that an expandable segment which ended with `was` ends with `now`."""
         if self._last.get(was.small) is was:
             self._last[was.small] = now
 
@@ -119,7 +119,7 @@ class Allocator:
         insort(self._free[block.small], (block.size, block.order, block))
 
     def _segment(self, size: int, small: bool) -> Block:
-        """New memory of the device."""
+        """Return a block of new memory of the device."""
         if self.expandable:
             return self._grown(size, small)
         own = SEGMENT if size < OWN else -(-size // PAGE) * PAGE
@@ -128,7 +128,7 @@ class Allocator:
         return self._new(whole, small)
 
     def _grown(self, size: int, small: bool) -> Block:
-        """The end of the pool's one segment, with the pages that are missing there."""
+        """Return the end of the pool's one segment, with the pages that are missing there."""
         last = self._last.get(small)
         over = last if last is not None and last.free else None
         more = -(-(size - (over.size if over else 0)) // PAGE) * PAGE
@@ -146,7 +146,10 @@ class Allocator:
         return block
 
     def _take(self, bytes: int) -> None:
-        """So much more of the device, after all that is free went back where it has no room."""
+        """Take so much more of the device.
+
+        All that is free goes back first where the device has no room.
+        """
         if self.reserved + bytes > self.capacity:
             self.retries += 1
             self._give_back()
@@ -173,7 +176,7 @@ class Allocator:
         self._keep(rest)
 
     def _give_back(self) -> None:
-        """Segments that are wholly free. Pages within an expandable one stay."""
+        """Give back segments that are wholly free; pages within an expandable one stay."""
         for small, pool in self._free.items():
             kept = []
             for size, order, block in pool:

@@ -28,7 +28,10 @@ give dense rates in these ratios."""
 
 @dataclass(frozen=True)
 class Row:
-    """Attention measured on an H200: TFLOP/s by kernel, forward and backward, causal FLOPs."""
+    """A row holds attention as it was measured on an H200.
+
+    Rates are TFLOP/s by kernel, forward and backward, of causal FLOPs.
+    """
 
     rows: int
     heads: int
@@ -39,12 +42,12 @@ class Row:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Everything but the rates."""
+        """Return everything but the rates."""
         return self.rows, self.heads, self.kv_heads, self.length, self.features
 
     @property
     def flops(self) -> float:
-        """Of the forward pass, half of all pairs counted."""
+        """Return the FLOPs of the forward pass, half of all pairs counted."""
         return 2.0 * self.rows * self.heads * self.length**2 * self.features
 
 
@@ -56,7 +59,7 @@ H200_PEAK = 989e12
 
 @dataclass(frozen=True)
 class Family:
-    """Devices that reach like shares of their peaks."""
+    """A family holds devices that reach like shares of their peaks."""
 
     products: Mapping[str, float]
     """precision -> share of its peak reached; one that is missing, the devices do not have"""
@@ -227,7 +230,10 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True)
 class Processor:
-    """Peaks that stand in for those of an unknown CPU, for each core, and for its memory."""
+    """A processor has the peaks that stand in for those of an unknown CPU.
+
+    They are those of each core, and of its memory.
+    """
 
     half_flops: float
     fp32_flops: float

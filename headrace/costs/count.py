@@ -1,6 +1,6 @@
-"""What the trunk costs, counted from shapes: the ledger that techniques edit.
+"""Count what the baseline trainer costs from shapes: the ledger that techniques edit.
 
-Memory is counted for the eager trunk, line by line, as autograd keeps it. `s` is the bytes of an
+Memory is counted for eager torch, line by line, as autograd keeps it. `s` is the bytes of an
 activation (4 in fp32, 2 under bf16). FLOPs count a multiply-add as two.
 
 Shapes: N = rows x length tokens, D features, L layers, H x K query features, G x K key features.
@@ -13,7 +13,10 @@ FP32 = 4
 
 
 def linear_parameters(config: ModelConfig) -> int:
-    """Weights of all matrices that a token is multiplied with, the output matrix included."""
+    """Return the number of weights of all matrices that a token is multiplied with.
+
+    The output matrix is among them.
+    """
     heads, kv, width = config.heads, config.resolved_kv_heads, config.resolved_head_dim
     attention = config.dim * width * (heads + 2 * kv) + heads * width * config.dim
     mlp = config.dim * config.resolved_ffn * (3 if config.activation == "swiglu" else 2)
@@ -21,7 +24,7 @@ def linear_parameters(config: ModelConfig) -> int:
 
 
 def block_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(features in, features out) of each linear of a block, by the end of its name."""
+    """Return (features in, features out) of each linear of a block, by the end of its name."""
     heads, width = config.heads, config.resolved_head_dim
     dim, ffn = config.dim, config.resolved_ffn
     gated = config.activation == "swiglu"
@@ -34,20 +37,20 @@ def block_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def matrices_of(config: ModelConfig) -> dict[str, Matrix]:
-    """All parameters of two dimensions by name."""
-    found = {"embed.weight": Matrix((config.vocab, config.dim))}
+    """Return all parameters of two dimensions by name."""
+    matrices = {"embed.weight": Matrix((config.vocab, config.dim))}
     if config.position == "learned":
-        found["position.weight"] = Matrix((config.context, config.dim))
+        matrices["position.weight"] = Matrix((config.context, config.dim))
     for layer in range(config.layers):
         for name, (inner, outer) in block_linears(config).items():
-            found[f"blocks.{layer}.{name}.weight"] = Matrix((outer, inner))
+            matrices[f"blocks.{layer}.{name}.weight"] = Matrix((outer, inner))
     if not config.tied_embeddings:
-        found["head.weight"] = found["embed.weight"]
-    return found
+        matrices["head.weight"] = matrices["embed.weight"]
+    return matrices
 
 
 def total_parameters(config: ModelConfig) -> int:
-    """Every trained number."""
+    """Return the count of all trained numbers."""
     count = linear_parameters(config)
     if not config.tied_embeddings:
         count += config.dim * config.vocab
@@ -66,7 +69,9 @@ def total_parameters(config: ModelConfig) -> int:
 
 
 def model_flops_per_token(config: ModelConfig, length: int) -> float:
-    """6 N + 12 L d T, the PaLM formula (arXiv 2204.02311, appendix B): the model's own work.
+    """Return the model's own FLOPs per token: 6 N + 12 L d T.
+
+    The formula is PaLM's (arXiv 2204.02311, appendix B).
 
     N counts the matrices with the output matrix and without the embedding; recomputation is not
     counted, and attention is counted whole, causal or not.
@@ -75,11 +80,11 @@ def model_flops_per_token(config: ModelConfig, length: int) -> float:
     return 6.0 * linear_parameters(config) + attention
 
 
-def trunk_ledger(
+def baseline_ledger(
     config: ModelConfig, *, rows: int, length: int, precision: str, device: str,
     accumulates: bool = False,
 ) -> Ledger:  # fmt: skip
-    """The plain trunk's costs for one micro-batch of `rows` x `length` tokens.
+    """Return the baseline's costs for one micro-batch of `rows` x `length` tokens.
 
     Args:
         config: the decoder.
@@ -103,7 +108,7 @@ def trunk_ledger(
     }
     matrices = linear_parameters(config) - config.dim * config.vocab
     for layer in range(config.layers):
-        kept = held_in(layer)
+        kept = instants_of(layer)
         for name, count in _block_activations(config, tokens, size, device).items():
             memory[f"{layer}/{name}"] = Line(count, kept, layer)
         if size != FP32:  # autocast's copies of fp32 weights are kept for the backward pass
@@ -128,7 +133,7 @@ def trunk_ledger(
 
 
 def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) -> dict[str, float]:
-    """Facts that techniques make their edits from."""
+    """Return the facts that techniques make their edits from."""
     tokens, matrices = rows * length, linear_parameters(config) - config.dim * config.vocab
     queries_and_keys = (config.heads + config.resolved_kv_heads) * config.resolved_head_dim
     learned = config.position == "learned"
@@ -173,7 +178,10 @@ def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) 
 
 
 def _unsplit_parameters(config: ModelConfig) -> int:
-    """What tensor parallelism leaves whole: norms, positions, biases that are added once."""
+    """Return the count of numbers that tensor parallelism leaves whole.
+
+    They are norms, positions, and biases that are added once.
+    """
     norm = config.dim * (2 if config.norm == "layer_norm" else 1)
     count = norm * (2 * config.layers + 1)
     count += config.context * config.dim if config.position == "learned" else 0
@@ -185,13 +193,18 @@ def _attention_flops(config: ModelConfig, length: int) -> float:
     return 4.0 * config.layers * config.heads * config.resolved_head_dim * length
 
 
-def held_in(layer: int) -> tuple[Instant, ...]:
-    """When a block's activations are held: the backward pass has let go of all but the first's."""
+def instants_of(layer: int) -> tuple[Instant, ...]:
+    """Return when a block's activations are held.
+
+    The backward pass has let go of all but the first block's.
+    """
     return ("loss", "turn", "backward") if layer == 0 else ("loss", "turn")
 
 
 def _logits_bytes(config: ModelConfig, tokens: int) -> float:
-    """In fp32: log-probabilities, their gradient and the logits'; where those are capped, the tanh.
+    """Return the fp32 bytes of log-probabilities, their gradient and the logits'.
+
+    Where logits are capped, those of the tanh are added.
 
     Under bf16 the product's own have left by then, and come back when log-probabilities have.
     """
@@ -199,7 +212,9 @@ def _logits_bytes(config: ModelConfig, tokens: int) -> float:
 
 
 def holds_casts(ledger: Ledger) -> bool:
-    """Whether autocast holds the weights' casts at the head, for blocks that would not keep them.
+    """Return whether autocast holds the weights' casts at the head.
+
+    It does for blocks that would not keep them.
 
     It does until the forward pass ends. A GPU's peak at the head comes after, unless the head makes
     its gradients while it goes forward.
@@ -208,7 +223,9 @@ def holds_casts(ledger: Ledger) -> bool:
 
 
 def _work_bytes(config: ModelConfig, tokens: int, size: int) -> float:
-    """What a block's backward pass has at its widest: the stream's gradient and gate_up's.
+    """Return the bytes of a block's backward pass at its widest.
+
+    They are the stream's gradient and gate_up's.
 
     The activation's gradient is there too, in the place of the activation.
     """
@@ -217,7 +234,9 @@ def _work_bytes(config: ModelConfig, tokens: int, size: int) -> float:
 
 
 def _final_norm_bytes(config: ModelConfig, tokens: int, size: int, device: str) -> float:
-    """Its input, in fp32 where one kernel reads it, and its result.
+    """Return the bytes of the last norm's input and of its result.
+
+    The input is in fp32 where one kernel reads it.
 
     Composed of operations, an RMS norm keeps the normalised values too, and under bf16 their fp32
     product. A rank of many, which holds a part of all else, notices.
@@ -230,7 +249,7 @@ def _final_norm_bytes(config: ModelConfig, tokens: int, size: int, device: str) 
 def _block_activations(
     config: ModelConfig, tokens: int, size: int, device: str
 ) -> dict[str, float]:
-    """Bytes that one block keeps for its backward pass, by what they are."""
+    """Return the bytes that one block keeps for its backward pass, by what they are."""
     width = config.resolved_head_dim
     q, kv, ffn = config.heads * width, config.resolved_kv_heads * width, config.resolved_ffn
     row = tokens * size

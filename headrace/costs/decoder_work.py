@@ -1,4 +1,4 @@
-"""What one step of the trunk computes, piece by piece: the time model's lines before techniques.
+"""List what one step of the baseline computes, piece by piece: the lines before techniques.
 
 Counted for eager torch on a GPU. Bytes follow the operations that eager torch runs under autocast,
 and beside them stands what one fused kernel reads and writes. Small pieces are left out: statistics
@@ -16,74 +16,89 @@ from headrace.costs.count import FP32, block_linears, linear_parameters, total_p
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import BUCKET_BYTES
 from headrace.costs.rates import SCORE_BYTES
-from headrace.costs.work import HALVES, UNFUSED, Phase, Work, collective
+from headrace.costs.work import (
+    HALVES,
+    UNFUSED,
+    Attention,
+    HostCopy,
+    Matmul,
+    Phase,
+    ScoreMask,
+    Stream,
+    Work,
+    collective,
+)
 
 FROZEN = ("weight_cast/backward", "head_cast/backward", "embedding/backward")
-"""Pieces that frozen weights do not need, beside their gradients' products and sums."""
+"""Pieces that frozen weights do not need, beside their gradients' matmuls and sums."""
 LEARNED = ("gradients/", "clip/", "update/", "reduce/")
 """How pieces begin whose bytes are those of what learns."""
 NARROW = {"bf16": 2, "fp16": 2}
 """bytes of an activation; 4 in other precisions"""
 
 
-def trunk_work(
+def baseline_work(
     config: ModelConfig, *, rows: int, length: int, precision: str, micro_batches: float = 1.0
 ) -> dict[str, Work]:
-    """Pieces by name for one micro-batch, and the update.
+    """Return pieces by name for one micro-batch, and for the update.
 
     Args:
         config: the decoder.
         rows: of the micro-batch.
         length: tokens of a row.
-        precision: of its products.
+        precision: of its matmuls.
         micro_batches: of a step, whose gradients are added up.
     """
     tokens, size = rows * length, NARROW.get(precision, FP32)
-    work = _products(config, tokens, precision) | _attention(config, rows, length, precision)
+    work = _matmuls(config, tokens, precision) | _attention(config, rows, length, precision)
     for name, (count, forward, backward) in _streams(config, tokens, size).items():
-        for phase, (bytes, kernels, fused) in (("forward", forward), ("backward", backward)):
+        passes: tuple[tuple[Phase, Traffic], ...] = (("forward", forward), ("backward", backward))
+        for phase, (bytes, kernels, fused) in passes:
             if bytes:
                 loose = (
                     HALVES if name == "activation" and config.activation == "swiglu" else UNFUSED
                 )
-                work[f"{name}/{phase}"] = Work(
-                    phase, "stream", count, bytes, kernels, fused, loose  # type: ignore[arg-type]
-                )  # fmt: skip
+                work[f"{name}/{phase}"] = Stream(phase, count, bytes, kernels, fused, loose)
     parameters = total_parameters(config)
     if micro_batches > 1:
         share = (micro_batches - 1) / micro_batches
-        work["gradients/backward"] = Work("backward", "stream", share, 3 * FP32 * parameters)
-    work["clip/optimizer"] = Work("optimizer", "stream", 1, 3 * FP32 * parameters, 2)
-    work["update/optimizer"] = Work("optimizer", "stream", 1, 7 * FP32 * parameters)
+        work["gradients/backward"] = Stream("backward", share, 3 * FP32 * parameters)
+    work["clip/optimizer"] = Stream("optimizer", 1, 3 * FP32 * parameters, 2)
+    work["update/optimizer"] = Stream("optimizer", 1, 7 * FP32 * parameters)
     return work
 
 
 def shared_work(config: ModelConfig, sizes: Mapping[str, float]) -> dict[str, Work]:
-    """What the trunk's ranks send each other in a step: gradients, in buckets, and three numbers.
+    """Return what the baseline's ranks send each other in a step.
+
+    They send gradients, in buckets, and three numbers.
 
     Args:
         config: the decoder.
         sizes: of the ledger, which tell the ranks of each axis.
     """
-    found, gradients = {}, FP32 * total_parameters(config)
+    pieces, gradients = {}, FP32 * total_parameters(config)
     for axis, name, bytes in (
         ("shard", "targets", 8), ("shard", "loss", FP32), ("pipeline", "loss_of_stages", FP32),
         ("world", "norm", FP32),
     ):  # fmt: skip
         if sizes[f"{axis}_ranks"] > 1:
-            found[f"count/{name}"] = collective(sizes, axis, "optimizer", "all_reduce", bytes)
+            pieces[f"count/{name}"] = collective(sizes, axis, "optimizer", "all_reduce", bytes)
     if sizes["shard_ranks"] > 1:
         buckets = -(-gradients // BUCKET_BYTES)
-        found["reduce/gradients"] = collective(
+        pieces["reduce/gradients"] = collective(
             sizes, "shard", "optimizer", "all_reduce", gradients, kernels=buckets
         )
         # Into buckets and back out of them.
-        found["reduce/copy"] = Work("optimizer", "stream", 1, 4 * gradients, 2 * buckets)
-    return found
+        pieces["reduce/copy"] = Stream("optimizer", 1, 4 * gradients, 2 * buckets)
+    return pieces
 
 
-def _products(config: ModelConfig, tokens: int, precision: str) -> dict[str, Work]:
-    """Of each linear: its result, and the gradients of its input and its weight."""
+def _matmuls(config: ModelConfig, tokens: int, precision: str) -> dict[str, Work]:
+    """Return the three matmuls of each linear.
+
+    They make its result, and the gradients of its input and its weight.
+    """
     linears = {name: (config.layers, *pair) for name, pair in block_linears(config).items()}
     linears["head"] = (1, config.dim, config.vocab)
     work = {}
@@ -94,38 +109,36 @@ def _products(config: ModelConfig, tokens: int, precision: str) -> dict[str, Wor
             ("weight", "backward", (outer, inner, tokens)),
         )
         for what, phase, sizes in shapes:
-            work[f"{name}/{what}"] = Work(
-                phase, "product", count, sizes=sizes, precision=precision
-            )  # fmt: skip
+            work[f"{name}/{what}"] = Matmul(phase, count, sizes, precision)
     return work
 
 
 def _attention(config: ModelConfig, rows: int, length: int, precision: str) -> dict[str, Work]:
-    """Scores and mixing, causal; in fp32 with the bytes of a score where products make it."""
+    """Return causal attention; in fp32 with the bytes of a score where matmuls make it."""
     sizes = (rows, config.heads, config.resolved_kv_heads, length, config.resolved_head_dim)
     phases: tuple[Phase, ...] = ("forward", "backward")
-    work = {f"attention/{p}": Work(p, "attention", config.layers, sizes=sizes) for p in phases}
+    work = {f"attention/{p}": Attention(p, config.layers, sizes) for p in phases}
     if precision in NARROW:
-        return work
+        return {**work}
     return {
-        name: replace(piece, precision=precision, bytes=2 * half, fused=half)
+        name: replace(piece, precision=precision, score_bytes=2 * half, fused=half)
         for (name, piece), half in zip(work.items(), SCORE_BYTES, strict=True)
     }
 
 
-Stream = tuple[float, float, float | None]
+Traffic = tuple[float, float, float | None]
 """bytes of eager torch, its kernels, and bytes when fused; None where fusing changes nothing"""
 
 
 def _streams(
     config: ModelConfig, tokens: int, size: int
-) -> dict[str, tuple[float, Stream, Stream]]:
-    """What is read and written around the products: name -> how many, forward, backward."""
+) -> dict[str, tuple[float, Traffic, Traffic]]:
+    """Return what is read and written around the matmuls by name: how many, forward, backward."""
     N, D, L, V = tokens, config.dim, config.layers, config.vocab
     width = config.resolved_head_dim
     Q, G, F = config.heads * width, config.resolved_kv_heads * width, config.resolved_ffn
     x, half = size * N, size != FP32
-    turn = (FP32 + size) * N if half else 0  # a cast between the precisions
+    cast_bytes = (FP32 + size) * N if half else 0  # a cast between the precisions
     wide = FP32 * N  # norms and rotations run in fp32
     turned = N * (Q + G)
     grouped = 1 < config.resolved_kv_heads < config.heads
@@ -133,13 +146,13 @@ def _streams(
     weights = (linear_parameters(config) - D * V) / L
     cast = (FP32 + size) * weights if half else 0.0
     head_cast = (FP32 + size) * D * V if half else 0.0
-    rope = 9 * wide / N * turned + 2 * turn / N * turned
+    rope = 9 * wide / N * turned + 2 * cast_bytes / N * turned
     gates = 2 if config.activation == "swiglu" else 1
     cap = int(config.logit_cap > 0)  # a quotient, its tanh and a product; and their gradients
     return {
         "norms": (
-            2 * L + 1, (2 * turn * D + 2 * wide * D, 3 if half else 1, 2 * x * D),
-            (2 * turn * D + 3 * wide * D, 4 if half else 2, 3 * x * D),
+            2 * L + 1, (2 * cast_bytes * D + 2 * wide * D, 3 if half else 1, 2 * x * D),
+            (2 * cast_bytes * D + 3 * wide * D, 4 if half else 2, 3 * x * D),
         ),
         "residual": (L, (3 * x * D, 1, 2 * x * D), (3 * x * D, 1, x * D)),
         "residual_out": (L, (3 * x * D, 1, 2 * x * D), (3 * x * D, 1, x * D)),  # a block's last
@@ -150,8 +163,8 @@ def _streams(
         ),
         "qk_norm": (
             L if config.qk_norm else 0,
-            (2 * (turn + wide) / N * turned, 6 if half else 2, 2 * x * (Q + G)),
-            ((2 * turn + 3 * wide) / N * turned, 8 if half else 4, 3 * x * (Q + G)),
+            (2 * (cast_bytes + wide) / N * turned, 6 if half else 2, 2 * x * (Q + G)),
+            ((2 * cast_bytes + 3 * wide) / N * turned, 8 if half else 4, 3 * x * (Q + G)),
         ),
         "queries": (L if grouped else 0, (2 * x * Q, 1, 0.0), (copied, 1, 0.0)),
         "activation": (
@@ -161,17 +174,19 @@ def _streams(
         "weight_cast": (L, (cast, 4, None), (cast, 4, None)),
         "head_cast": (1, (head_cast, 1, None), (head_cast, 1, None)),
         "loss": (
-            1, (turn * V + (2 + 6 * cap) * wide * V, 2 + 3 * cap, 3 * x * V),
-            (turn * V + (4 + 7 * cap) * wide * V, 4 + 3 * cap, 3 * x * V),
+            1, (cast_bytes * V + (2 + 6 * cap) * wide * V, 2 + 3 * cap, 3 * x * V),
+            (cast_bytes * V + (4 + 7 * cap) * wide * V, 4 + 3 * cap, 3 * x * V),
         ),
-        "embedding": (1, (2 * wide * D + turn * D, 2, None), (FP32 * D * V + wide * D, 2, None)),
+        "embedding": (
+            1, (2 * wide * D + cast_bytes * D, 2, None), (FP32 * D * V + wide * D, 2, None),
+        ),
     }  # fmt: skip
 
 
 def masked(
     ledger: Ledger, layers: float, seen: float | None, *, column: int = 0, extra: float = 0.0
 ) -> Ledger:
-    """The ledger with a mask of attention that a causal flag cannot say.
+    """Return the ledger with a mask of attention that a causal flag cannot say.
 
     Args:
         ledger: before.
@@ -183,33 +198,39 @@ def masked(
     """
 
     def edit(_: str, piece: Work) -> Work:
-        if piece.kind != "attention":
+        if not isinstance(piece, Attention):
             return piece
-        left = None if seen is None or piece.seen is None else seen * piece.seen
+        mask = piece.mask
+        left = None if seen is None or mask.seen is None else seen * mask.seen
         return replace(
-            piece, masked=max(piece.masked, layers), seen=left, column=max(piece.column, column),
-            extra=piece.extra + extra,
-        )  # fmt: skip
+            piece,
+            mask=ScoreMask(
+                layers=max(mask.layers, layers),
+                seen=left,
+                column=max(mask.column, column),
+                extra=mask.extra + extra,
+            ),
+        )
 
     return ledger.reworked(edit)
 
 
 def capped(ledger: Ledger) -> Ledger:
-    """The ledger with a soft cap on every score of attention."""
+    """Return the ledger with a soft cap on every score of attention."""
     return ledger.reworked(
-        lambda _, piece: replace(piece, capped=True) if piece.kind == "attention" else piece
+        lambda _, piece: replace(piece, capped=True) if isinstance(piece, Attention) else piece
     )
 
 
 def offloaded(ledger: Ledger, sent: float) -> Ledger:
-    """The ledger with so many bytes sent to the host in the forward pass, and back after it."""
+    """Return the ledger with so many bytes sent to the host in the forward pass, and back later."""
     phases: tuple[Phase, ...] = ("forward", "backward")
-    more = {f"offload/{phase}": Work(phase, "host link", bytes=sent) for phase in phases}
+    more = {f"offload/{phase}": HostCopy(phase, bytes=sent) for phase in phases}
     return replace(ledger, work={**ledger.work, **more})
 
 
 def adapted(ledger: Ledger, targets: Sequence[str], rank: int, share: float) -> Ledger:
-    """The ledger's work where adapters of `rank` learn beside frozen weights.
+    """Return the ledger's work where adapters of `rank` learn beside frozen weights.
 
     Args:
         ledger: before, of weights that all learn.
@@ -220,11 +241,11 @@ def adapted(ledger: Ledger, targets: Sequence[str], rank: int, share: float) -> 
     sizes, more = ledger.sizes, dict[str, Work]()
     tokens, layers = int(sizes["tokens"]), sizes["layers"]
     row = sizes["activation_bytes"] * tokens
-    precision = next((p.precision for p in ledger.work.values() if p.kind == "product"), "bf16")
+    precision = next((p.precision for p in ledger.work.values() if isinstance(p, Matmul)), "bf16")
     every = [key[:-3] for key in sizes if key.endswith("/in")]
     for name in (n for n in every if not targets or n in targets):
         inner, outer = int(sizes[f"{name}/in"]), int(sizes[f"{name}/out"])
-        products: dict[str, tuple[Phase, tuple[int, int, int]]] = {
+        matmuls: dict[str, tuple[Phase, tuple[int, int, int]]] = {
             "down": ("forward", (tokens, rank, inner)),
             "up": ("forward", (tokens, outer, rank)),
             "up_input": ("backward", (tokens, rank, outer)),
@@ -232,21 +253,19 @@ def adapted(ledger: Ledger, targets: Sequence[str], rank: int, share: float) -> 
             "down_input": ("backward", (tokens, inner, rank)),
             "down_weight": ("backward", (rank, inner, tokens)),
         }
-        for what, (phase, shape) in products.items():
-            more[f"{name}/adapter_{what}"] = Work(
-                phase, "product", layers, sizes=shape, precision=precision
-            )
+        for what, (phase, shape) in matmuls.items():
+            more[f"{name}/adapter_{what}"] = Matmul(phase, layers, shape, precision)
         # Both results are added up, and so are both gradients of the input.
         sums: dict[Phase, float] = {"forward": row * outer, "backward": row * inner}
         for phase, bytes in sums.items():
-            piece = Work(phase, "stream", layers, 3 * bytes, fused=bytes)
+            piece = Stream(phase, layers, 3 * bytes, fused=bytes)
             more[f"{name}/adapter_{phase}"] = piece
 
     def edit(name: str, piece: Work) -> Work | None:
         if name.endswith(("/weight", "/sum")) or name in FROZEN:
             return None
         if name.startswith(LEARNED):
-            return replace(piece, bytes=share * piece.bytes)
+            return piece.with_bytes(lambda bytes: share * bytes)
         if name == "mixer.qkv/input":  # nothing before the first block learns
             return replace(piece, count=piece.count - 1)
         return piece

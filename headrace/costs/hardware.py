@@ -56,7 +56,7 @@ class Hardware:
 
     @property
     def peak_bf16_flops(self) -> float | None:
-        """Of bf16 products; None where the device has no units for them."""
+        """Return the peak FLOP/s of bf16 matmuls; None where the device has no units for them."""
         return self.peak_half_flops if self.capability >= BF16 else None
 
     def peak_flops(self, precision: str) -> float | None:
@@ -68,7 +68,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; numbers in TFLOP/s, TB/s and GB."""
+    """A row is one line of the table; its numbers are in TFLOP/s, TB/s and GB."""
 
     words: str
     family: str
@@ -84,7 +84,7 @@ class Row:
     a T4 of 70 W lowers its clock in products."""
 
     def of(self, name: str) -> Hardware:
-        """The device of that name."""
+        """Return the device of that name."""
         return Hardware(
             name, self.half * 1e12, self.fp32 * 1e12, self.bandwidth * 1e12, int(self.memory * GB),
             self.source, self.family, self.processors, self.capability, self.sustained,
@@ -94,7 +94,7 @@ class Row:
 def _geforce(
     words: str, processors: int, fp32: float, bandwidth: float, memory: float
 ) -> Row:  # fmt: skip
-    """A GeForce card; its series tells chip and source."""
+    """Return the row of a GeForce card; its series tells chip and source."""
     series = re.search(r"\b([345])0[5-9]0\b", words)
     family, capability, source = {
         "3": ("ampere_rtx", (8, 6), "NVIDIA Ampere GA102 whitepaper"),
@@ -150,7 +150,7 @@ ROWS: tuple[Row, ...] = (
 NAMES = tuple(row.words for row in ROWS)
 """What can be asked for by name."""
 ASSUMED = ", ".join((*(n for n in NAMES if "RTX" not in n), "RTX 3060 to 5090"))
-"""The same for a reader."""
+"""Names that can be asked for, as a reader sees them."""
 
 
 def lookup(device_name: str) -> Hardware:
@@ -161,24 +161,24 @@ def lookup(device_name: str) -> Hardware:
     row = next((row for row in ROWS if _is_of(row.words, device_name)), None)
     if row is None:
         return Hardware(device_name, None, None, None, None, "no published peak for this device")
-    found, told = row.of(device_name), re.search(r"(\d+)\s*GB\b", device_name, re.IGNORECASE)
-    if told is None or _has(OF_ITS_HOST, device_name) or int(told[1]) * GB == found.memory_bytes:
-        return found
-    same = abs(int(told[1]) * GB / (found.memory_bytes or 1) - 1) < 0.02  # "H200 141GB"
-    return found if same else replace(found, memory_bytes=int(told[1]) * GB)
+    hardware, size = row.of(device_name), re.search(r"(\d+)\s*GB\b", device_name, re.IGNORECASE)
+    if size is None or _has(OF_ITS_HOST, device_name) or int(size[1]) * GB == hardware.memory_bytes:
+        return hardware
+    same = abs(int(size[1]) * GB / (hardware.memory_bytes or 1) - 1) < 0.02  # "H200 141GB"
+    return hardware if same else replace(hardware, memory_bytes=int(size[1]) * GB)
 
 
 def near(device_name: str) -> str:
-    """The name of a row that is most like this one; "" where none is."""
+    """Return the name of the row that is most like this one; "" where none is."""
     own = re.sub(r"(?i)\b(nvidia|geforce|tesla|quadro|gpu)\b", "", device_name).strip()
     own = re.sub(r"(?i)\s*laptop.*$|\s*max-?q.*$", "", own)
-    short = {name.removeprefix("RTX "): name for name in NAMES}
-    whole = {name: name for name in NAMES} | short
+    series = {name.removeprefix("RTX "): name for name in NAMES}
+    whole = {name: name for name in NAMES} | series
     return whole.get(nearest(own, whole), "") if own else ""
 
 
 def _is_of(words: str, name: str) -> bool:
-    """Whether a name has all of these words, and none that makes it another device."""
+    """Return whether a name has all of these words, and none that makes it another device."""
     if not all(_has(word, name) for word in words.split()):
         return False
     other = re.findall(rf"(?<![a-z0-9])(?:{OTHERS})(?![a-z0-9])", name.lower())

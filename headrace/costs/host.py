@@ -1,4 +1,4 @@
-"""The time of a step on a CPU, from the same pieces of work as on a GPU (costs/work.py).
+"""Price a step on a CPU: the same pieces of work are priced as on a GPU (costs/work.py).
 
 There the host is the device: operations run one after another, and what it costs to begin one is
 part of its time. So each piece is priced by what was measured of the very operations that it stands
@@ -10,14 +10,24 @@ by the bytes that it moves, at the rate of a copy. Nothing is priced by guessed 
 from collections.abc import Mapping
 
 from headrace.core.errors import UnsupportedError
+from headrace.costs.constants import number
 from headrace.costs.machine import PROBE, Machine
 from headrace.costs.rates import Way
-from headrace.costs.work import Kind, Phase, StepTime, Work
+from headrace.costs.step import StepTime
+from headrace.costs.work import (
+    Attention,
+    Collective,
+    HostCopy,
+    HostWork,
+    Kind,
+    Matmul,
+    Phase,
+    Stream,
+    Work,
+)
 
 HALF = ("bf16", "fp16")
-LAUNCH_S = 6.8e-6
-"""What Python does between operations is counted in launches of a GPU's empty kernel, each so long
-on the host of an H200 (costs/assumed.py). On other hosts it is assumed to be as long."""
+LAUNCH_S = number("empty_launch")
 KEEPS, THREADS = "keeps_memory", "threads"
 """Sizes of a ledger: 1 where the process keeps what a step frees, and the threads that compute."""
 PROBE_CPU = f"{PROBE} --device cpu --seconds 20"
@@ -27,7 +37,7 @@ UNPROBED = f"this CPU's rates are not known; `{PROBE_CPU}` measures them, once"
 
 
 def step_time(work: Mapping[str, Work], machine: Machine, micro_batches: float) -> StepTime:
-    """The time of a step on a CPU from its pieces.
+    """Return the time of a step on a CPU from its pieces.
 
     Args:
         work: pieces by name.
@@ -41,39 +51,41 @@ def step_time(work: Mapping[str, Work], machine: Machine, micro_batches: float) 
         raise UnsupportedError(UNPROBED, PROBE_CPU)
     device_s: dict[tuple[Phase, Kind], float] = {}
     for name, piece in work.items():
-        times = 1.0 if piece.phase == "optimizer" or piece.last else micro_batches
         key = (piece.phase, piece.kind)
-        device_s[key] = device_s.get(key, 0.0) + times * _seconds(name, piece, machine)
+        spent_s = piece.times(micro_batches) * _seconds(name, piece, machine)
+        device_s[key] = device_s.get(key, 0.0) + spent_s
     return StepTime(device_s, host_s=0.0, edge_s=0.0)
 
 
 def _seconds(name: str, piece: Work, machine: Machine) -> float:
-    """All kernels of one piece in a micro-batch or an update."""
+    """Return the seconds of all kernels of one piece in a micro-batch or an update."""
     if not piece.count:
         return 0.0
     if piece.unknown:
         raise UnsupportedError(piece.unknown, "")
-    if piece.kind == "collective":
-        raise UnsupportedError("what ranks on one processor send each other was not timed", "")
-    if piece.kind == "host":
+    if isinstance(piece, HostWork):
         return piece.count * piece.launch * LAUNCH_S
-    if piece.kind == "product":
-        return piece.count * machine.linear_s(_way(name), piece.precision, *piece.sizes)
-    if piece.kind == "attention":
-        return piece.count * _mixing_s(piece, machine)
-    if piece.kind == "stream":
+    if isinstance(piece, Matmul):
+        m, n, k = piece.sizes
+        return piece.count * machine.linear_s(_linear_matmul(name), piece.precision, m, n, k)
+    if isinstance(piece, Attention):
+        return piece.count * _attention_s(piece, machine)
+    if isinstance(piece, Stream):
         return piece.count * _stream_s(name, piece, machine)
-    return piece.count * machine.link_s(piece.bytes, to_host=piece.phase == "forward")
+    if isinstance(piece, HostCopy):
+        return piece.count * machine.link_s(piece.bytes, to_host=piece.phase == "forward")
+    assert isinstance(piece, Collective)
+    raise UnsupportedError("what ranks on one processor send each other was not timed", "")
 
 
-def _way(name: str) -> Way:
-    """Which product of its linear a piece is, by the end of its name."""
+def _linear_matmul(name: str) -> Way:
+    """Return which matmul of its linear a piece is, by the end of its name."""
     end = name.removesuffix("/again").rpartition("/")[2].rpartition("_")[2]
     return "input" if end == "input" else "weight" if end == "weight" else "result"
 
 
-def _stream_s(name: str, piece: Work, machine: Machine) -> float:
-    """One of what is read and written: as it was measured, or where it is fused by its bytes."""
+def _stream_s(name: str, piece: Stream, machine: Machine) -> float:
+    """Return the seconds of one stream: as it was measured, or where it is fused by its bytes."""
     known = machine.piece(name.removesuffix("/again"))
     if known is not None and (piece.fused is not None or known.whole):
         return known.stream.seconds(piece.bytes)
@@ -81,8 +93,11 @@ def _stream_s(name: str, piece: Work, machine: Machine) -> float:
     return loose * piece.kernels * machine.traffic_s(piece.bytes / piece.kernels)
 
 
-def _mixing_s(piece: Work, machine: Machine) -> float:
-    """One kernel of attention: torch's for a CPU, which computes all that a mask forbids."""
+def _attention_s(piece: Attention, machine: Machine) -> float:
+    """Return the seconds of one kernel of attention.
+
+    Torch's for a CPU computes all that a mask forbids.
+    """
     if piece.capped:
         raise UnsupportedError("a soft cap over plain products was not timed", "")
     if piece.kernel not in ("", "flash", "math"):
@@ -95,14 +110,14 @@ def _mixing_s(piece: Work, machine: Machine) -> float:
             features=features, causal=causal, backward=piece.phase == "backward",
         )  # fmt: skip
 
-    found = scores_s(piece.causal)
-    if piece.masked:
-        found += piece.masked * (scores_s(False) - found)
+    seconds = scores_s(piece.causal)
+    if piece.mask.layers:
+        seconds += piece.mask.layers * (scores_s(False) - seconds)
     if piece.precision in HALF:  # it was timed in fp32: slower as products are
-        found *= machine.linear_s("result", piece.precision, *SIZES) / machine.linear_s(
+        seconds *= machine.linear_s("result", piece.precision, *SIZES) / machine.linear_s(
             "result", "fp32", *SIZES
         )
-    return found
+    return seconds
 
 
 SIZES = (512, 256, 256)

@@ -1,4 +1,4 @@
-"""The cost model: named lines that techniques edit.
+"""The cost model holds named lines that techniques edit.
 
 A technique's `predict` takes a ledger and returns another. Because it edits *lines* and not totals,
 interactions come out of which lines remain: chunked cross-entropy removes `logits`, checkpointing
@@ -12,7 +12,7 @@ from typing import Literal
 
 from headrace.core.errors import ConfigError
 from headrace.core.remedy import mend
-from headrace.costs.work import AROUND, CUSTOM, Work
+from headrace.costs.work import AROUND, CUSTOM, Attention, HostWork, Stream, Work
 
 Instant = Literal["always", "backward", "loss", "turn", "optimizer"]
 INSTANTS: tuple[Instant, ...] = ("backward", "loss", "turn", "optimizer")
@@ -28,7 +28,7 @@ off it is: the step's time has no interval."""
 
 @dataclass(frozen=True)
 class Line:
-    """One named cost.
+    """A line is one named cost.
 
     Args:
         bytes: bytes that are held.
@@ -49,11 +49,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter of two or more dimensions.
+    """A matrix is a parameter of two or more dimensions.
 
     Args:
         shape: of the whole.
-        by: whose optimizer updates it: "adamw" is the trunk's, "" is nobody's.
+        by: whose optimizer updates it: "adamw" is the baseline's, "" is nobody's.
         share: of it that a rank holds, before slices.
         stored: bytes of a number.
     """
@@ -65,12 +65,12 @@ class Matrix:
 
     @property
     def numbers(self) -> float:
-        """Numbers of it that a rank holds, before slices."""
+        """Return the count of its numbers that a rank holds, before slices."""
         return self.share * prod(self.shape)
 
 
 def check_free(first: str | None, owner: str, name: str) -> None:
-    """A linear has one owner at most.
+    """Check that nothing else owns a linear: it has one owner at most.
 
     Raises:
         ConfigError: it has another one already.
@@ -84,7 +84,10 @@ def check_free(first: str | None, owner: str, name: str) -> None:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Memory lines by name, and FLOPs per trained token by phase ("forward", "backward", ...)."""
+    """A ledger holds memory lines by name, and FLOPs per trained token by phase.
+
+    Phases are "forward", "backward" and others.
+    """
 
     memory: dict[str, Line]
     flops: dict[str, float]
@@ -97,21 +100,21 @@ class Ledger:
     matrices: dict[str, Matrix] = field(default_factory=dict)
     """By the names of their parameters; what techniques add and freeze is here too."""
 
-    def with_matrices(self, found: Mapping[str, Matrix]) -> "Ledger":
-        """The same with matrices added or replaced."""
-        return replace(self, matrices={**self.matrices, **found})
+    def with_matrices(self, matrices: Mapping[str, Matrix]) -> "Ledger":
+        """Return the same with matrices added or replaced."""
+        return replace(self, matrices={**self.matrices, **matrices})
 
     def updated_by(self, owner: str, takes: Callable[[str, Matrix], bool]) -> "Ledger":
-        """The same with an optimizer for what it takes of what the trunk's would update."""
+        """Return the same with an optimizer for what it takes of the baseline's matrices."""
         taken = {n: m for n, m in self.updates("adamw").items() if takes(n, m)}
         return self.with_matrices({n: replace(m, by=owner) for n, m in taken.items()})
 
     def updates(self, *owners: str) -> dict[str, Matrix]:
-        """The matrices that these optimizers update; without owners, all that learn."""
+        """Return the matrices that these optimizers update; without owners, all that learn."""
         return {n: m for n, m in self.matrices.items() if m.by and (not owners or m.by in owners)}
 
     def with_linears(self, owner: str, names: Iterable[str]) -> "Ledger":
-        """The same with linears that a technique replaces.
+        """Return the same with linears that a technique replaces.
 
         Raises:
             ConfigError: another technique already owns one of them.
@@ -122,45 +125,54 @@ class Ledger:
         return replace(self, linears={**self.linears, **dict.fromkeys(names, owner)})
 
     def with_line(self, name: str, line: Line) -> "Ledger":
-        """The same ledger with one line added or replaced."""
+        """Return the same ledger with one line added or replaced."""
         return replace(self, memory={**self.memory, name: line})
 
     def updating(self, bytes: float) -> "Ledger":
-        """The same with what an optimizer makes while it updates; they update in turn."""
+        """Return the same with what an optimizer makes while it updates.
+
+        Optimizers update one after another.
+        """
         before = self.memory.get("update", Line(0.0, ()))
         return self.with_line("update", Line(max(bytes, before.bytes), ("optimizer",)))
 
     def without(self, names: Iterable[str]) -> "Ledger":
-        """The same ledger without the named lines."""
+        """Return the same ledger without the named lines."""
         drop = set(names)
         return replace(self, memory={k: v for k, v in self.memory.items() if k not in drop})
 
     def scaled(self, match: Callable[[str], bool], factor: float) -> "Ledger":
-        """Every matching line's bytes multiplied by `factor`."""
+        """Return the same with every matching line's bytes multiplied by `factor`."""
         edit = {
             k: replace(v, bytes=v.bytes * factor) if match(k) else v for k, v in self.memory.items()
         }
         return replace(self, memory=edit)
 
-    def made_whole(self, name: str, held: Callable[[float], float]) -> "Ledger":
-        """Every block's line `name` holds `held(bytes)`, made by one operation without parts."""
-        edit = {
-            k: replace(v, bytes=held(v.bytes), opaque=True) if k.endswith(f"/{name}") else v
+    def made_whole(self, name: str, edit: Callable[[float], float]) -> "Ledger":
+        """Return the same where every line `name` of a block holds `edit(bytes)`.
+
+        One operation makes it, without parts.
+        """
+        lines = {
+            k: replace(v, bytes=edit(v.bytes), opaque=True) if k.endswith(f"/{name}") else v
             for k, v in self.memory.items()
         }
-        return replace(self, memory=edit)
+        return replace(self, memory=lines)
 
     def with_flops(self, phase: str, per_token: float) -> "Ledger":
-        """The same ledger with `per_token` FLOPs added to a phase."""
+        """Return the same ledger with `per_token` FLOPs added to a phase."""
         return replace(self, flops={**self.flops, phase: self.flops.get(phase, 0.0) + per_token})
 
     def reworked(self, edit: Callable[[str, Work], Work | None]) -> "Ledger":
-        """Every piece of work as `edit` makes it; without those that it makes None."""
+        """Return the same with every piece of work as `edit` makes it.
+
+        Pieces that it makes None are left out.
+        """
         edited = {name: edit(name, piece) for name, piece in self.work.items()}
         return replace(self, work={n: piece for n, piece in edited.items() if piece is not None})
 
-    def again(self, share: Callable[[str], float]) -> "Ledger":
-        """The same with pieces of the blocks' forward pass computed once more in the backward pass.
+    def recompute(self, share: Callable[[str], float]) -> "Ledger":
+        """Return the same with pieces of the forward pass computed once more in the backward pass.
 
         Args:
             share: name of a piece -> the share of its kernels that run again.
@@ -169,44 +181,54 @@ class Ledger:
             f"{name}/again": replace(piece, phase="recompute", count=piece.count * part)
             for name, piece in self.work.items()
             if piece.phase == "forward"
-            and piece.kind != "host"
+            and not isinstance(piece, HostWork)
             and not name.startswith(AROUND)
             and (part := share(name))
         }
         return replace(self, work={**self.work, **more})
 
     def with_host(self, name: str, count: float, launch: float) -> "Ledger":
-        """The same with so much of the host in each micro-batch, each as long as `launch`."""
-        waited = Work("forward", "host", count, launch=launch)
+        """Return the same with so much work of the host in each micro-batch, `launch` long each."""
+        waited = HostWork("forward", count, launch=launch)
         return replace(self, work={**self.work, name: waited})
 
     def made_one(
         self, name: str, *, forward: float = 1.0, backward: float = 1.0, launch: float = CUSTOM
     ) -> "Ledger":
-        """The streams `name` each as one kernel, of so much of what a fused one moves.
+        """Return the same with the streams `name` each as one kernel.
+
+        The kernel moves so much of what a fused one moves.
 
         With a `launch` of 0 they are part of a kernel that counts elsewhere.
         """
         share = {f"{name}/forward": forward, f"{name}/backward": backward}
-        return self.reworked(
-            lambda key, piece: piece.whole(share[key] * piece.fused, launch)
-            if key in share and piece.fused is not None else piece
-        )  # fmt: skip
+
+        def edit(key: str, piece: Work) -> Work:
+            if key in share and isinstance(piece, Stream) and piece.fused is not None:
+                return piece.whole(share[key] * piece.fused, launch)
+            return piece
+
+        return self.reworked(edit)
 
     def attended(self, kernel: str) -> "Ledger":
-        """The same with attention by this kernel of costs/machine.py."""
+        """Return the same with attention by this kernel of costs/machine.py."""
         return self.reworked(
-            lambda _, piece: replace(piece, kernel=kernel) if piece.kind == "attention" else piece
+            lambda _, piece: (
+                replace(piece, kernel=kernel) if isinstance(piece, Attention) else piece
+            )
         )
 
     def at(self, instant: Instant) -> float:
-        """Bytes held at one instant."""
+        """Return the bytes held at one instant."""
         return sum(
             v.bytes for v in self.memory.values() if instant in v.instants or "always" in v.instants
         )
 
     def instants(self) -> dict[str, float]:
-        """Bytes held at the end of the forward pass before the head, and at every instant."""
+        """Return the bytes held before the head, and at every instant.
+
+        The first are those at the end of the forward pass.
+        """
         through = {"loss", "turn"}
         forward = sum(
             v.bytes for v in self.memory.values()
@@ -215,11 +237,11 @@ class Ledger:
         return {"forward": forward, **{instant: self.at(instant) for instant in INSTANTS}}
 
     def peak(self) -> tuple[Instant, float]:
-        """The instant that needs most, and its bytes."""
+        """Return the instant that needs most, and its bytes."""
         return max(((i, self.at(i)) for i in INSTANTS), key=lambda pair: pair[1])
 
     def owners(self) -> list[tuple[str, float]]:
-        """The lines held at the peak, summed over layers, largest first."""
+        """Return the lines held at the peak, summed over layers, the largest first."""
         instant, _ = self.peak()
         sums: dict[str, float] = {}
         for name, line in self.memory.items():
@@ -229,5 +251,5 @@ class Ledger:
         return sorted(sums.items(), key=lambda pair: -pair[1])
 
     def flops_per_token(self) -> float:
-        """FLOPs of a training step per token, recomputation included."""
+        """Return the FLOPs of a training step per token, recomputation included."""
         return sum(self.flops.values())

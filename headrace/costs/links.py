@@ -1,4 +1,4 @@
-"""What ranks send each other and how fast: ring formulas, links measured, and links assumed.
+"""Say what ranks send each other and how fast: ring formulas, links measured, and links assumed.
 
 A collective is counted by the bytes that each rank sends, as a ring sends them: that is the least
 there is, and what NCCL's and gloo's large calls come to. How long so many bytes take is a link's
@@ -12,19 +12,16 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from headrace.core.errors import UnsupportedError
-from headrace.costs.rates import Stream
+from headrace.costs.constants import number
+from headrace.costs.rates import StreamRates
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
-GB, MICROSECOND, MIB = 10**9, 1e-6, 2**20
+GB, MIB = 10**9, 2**20
 NODE = 8
 """GPUs of a node for which a datasheet's rates are assumed: those that one board or host joins."""
-REACHED = 0.8
-"""Of a datasheet's NVLink rate in one direction, what a large collective is assumed to reach."""
-REACHED_PCIE = 0.6
-"""Likewise of PCIe's, whose switches and host memory ranks share."""
-CALL_S = 15 * MICROSECOND
-"""Assumed of the smallest collective of a node's GPUs."""
+REACHED, REACHED_PCIE = number("nvlink_share"), number("pcie_share")
+CALL_S = number("collective_call") * 1e-6
 COMMUNICATOR_BYTES = 2 * 24 * 4 * MIB
 """Assumed of each communicator of NCCL's on a GPU: a buffer of 4 MiB, its documented default
 (NCCL_BUFFSIZE), for each direction of 24 channels. It lies outside of torch's allocator."""
@@ -51,7 +48,7 @@ DATASHEETS: Sequence[tuple[str, float, str]] = (
 SHARES: Mapping[Operation, float] = {
     "all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0,
 }  # fmt: skip
-"""Of a tensor, what (n - 1) / n is multiplied with: a sum goes round twice."""
+"""Share of a tensor that (n - 1) / n is multiplied with: a sum goes round twice."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +63,11 @@ class Link:
 
     operation: Operation
     ranks: int
-    stream: Stream
+    stream: StreamRates
 
 
 def sent(operation: Operation, bytes: float, ranks: int) -> float:
-    """Bytes that each of so many ranks sends.
+    """Return the bytes that each of so many ranks sends.
 
     Args:
         operation: which.
@@ -84,15 +81,15 @@ def sent(operation: Operation, bytes: float, ranks: int) -> float:
 
 
 def assumed(device_name: str) -> tuple[Link, ...]:
-    """Links of a node of such devices, by a datasheet."""
+    """Return the links of a node of such devices, by a datasheet."""
     _, rate, _ = _datasheet(device_name)
     share = REACHED_PCIE if "PCIe" in _datasheet(device_name)[2] else REACHED
-    stream = Stream(CALL_S, share * rate)
+    stream = StreamRates(CALL_S, share * rate)
     return tuple(Link(operation, NODE, stream) for operation in OPERATIONS)
 
 
 def says(links: Sequence[Link], device_name: str) -> str:
-    """Where the rates between ranks are from, and how large they are."""
+    """Return where the rates between ranks are from, and how large they are."""
     known = links or assumed(device_name)
     rate = next(x for x in known if x.operation == "all_reduce").stream.bytes_per_s / GB
     if links:
@@ -106,7 +103,7 @@ def says(links: Sequence[Link], device_name: str) -> str:
 def collective_s(
     links: Sequence[Link], device_name: str, operation: Operation, bytes: float, reach: int
 ) -> float:
-    """Seconds of one call in which each rank sends `bytes`.
+    """Return the seconds of one call in which each rank sends `bytes`.
 
     Args:
         links: that were measured; without any, the device's datasheet tells.

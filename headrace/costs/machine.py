@@ -49,31 +49,31 @@ from headrace.costs.links import Link
 from headrace.costs.rates import (
     BACKWARD,
     Absent,
-    Attention,
-    Linear,
-    Mixing,
-    Piece,
-    Product,
-    Products,
+    AttentionPoint,
+    AttentionRates,
+    LinearRates,
+    MatmulPoint,
+    MatmulRates,
+    MeasuredStep,
+    PieceRates,
     Ratio,
     Shape,
-    Step,
-    Stream,
+    StreamRates,
     Way,
     between,
     checked,
     met,
     place,
     plain_attention,
-    plain_product,
+    plain_matmul,
 )
 
 FORMAT = 3
-"""Of the file; another one's are refused. Times in the first had what timing them took in them, and
-the second had the slowdown of a load of nothing but products, which no step has."""
+"""The version of the file; another one is refused. Times in the first had what timing them took in
+them, and the second had the slowdown of a load of nothing but matmuls, which no step has."""
 PROBE = "headrace probe"
 """The command that measures a machine and writes its file."""
-ANCHOR_PRODUCT = (8192, 8192, 8192)
+ANCHOR_MATMUL = (8192, 8192, 8192)
 """The shape that a share of a peak is told for."""
 SQUARE = (256, 256, 256)
 """The product that a CPU's precisions are compared at."""
@@ -83,7 +83,7 @@ LATER = {"links": [], "linears": [], "pieces": [], "steps": []}
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates of one device."""
+    """A machine holds the rates of one device."""
 
     name: str
     kind: Literal["gpu", "cpu"]
@@ -104,28 +104,28 @@ class Machine:
     each operation's time and not beside it"""
     graph_launch_s: float
     """host seconds of one replay of a captured graph, however many kernels are in it"""
-    traffic: Stream
+    traffic: StreamRates
     """one kernel that reads and writes so many bytes in all; its floor is every kernel's"""
-    to_host: Stream
-    from_host: Stream
-    products: tuple[Products, ...]
-    attention: tuple[Attention, ...]
+    to_host: StreamRates
+    from_host: StreamRates
+    products: tuple[MatmulRates, ...]
+    attention: tuple[AttentionRates, ...]
     absent: tuple[Absent, ...] = ()
     skipped: tuple[str, ...] = ()
     """what the probes' time did not suffice for"""
     links: tuple[Link, ...] = ()
     """to other ranks, where several measured them; else costs/links.py assumes them by the name"""
-    linears: tuple[Linear, ...] = ()
+    linears: tuple[LinearRates, ...] = ()
     """of a CPU, a linear layer's products as a step lays them out; so are the next two its own"""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[PieceRates, ...] = ()
     """the other operations of a step, by the names of their work (costs/decoder_work.py)"""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[MeasuredStep, ...] = ()
     """whole steps, by which the sum of their pieces is set right"""
 
     # --- what it tells ------------------------------------------------------------------------
 
-    def product_s(self, precision: str, m: int, n: int, k: int, *, plain: bool = False) -> float:
-        """Seconds of one product [m, k] x [k, n].
+    def matmul_s(self, precision: str, m: int, n: int, k: int, *, plain: bool = False) -> float:
+        """Return the seconds of one matmul [m, k] x [k, n].
 
         With `plain` by the formula alone, at the rate of the point that is long in every direction.
 
@@ -134,18 +134,18 @@ class Machine:
         """
         key = (precision, m, n, k, plain)
         if key not in self._memory:
-            known = (self._anchored if plain else self._products).get(precision)
+            known = (self._anchored if plain else self._matmuls).get(precision)
             if known is None:
                 raise self._lacks(f"products in {precision}")
-            ratio = 1.0 if plain else between(self._product_ratios(known), place(m, n, k))
-            self._memory[key] = ratio * self._plain_product(known, m, n, k)
+            ratio = 1.0 if plain else between(self._matmul_ratios(known), place(m, n, k))
+            self._memory[key] = ratio * self._plain_matmul(known, m, n, k)
         return self._memory[key]
 
     def attention_s(
         self, kernel: str, *, rows: int, heads: int, kv_heads: int, length: int, features: int,
         causal: bool, backward: bool,
     ) -> float:  # fmt: skip
-        """Seconds of one forward pass, or with `backward` of one backward pass alone.
+        """Return the seconds of one forward pass, or with `backward` of one backward pass alone.
 
         Args:
             kernel: "cudnn", "flash", "flash4", "flex", "efficient" or "math".
@@ -165,22 +165,22 @@ class Machine:
         if key not in self._memory:
             known = self._kernels.get((kernel, backward))
             if known is None:
-                way = "backward" if backward else "forward"
-                raise self._lacks(f"attention by {kernel} ({way})")
+                direction = "backward" if backward else "forward"
+                raise self._lacks(f"attention by {kernel} ({direction})")
             ratio = between(self._attention_ratios(known), _spot(length, features, causal))
             self._memory[key] = ratio * self._plain_attention(known, shape, causal)
         return self._memory[key]
 
     def traffic_s(self, bytes: float) -> float:
-        """Seconds of one streaming kernel that reads and writes `bytes` in all."""
+        """Return the seconds of one streaming kernel that reads and writes `bytes` in all."""
         return self.traffic.seconds(bytes)
 
     def link_s(self, bytes: float, to_host: bool) -> float:
-        """Seconds of one copy between the device and pinned memory of the host."""
+        """Return the seconds of one copy between the device and pinned memory of the host."""
         return (self.to_host if to_host else self.from_host).seconds(bytes)
 
     def linear_s(self, way: Way, precision: str, m: int, n: int, k: int) -> float:
-        """Seconds of one of a linear layer's products on a CPU.
+        """Return the seconds of one of a linear layer's matmuls on a CPU.
 
         A precision whose linears were not timed is as much slower as its square products are.
 
@@ -190,42 +190,42 @@ class Machine:
         key = ("linear", way, precision, m, n, k)
         if key not in self._memory:
             known = {(one.way, one.precision): one for one in self.linears}
-            found, plain = known.get((way, precision)), known.get((way, "fp32"))  # type: ignore[arg-type]
-            if found is not None:
-                self._memory[key] = found.seconds(m, n, k, self.launch_s)
+            measured, plain = known.get((way, precision)), known.get((way, "fp32"))  # type: ignore[arg-type]
+            if measured is not None:
+                self._memory[key] = measured.seconds(m, n, k, self.launch_s)
             elif plain is None or precision == "fp32":
-                self._memory[key] = self.product_s(precision, m, n, k)
+                self._memory[key] = self.matmul_s(precision, m, n, k)
             else:
-                slower = self.product_s(precision, *SQUARE) / self.product_s("fp32", *SQUARE)
+                slower = self.matmul_s(precision, *SQUARE) / self.matmul_s("fp32", *SQUARE)
                 self._memory[key] = slower * plain.seconds(m, n, k, self.launch_s)
         return self._memory[key]
 
-    def piece(self, name: str) -> Piece | None:
-        """What was measured on a CPU of the work of this name."""
+    def piece(self, name: str) -> PieceRates | None:
+        """Return what was measured on a CPU of the work of this name."""
         return self._pieces.get(name)
 
     @cached_property
-    def _pieces(self) -> dict[str, Piece]:
+    def _pieces(self) -> dict[str, PieceRates]:
         return {one.name: one for one in self.pieces}
 
     def kernels(self, backward: bool) -> tuple[str, ...]:
-        """Those that `attention_s` knows in this direction."""
+        """Return the kernels that `attention_s` knows in this direction."""
         return tuple(a.kernel for a in self.attention if a.backward == backward)
 
-    def _plain_product(self, known: Products, m: int, n: int, k: int) -> float:
-        """The formula's seconds."""
-        return plain_product(known, self.kind, self.processors, self.traffic, m, n, k)
+    def _plain_matmul(self, known: MatmulRates, m: int, n: int, k: int) -> float:
+        """Return the formula's seconds."""
+        return plain_matmul(known, self.kind, self.processors, self.traffic, m, n, k)
 
-    def _plain_attention(self, known: Attention, shape: Shape, causal: bool) -> float:
-        """The formula's seconds."""
+    def _plain_attention(self, known: AttentionRates, shape: Shape, causal: bool) -> float:
+        """Return the formula's seconds."""
         return plain_attention(known, self.kind, self.processors, self.traffic, shape, causal)
 
     # --- what was measured beside them --------------------------------------------------------
 
     def fitted(self) -> "Machine":
-        """The same with each rate set so that the formula meets its fastest point."""
+        """Return the same with each rate set so that the formula meets its fastest point."""
 
-        def attention(known: Attention) -> Attention:
+        def attention(known: AttentionRates) -> AttentionRates:
             best = min(known.points, key=lambda p: p.seconds / self._plain(known, p))
             return met(known, best.seconds, lambda a: self._plain(a, best))
 
@@ -235,47 +235,50 @@ class Machine:
             attention=tuple(attention(a) if a.points else a for a in self.attention),
         )
 
-    def _plain(self, known: Attention, point: Mixing) -> float:
+    def _plain(self, known: AttentionRates, point: AttentionPoint) -> float:
         return self._plain_attention(known, point.shape, point.causal)
 
-    def _at(self, known: Products, best: Callable[[Product], float]) -> Products:
+    def _at(self, known: MatmulRates, best: Callable[[MatmulPoint], float]) -> MatmulRates:
         if not known.points:
             return known
         point = max(known.points, key=best)
-        return met(known, point.seconds, lambda p: self._plain_product(p, *point.sizes))
+        return met(known, point.seconds, lambda p: self._plain_matmul(p, *point.sizes))
 
     @cached_property
     def _memory(self) -> dict[tuple[Any, ...], float]:
-        """What was asked before: a planner asks for the same shapes a thousand times."""
+        """Return what was asked before: a planner asks for the same shapes a thousand times."""
         return {}
 
     @cached_property
-    def _products(self) -> dict[str, Products]:
+    def _matmuls(self) -> dict[str, MatmulRates]:
         return {p.what: p for p in self.products}
 
     @cached_property
-    def _anchored(self) -> dict[str, Products]:
-        """As `_products`, each with the rate of one point."""
+    def _anchored(self) -> dict[str, MatmulRates]:
+        """Return the rates of matmuls by precision, each with the rate of one point."""
         return {p.what: self._at(p, lambda p: min(p.sizes)) for p in self.products}
 
     @cached_property
-    def _kernels(self) -> dict[tuple[str, bool], Attention]:
+    def _kernels(self) -> dict[tuple[str, bool], AttentionRates]:
         return {a.what: a for a in self.attention}
 
     @cached_property
     def _ratios(self) -> dict[Any, list[Ratio]]:
-        """By precision, or kernel and direction: where points lie, and their logarithmic ratios."""
+        """Return where points lie, and their logarithmic ratios.
+
+        They are by precision, or by kernel and direction.
+        """
         return {}
 
-    def _product_ratios(self, known: Products) -> list[Ratio]:
+    def _matmul_ratios(self, known: MatmulRates) -> list[Ratio]:
         if known.what not in self._ratios:
             self._ratios[known.what] = [
-                (place(*p.sizes), math.log(p.seconds / self._plain_product(known, *p.sizes)))
+                (place(*p.sizes), math.log(p.seconds / self._plain_matmul(known, *p.sizes)))
                 for p in known.points
             ]
         return self._ratios[known.what]
 
-    def _attention_ratios(self, known: Attention) -> list[Ratio]:
+    def _attention_ratios(self, known: AttentionRates) -> list[Ratio]:
         if known.what not in self._ratios:
             self._ratios[known.what] = [
                 (_spot(p.length, p.features, p.causal), math.log(p.seconds / self._plain(known, p)))
@@ -284,7 +287,7 @@ class Machine:
         return self._ratios[known.what]
 
     def _lacks(self, what: str) -> UnsupportedError:
-        """Why `what` is not known of this device."""
+        """Return the error that says why `what` is not known of this device."""
         words = what.partition(" (")[0]
         why = next((a.why for a in self.absent if a.what in (what, words)), "")
         how = "its probes" if self.source == "probes" else "what is assumed of its kind"
@@ -296,7 +299,7 @@ class Machine:
     # --- files --------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Everything, as a text that people can read too."""
+        """Return everything as a text that people can read too."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
     def write(self, path: Path) -> None:
@@ -306,7 +309,7 @@ class Machine:
 
     @classmethod
     def read(cls, path: Path) -> "Machine":
-        """What `write` kept.
+        """Return the machine that `write` kept.
 
         Raises:
             ConfigError: it is not there, damaged, or not a machine's; with what was found.
@@ -314,28 +317,30 @@ class Machine:
         try:
             return cls.from_json(path.read_text())
         except OSError as error:
-            found = error.strerror or str(error)
+            why = error.strerror or str(error)
         except (ValueError, RecursionError) as error:
-            found = str(error)
-        raise ConfigError(f"{path} does not hold a machine's rates: {found}", PROBE)
+            why = str(error)
+        raise ConfigError(f"{path} does not hold a machine's rates: {why}", PROBE)
 
     @classmethod
     def from_json(cls, text: str) -> "Machine":
-        """What `to_json` made.
+        """Return the machine that `to_json` made a text of.
 
         Raises:
             ValueError: it did not make this; with what was found.
         """
-        told = json.loads(text)
-        if type(told) is not dict or told.get("format") != FORMAT:
-            found = told.get("format") if type(told) is dict else type(told).__name__
-            raise ValueError(f"format {found!r}, and {FORMAT} is read here")
-        told = {**LATER, **told}
-        return checked(cls, {key: value for key, value in told.items() if key != "format"}, "")
+        table = json.loads(text)
+        if type(table) is not dict or table.get("format") != FORMAT:
+            version = table.get("format") if type(table) is dict else type(table).__name__
+            raise ValueError(f"format {version!r}, and {FORMAT} is read here")
+        table = {**LATER, **table}
+        return checked(cls, {key: value for key, value in table.items() if key != "format"}, "")
 
     @classmethod
     def assumed(cls, device_name: str) -> "Machine":
-        """A device that nobody probed, from its datasheet and the shares in `costs/assumed.py`.
+        """Return the rates of a device that nobody probed.
+
+        They are its datasheet's, and the shares in `costs/assumed.py`.
 
         Of a CPU, and of Apple's GPU beside one ("mps"), the memory is the host's, and the rates
         are guessed.
@@ -346,8 +351,8 @@ class Machine:
         if device_name.lower() in ("cpu", "mps"):
             unknown = lookup(device_name.lower())
             return _assumed(replace(unknown, family="cpu", processors=os.cpu_count() or 1))
-        found = lookup(device_name)
-        if not found.family:
+        hardware = lookup(device_name)
+        if not hardware.family:
             guess = near(device_name)
             raise UnsupportedError(
                 f"nothing is published here of {device_name!r}"
@@ -355,54 +360,55 @@ class Machine:
                 f"{ASSUMED}",
                 f'--device-name "{guess}"' if guess else f"{PROBE} (on that machine)",
             )
-        return _assumed(found)
+        return _assumed(hardware)
 
 
 def _spot(length: int, features: int, causal: bool) -> tuple[float, ...]:
-    """Where attention lies: what a length changes the formula tells, of features it does not."""
+    """Return where attention lies among points: what a length changes the formula tells."""
     return (*place(length, features**4), 2.0 * causal)
 
 
-def _assumed(found: Hardware) -> Machine:
-    """The rates of a device whose peaks are published, or for a CPU assumed as well."""
-    family, cpu = FAMILIES[found.family], found.family == "cpu"
-    peaks = {"half": found.peak_half_flops or CPU.half_flops * found.processors,
-             "fp32": found.peak_fp32_flops or CPU.fp32_flops * found.processors}  # fmt: skip
-    bandwidth = found.memory_bandwidth_bytes_per_s or CPU.bandwidth_bytes_per_s
-    link = Stream(family.link_s, family.link_bytes_per_s)
-    low = "" if found.sustained == 1 else (
-        f"; of products {found.sustained:.0%} of that, for its low limit of power"
+def _assumed(hardware: Hardware) -> Machine:
+    """Return the rates of a device whose peaks are published, or of a CPU by guessed peaks."""
+    family, cpu = FAMILIES[hardware.family], hardware.family == "cpu"
+    peaks = {"half": hardware.peak_half_flops or CPU.half_flops * hardware.processors,
+             "fp32": hardware.peak_fp32_flops or CPU.fp32_flops * hardware.processors}  # fmt: skip
+    bandwidth = hardware.memory_bandwidth_bytes_per_s or CPU.bandwidth_bytes_per_s
+    link = StreamRates(family.link_s, family.link_bytes_per_s)
+    low = "" if hardware.sustained == 1 else (
+        f"; of products {hardware.sustained:.0%} of that, for its low limit of power"
     )  # fmt: skip
-    m, n, k = ANCHOR_PRODUCT
+    m, n, k = ANCHOR_MATMUL
     whole = Machine(
-        name=found.name, kind="cpu" if cpu else "gpu", source="datasheet",
-        says=f"peaks: {found.source}; shares of them that are reached: {family.says}{low}",
+        name=hardware.name, kind="cpu" if cpu else "gpu", source="datasheet",
+        says=f"peaks: {hardware.source}; shares of them that are reached: {family.says}{low}",
         date="", torch="", driver="",
-        memory_bytes=found.memory_bytes or host_memory_bytes(),
-        context_bytes=family.context_bytes, processors=found.processors,
+        memory_bytes=hardware.memory_bytes or host_memory_bytes(),
+        context_bytes=family.context_bytes, processors=hardware.processors,
         launch_s=family.launch_s, graph_launch_s=family.graph_launch_s,
-        traffic=Stream(family.kernel_s, bandwidth * family.traffic), to_host=link, from_host=link,
+        traffic=StreamRates(family.kernel_s, bandwidth * family.traffic),
+        to_host=link, from_host=link,
         products=(), attention=(), absent=_absent(family),
     )  # fmt: skip
     products = []
     for precision, share in family.products.items():
         peak = peaks[FACTORS[precision][0]] * FACTORS[precision][1]
-        point = Product(m, n, k, 2 * m * n * k / (peak * share * found.sustained))
-        products.append(Products(precision, peak, (point,)))  # type: ignore[arg-type]
-    half = peaks["half"] * found.sustained
+        point = MatmulPoint(m, n, k, 2 * m * n * k / (peak * share * hardware.sustained))
+        products.append(MatmulRates(precision, peak, (point,)))  # type: ignore[arg-type]
+    half = peaks["half"] * hardware.sustained
     attention = [
-        Attention(kernel, backward, half, points)  # type: ignore[arg-type]
+        AttentionRates(kernel, backward, half, points)  # type: ignore[arg-type]
         for kernel, backward, points in _attention_points(family, half)
     ]
     rate = half * family.products.get("bf16", family.products.get("fp16", 1.0))
-    attention += [Attention("math", backward, rate) for backward in (False, True)]
+    attention += [AttentionRates("math", backward, rate) for backward in (False, True)]
     return replace(whole, products=tuple(products), attention=tuple(attention)).fitted()
 
 
 def _attention_points(
     family: Family, peak: float
-) -> Iterator[tuple[str, bool, tuple[Mixing, ...]]]:
-    """Per kernel and direction: rows that were measured on a like device, or the one assumed."""
+) -> Iterator[tuple[str, bool, tuple[AttentionPoint, ...]]]:
+    """Yield per kernel and direction the rows that were measured on a like device."""
     rows: dict[str, list[tuple[Row, tuple[float, float]]]] = {}
     for row in family.rows:
         like = peak / H200_PEAK * 1e12
@@ -418,7 +424,7 @@ def _attention_points(
                 kernel,
                 backward,
                 tuple(
-                    Mixing(
+                    AttentionPoint(
                         *row.shape,
                         True,
                         row.flops * (BACKWARD if backward else 1) / rates[backward],
@@ -429,7 +435,7 @@ def _attention_points(
 
 
 def _absent(family: Family) -> tuple[Absent, ...]:
-    """What no device of the family has, as far as its datasheets tell."""
+    """Return what no device of the family has, as far as its datasheets tell."""
     return tuple(
         Absent(f"products in {precision}", "its datasheet names no such rate")
         for precision in FACTORS
@@ -438,5 +444,5 @@ def _absent(family: Family) -> tuple[Absent, ...]:
 
 
 def host_memory_bytes() -> int:
-    """Of the machine that this runs on."""
+    """Return the bytes of memory of the machine that this runs on."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -10,6 +10,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from headrace.costs.constants import number
+
 T = TypeVar("T")
 
 Precision = Literal["bf16", "fp16", "fp32", "tf32", "fp8"]
@@ -17,7 +19,8 @@ Kernel = Literal["cudnn", "flash", "flash4", "flex", "efficient", "math"]
 Ratio = tuple[tuple[float, ...], float]
 """Where a point lies, in log size, and the logarithm of its time over the formula's."""
 Shape = tuple[int, int, int, int, int]
-"""Of attention: rows, query heads, key-value heads, tokens of a row, features of a head."""
+"""The sizes of attention: rows, query heads, key-value heads, tokens of a row, features of a head.
+"""
 OPERAND_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp8": 1}
 RESULT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp8": 2}
 
@@ -33,12 +36,7 @@ EDGE = {"gpu": 64, "cpu": 16}
 """A tile's beginning and end cost as much as so many terms of its sum."""
 QUERIES = {"gpu": 128, "cpu": 32}
 """Queries of a tile of attention."""
-SOFTMAX = 32
-"""A score's exponential and its scaling cost as much as so many features of a head."""
-START = 150
-"""Beginning and ending a tile of queries costs as much as so many features of one tile of scores,
-so that short rows are slower. Of 7 rows by cudnn, flash and efficient, the others tell the time of
-one that is left out 6% off, and 9% without this (probes of two H200s)."""
+SOFTMAX, START = number("softmax"), number("attention_tile_start")
 BACKWARD = 2.5
 """Products of attention's backward pass for each of the forward pass: 5 for 2."""
 SCORE_BYTES = (20, 30)
@@ -48,30 +46,30 @@ SAME = 1e-9
 
 
 @dataclass(frozen=True)
-class Moved:
-    """So many bytes took so long."""
+class StreamPoint:
+    """A point says how long so many bytes took."""
 
     bytes: int
     seconds: float
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamRates:
     """How long bytes take: what was measured, or a floor and a bandwidth."""
 
     floor_s: float
     bytes_per_s: float
-    points: tuple[Moved, ...] = ()
+    points: tuple[StreamPoint, ...] = ()
 
     @cached_property
     def _rising(self) -> list[tuple[float, float]]:
-        """Logarithms of bytes and seconds, by size; a larger one is never faster."""
+        """Return logarithms of bytes and seconds, by size; a larger one is never faster."""
         by_size = sorted((p.bytes, p.seconds) for p in self.points)
         slowest = accumulate((seconds for _, seconds in by_size), max)
         return [(math.log(b), math.log(s)) for (b, _), s in zip(by_size, slowest, strict=True)]
 
     def seconds(self, count: float) -> float:
-        """Of moving `count` bytes."""
+        """Return the seconds of moving `count` bytes."""
         if not self.points:
             return self.floor_s + count / self.bytes_per_s
         known, at = self._rising, math.log(max(count, 1))
@@ -84,8 +82,8 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Product:
-    """One measured product: [m, k] times [k, n]."""
+class MatmulPoint:
+    """A point is one measured matmul: [m, k] times [k, n]."""
 
     m: int
     n: int
@@ -94,33 +92,33 @@ class Product:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Without the time."""
+        """Return m, n and k."""
         return self.m, self.n, self.k
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions."""
+        """Return the multiplications and additions."""
         return 2.0 * self.m * self.n * self.k
 
 
 @dataclass(frozen=True)
-class Products:
-    """Products in one precision."""
+class MatmulRates:
+    """Rates of matmuls are those of one precision."""
 
     precision: Precision
     flops_per_s: float
     """of full tiles with long sums"""
-    points: tuple[Product, ...] = ()
+    points: tuple[MatmulPoint, ...] = ()
 
     @property
     def what(self) -> str:
-        """What tells it from the others of a machine."""
+        """Return what tells it from the others of a machine."""
         return self.precision
 
 
 @dataclass(frozen=True)
-class Mixing:
-    """One measured pass of attention, of the forward or the backward direction."""
+class AttentionPoint:
+    """A point is one measured pass of attention, of the forward or the backward direction."""
 
     rows: int
     heads: int
@@ -132,23 +130,23 @@ class Mixing:
 
     @property
     def shape(self) -> Shape:
-        """Everything but the mask and the time."""
+        """Return everything but the mask and the time."""
         return self.rows, self.heads, self.kv_heads, self.length, self.features
 
 
 @dataclass(frozen=True)
-class Attention:
-    """One kernel in one direction."""
+class AttentionRates:
+    """Rates of attention are those of one kernel in one direction."""
 
     kernel: Kernel
     backward: bool
     flops_per_s: float
     """of full tiles, the softmax counted as `SOFTMAX` features of each head"""
-    points: tuple[Mixing, ...] = ()
+    points: tuple[AttentionPoint, ...] = ()
 
     @property
     def what(self) -> tuple[str, bool]:
-        """What tells it from the others of a machine."""
+        """Return what tells it from the others of a machine."""
         return self.kernel, self.backward
 
 
@@ -157,15 +155,15 @@ Way = Literal["result", "input", "weight"]
 
 
 @dataclass(frozen=True)
-class Linear:
-    """One of a linear layer's products on a CPU, as a step lays out its operands."""
+class LinearRates:
+    """Rates of a linear are those of one of its matmuls, as a CPU's step lays out its operands."""
 
     way: Way
     precision: Precision
-    points: tuple[Product, ...]
+    points: tuple[MatmulPoint, ...]
 
     def seconds(self, m: int, n: int, k: int, floor_s: float) -> float:
-        """Of [m, k] times [k, n], by the rates of the points that lie near it.
+        """Return the seconds of [m, k] times [k, n], by the rates of the points that lie near it.
 
         Args:
             m: rows of the result.
@@ -183,24 +181,24 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PieceRates:
     """One kind of a step's operations on a CPU: by the bytes that the ledger counts for it."""
 
     name: str
     whole: bool
     """whether a compiler leaves it as it is"""
-    points: tuple[Moved, ...]
+    points: tuple[StreamPoint, ...]
 
     @cached_property
-    def stream(self) -> Stream:
-        """The points as a curve, from which larger ones go on at the largest one's rate."""
+    def stream(self) -> StreamRates:
+        """Return the points as a curve, from which larger ones go on at the largest one's rate."""
         ordered = tuple(sorted(self.points, key=lambda p: p.bytes))
         largest = ordered[-1]
-        return Stream(ordered[0].seconds, largest.bytes / largest.seconds, ordered)
+        return StreamRates(ordered[0].seconds, largest.bytes / largest.seconds, ordered)
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """A whole step of a small plain decoder, measured: what its pieces alone do not tell."""
 
     dim: int
@@ -217,7 +215,7 @@ class Step:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The decoder and its micro-batch."""
+        """Return the decoder and its micro-batch."""
         return self.dim, self.layers, self.heads, self.vocab, self.rows, self.length
 
 
@@ -229,10 +227,10 @@ class Absent:
     why: str
 
 
-def plain_product(
-    known: Products, kind: str, processors: int, traffic: Stream, m: int, n: int, k: int
+def plain_matmul(
+    known: MatmulRates, kind: str, processors: int, traffic: StreamRates, m: int, n: int, k: int
 ) -> float:
-    """Seconds of a product by the formula alone, on so many processors of a kind."""
+    """Return the seconds of a matmul by the formula alone, on so many processors of a kind."""
     inner, outer = OPERAND_BYTES[known.precision], RESULT_BYTES[known.precision]
     moved_s = (inner * (m * k + k * n) + outer * m * n) / traffic.bytes_per_s
     partial_s = 2 * 4 * m * n / traffic.bytes_per_s
@@ -248,29 +246,34 @@ def plain_product(
 
 
 def plain_attention(
-    known: Attention, kind: str, processors: int, traffic: Stream, shape: Shape, causal: bool
+    known: AttentionRates,
+    kind: str,
+    processors: int,
+    traffic: StreamRates,
+    shape: Shape,
+    causal: bool,
 ) -> float:
-    """Seconds of attention by the formula alone, on so many processors of a kind."""
+    """Return the seconds of attention by the formula alone, on so many processors of a kind."""
     rows, heads, kv_heads, length, features = shape
-    products = 4 * (BACKWARD if known.backward else 1)
+    matmuls = 4 * (BACKWARD if known.backward else 1)
     moved = 4 * rows * length * features * (heads + kv_heads) * (2 if known.backward else 1)
     moved_s = moved / traffic.bytes_per_s
     if known.kernel == "math":
         scores = rows * heads * length * length
         kept_s = scores * SCORE_BYTES[known.backward] / traffic.bytes_per_s
-        computed_s = scores * products * features / known.flops_per_s
+        computed_s = scores * matmuls * features / known.flops_per_s
         return max(computed_s + kept_s, moved_s) + traffic.floor_s
     tile = QUERIES[kind]
     tiles = math.ceil(length / tile)
     seen = tiles * (tiles + 1) / 2 if causal else tiles * tiles
     per_head = tile * tile * (seen * (features + SOFTMAX) + tiles * START)
-    flops = rows * heads * per_head * products
+    flops = rows * heads * per_head * matmuls
     idle = max(1.0, processors / (rows * heads * tiles))
     return max(flops * idle / known.flops_per_s, moved_s) + traffic.floor_s
 
 
 def met(known: T, seconds: float, formula: Callable[[T], float]) -> T:
-    """`known` with the rate at which the formula takes `seconds`, or comes closest to it."""
+    """Return `known` with the rate at which the formula takes `seconds`, or comes closest to it."""
     table: Any = known
     for _ in range(20):
         faster = replace(table, flops_per_s=table.flops_per_s * formula(table) / seconds)
@@ -281,7 +284,7 @@ def met(known: T, seconds: float, formula: Callable[[T], float]) -> T:
 
 
 def between(points: Sequence[Ratio], place: Sequence[float]) -> float:
-    """The measured ratio at `place`: 1 without points, a point's own at the point.
+    """Return the measured ratio at `place`: 1 without points, a point's own at the point.
 
     A place outside of all points is first moved to their outermost one in each direction.
     """
@@ -301,7 +304,7 @@ def between(points: Sequence[Ratio], place: Sequence[float]) -> float:
 
 
 def place(*sizes: float) -> tuple[float, ...]:
-    """Sizes in powers of two."""
+    """Return sizes in powers of two."""
     return tuple(math.log2(size) for size in sizes)
 
 
@@ -311,7 +314,9 @@ MAY_BE_ZERO = frozenset({"context_bytes"})
 
 
 def checked(kind: type[T], value: Any, where: str = "") -> T:
-    """`value`, parsed from JSON, as `kind`: a frozen dataclass, a tuple, a literal or a number.
+    """Return `value`, parsed from JSON, as `kind`.
+
+    A kind is a frozen dataclass, a tuple, a literal or a number.
 
     Raises:
         ValueError: it is not; with the key, what was found there and what was wanted.
@@ -322,8 +327,8 @@ def checked(kind: type[T], value: Any, where: str = "") -> T:
         if type(value) is not list:
             raise _wrong(where, value, "a list")
         inner = get_args(kind)[0]
-        found: Any = tuple(checked(inner, one, f"{where}[{n}]") for n, one in enumerate(value))
-        return found
+        items: Any = tuple(checked(inner, one, f"{where}[{n}]") for n, one in enumerate(value))
+        return items
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise _wrong(where, value, f"one of {', '.join(get_args(kind))}")
@@ -334,26 +339,26 @@ def checked(kind: type[T], value: Any, where: str = "") -> T:
         if not right or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
             number = "number" if kind is float else "whole number"
             raise _wrong(where, value, f"a {number} {'of at least' if zero else 'above'} 0")
-        found = kind(value)
-        return found
+        number: Any = kind(value)
+        return number
     if type(value) is not kind:
         raise _wrong(where, value, {str: "a text", bool: "true or false"}[kind])
     return value
 
 
 def _table(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
-    """The fields of a dataclass, each checked."""
+    """Return the fields of a dataclass, each checked."""
     if type(value) is not dict:
         raise _wrong(where or "the whole", value, "a table")
-    kinds = get_type_hints(kind)
+    types = get_type_hints(kind)
     prefix = f"{where}." if where else ""
-    for name in value.keys() ^ kinds.keys():
-        raise ValueError(f"{prefix}{name} is {'missing' if name in kinds else 'not a key of it'}")
-    return {name: checked(kinds[name], value[name], f"{prefix}{name}") for name in kinds}
+    for name in value.keys() ^ types.keys():
+        raise ValueError(f"{prefix}{name} is {'missing' if name in types else 'not a key of it'}")
+    return {name: checked(types[name], value[name], f"{prefix}{name}") for name in types}
 
 
 def _wrong(where: str, value: Any, wanted: str) -> ValueError:
-    """What stands there and what should."""
+    """Return the error that says what stands there and what should."""
     shown = repr(value)
     return ValueError(
         f"{where} is {shown if len(shown) <= 40 else f'{shown[:40]}...'}, not {wanted}"

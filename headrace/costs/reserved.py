@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from headrace.costs.allocator import Allocator, Block, OutOfMemory
 from headrace.costs.ledger import Ledger, Line
+from headrace.costs.work import Attention, Stream
 
 MIB = 2**20
 WORKSPACE = "library workspaces"
@@ -47,11 +48,13 @@ ORDER = (
 STEPS = 3
 """The third still needs up to 2% more than the second; from then on nothing changes."""
 MICRO_BATCHES = 2
-"""Of a step that has more: from the second on all are alike."""
+"""Micro-batches that are replayed of a step that has more: from the second on all are alike."""
 
 
 def workspace_bytes(capability: tuple[int, int] | None) -> int:
-    """What cuBLAS takes of the allocator in a run: 32 MiB a thread on Hopper and newer, else 8.125.
+    """Return the bytes that cuBLAS takes of the allocator in a run.
+
+    They are 32 MiB a thread on Hopper and newer, else 8.125.
 
     The peaks of runs in a process of their own are 62 to 64 MiB over the ledger's lines (the 7b and
     1b rows of limits.jsonl; a first reading in techniques.jsonl); torch's documentation of
@@ -68,7 +71,7 @@ def _with_scores(ledger: Ledger, device: str, precision: str) -> Ledger:
     block's scores (rows 80 and 115 of techniques.jsonl).
     """
     sizes = ledger.sizes
-    chosen = any(w.kind == "attention" and not w.kernel for w in ledger.work.values())
+    chosen = any(isinstance(w, Attention) and not w.kernel for w in ledger.work.values())
     grouped = sizes["heads"] != sizes["kv_heads"]
     if device != "cuda" or precision != "fp32" or not (chosen and grouped):
         return ledger
@@ -80,7 +83,7 @@ def _with_scores(ledger: Ledger, device: str, precision: str) -> Ledger:
 
 @dataclass(frozen=True)
 class Reserved:
-    """What a replay found.
+    """A replay finds what the allocator reserves.
 
     Args:
         bytes: reserved at most; of the capacity, where it ran out of memory.
@@ -120,8 +123,8 @@ def reserve(
     whole = sum(one.reserved_peak for one in both)
     allocated = sum(one.allocated_peak for one in both)
     spare = sum(one.spare_at_peak for one in both)
-    fits, held = whole <= capacity, min(allocated, capacity)
-    return Reserved(min(whole, capacity), held, spare, fits, allocator.retries)
+    fits, most = whole <= capacity, min(allocated, capacity)
+    return Reserved(min(whole, capacity), most, spare, fits, allocator.retries)
 
 
 @dataclass(frozen=True)
@@ -141,17 +144,17 @@ class Footprint:
 
     @property
     def beside(self) -> dict[str, float]:
-        """Bytes by owner that count as allocated, and that no line of the ledger has."""
+        """Return the bytes by owner that count as allocated, and that no line of the ledger has."""
         rests = self.free.spare if self.free else 0.0
         return {n: float(b) for n, b in ((WORKSPACE, self.workspace), (RESTS, rests)) if b}
 
     def replayed(self, capacity: float) -> Reserved:
-        """Its tensors, replayed in so much memory."""
+        """Return what the allocator does with the tensors in so much memory."""
         grows = bool(self.ledger.sizes.get(EXPANDABLE))
         return reserve(self.ledger, capacity=capacity, workspace=self.workspace, expandable=grows)
 
 
-def as_held(
+def make_footprint(
     ledger: Ledger, device: str, precision: str, capability: tuple[int, int] | None
 ) -> Footprint:
     """Return what a plan holds where it runs.
@@ -165,10 +168,10 @@ def as_held(
     ledger = _with_scores(ledger, device, precision)
     if device != "cuda":
         return Footprint(ledger, 0, None)
-    found = Footprint(ledger, workspace_bytes(capability), None)
+    footprint = Footprint(ledger, workspace_bytes(capability), None)
     if ledger.sizes["layers"] > REPLAYED:
-        return found
-    return replace(found, free=found.replayed(math.inf))
+        return footprint
+    return replace(footprint, free=footprint.replayed(math.inf))
 
 
 class _Replay:
@@ -181,7 +184,10 @@ class _Replay:
         self.plain, self.pool = allocator, pool
         """what everything lies in, and what a recording of the blocks does"""
         self.layers = int(self.sizes["layers"])
-        self.eager = any(piece.fused is not None for piece in ledger.work.values())
+        self.eager = any(
+            isinstance(piece, Stream | Attention) and piece.fused is not None
+            for piece in ledger.work.values()
+        )
         self.linears = {
             key[:-3]: (self.sizes[key], self.sizes[f"{key[:-3]}/out"])
             for key in self.sizes if key.endswith("/in")
@@ -193,10 +199,10 @@ class _Replay:
                 self.lines.setdefault(line.layer, {})[name.split("/")[-1]] = line
                 if line.layer is None:
                     self.whole[name] = line
-        self.gradients: list[Held] = []
+        self.gradients: list[Tensor] = []
 
     def run(self) -> None:
-        """The build and some steps."""
+        """Replay the build and some steps."""
         self._hold(self._weights("parameters"))
         self._hold([x.bytes for x in self.whole.values() if "always" in x.instants])
         self._hold([self.workspace / WORKSPACES] * WORKSPACES)
@@ -221,7 +227,7 @@ class _Replay:
         )
         kept = [self._forward(layer) for layer in range(self.layers)]
         stream = self._head(first)
-        handed: list[Held] = []
+        handed: list[Tensor] = []
         for block in reversed(kept):
             after = self._backward(block, first)
             handed += stream
@@ -232,10 +238,13 @@ class _Replay:
         self._gradient(self._shares()[-2], first, self.plain)
         _let_go([*shared, *handed, *stream])
 
-    def _forward(self, layer: int) -> "dict[str, list[Held]]":
-        """What a block keeps, in the order in which it is made; what it needs beside has gone."""
+    def _forward(self, layer: int) -> "dict[str, list[Tensor]]":
+        """Return what a block keeps, in the order in which it is made.
+
+        What it needs beside has gone by then.
+        """
         own = self.lines.get(layer, {})
-        kept: dict[str, list[Held]] = {name: [] for name in (*ORDER, *own)}
+        kept: dict[str, list[Tensor]] = {name: [] for name in (*ORDER, *own)}
         lines, statistics = self._parted({name: line.bytes for name, line in own.items()})
         pieces = {name: self._pieces(name, bytes) for name, bytes in lines.items()}
         linears, stream = iter(self.linears.items()), self._in_pool([self.sizes["residual"]])
@@ -257,16 +266,16 @@ class _Replay:
         _let_go(stream)
         return kept
 
-    def _backward(self, kept: "dict[str, list[Held]]", first: bool) -> "list[Held]":
-        """A block's backward pass; returns the gradient that it hands on."""
+    def _backward(self, kept: "dict[str, list[Tensor]]", first: bool) -> "list[Tensor]":
+        """Replay a block's backward pass; return the gradient that it hands on."""
         sizes, shares = self.sizes, self._shares()
-        again = [
+        recomputed = [
             piece for name, x in self.whole.items()
             if "turn" in x.instants and "loss" not in x.instants
             and name not in ("work", "head_weight_gradient")
             for piece in self._cut(x.bytes)
         ]  # fmt: skip
-        made = self._in_pool(again)
+        made = self._in_pool(recomputed)
         one = self._one_activation()
         if not self.eager:
             _let_go(kept.pop("activation", []))
@@ -292,38 +301,44 @@ class _Replay:
         _let_go([*mixed, *made])
         return stream
 
-    def _head(self, first: bool) -> "list[Held]":
-        """The head's passes, in which the largest tensors come and go; returns their gradient."""
-        sizes, held = self.sizes, self._only("loss")
+    def _head(self, first: bool) -> "list[Tensor]":
+        """Replay the head's passes; return their gradient.
+
+        The largest tensors come and go in them.
+        """
+        sizes, lines = self.sizes, self._only("loss")
         pool = self.pool if "compiled_loss" in sizes else self.plain
         own = sizes["logits_fused"] / 3
         wide = own * 4 / sizes["activation_bytes"]
-        logits, after = held.pop("logits", 0.0), held.pop("head_gradients", 0.0)
-        normed = held.pop("final_norm", 0.0)
+        logits, after = lines.pop("logits", 0.0), lines.pop("head_gradients", 0.0)
+        normed = lines.pop("final_norm", 0.0)
         result = self._hold([normed - sizes["residual"]] if normed else [])
         passing = self._hold([4 * sizes["tokens"] * sizes["dim"]] if wide > own else [])
         result += self._hold([sizes["residual"]] if normed else [])
         _let_go(passing)
-        before = [*result, *self._hold(held.values(), pool)]
+        before = [*result, *self._hold(lines.values(), pool)]
         if logits < 1.5 * wide or "compiled_loss" in sizes:
             pieces = max(1, round(logits / own))
             blocks = self._hold([logits / pieces] * pieces, pool)
-        else:  # as torch's own loss makes them: the product's, cast, and log-probabilities
+        else:  # as torch's own loss makes them: the weight_gradient's, cast, and log-probabilities
             cast = self._hold([own])
             if wide > own:
-                product, cast = cast, self._hold([wide])
-                _let_go(product)
+                result_16, cast = cast, self._hold([wide])
+                _let_go(result_16)
             blocks = self._hold([wide] * max(1, round(logits / wide) - 2))
             _let_go(cast)
             gradients = self._hold([wide, wide])
             _let_go([*blocks, *gradients[:1]])
             blocks = self._hold([own] if wide > own else [])
             _let_go(gradients[1:])
-        product = min(after, sizes["activation_bytes"] * sizes["embedding"])
-        made, stream = self._hold([product], pool), self._hold([after - product], pool)
+        weight_gradient = min(after, sizes["activation_bytes"] * sizes["embedding"])
+        made, stream = (
+            self._hold([weight_gradient], pool),
+            self._hold([after - weight_gradient], pool),
+        )
         _let_go(blocks)
         share = self._shares()[-1]
-        if first and math.isclose(product, share * self._bytes("gradients"), rel_tol=1e-6):
+        if first and math.isclose(weight_gradient, share * self._bytes("gradients"), rel_tol=1e-6):
             self.gradients += made  # nothing casts it
             made = []
         else:
@@ -335,7 +350,7 @@ class _Replay:
     # --- sizes --------------------------------------------------------------------------------
 
     def _parted(self, lines: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        """Lines without their statistics, and what those are at each place of a line."""
+        """Return lines without their statistics, and what those are at each place."""
         small = {}
         for name in ("norm", "attention"):
             whole = lines.get(name, 0.0)
@@ -345,7 +360,7 @@ class _Replay:
         return lines, small
 
     def _pieces(self, name: str, bytes: float) -> list[float]:
-        """A block's line as its tensors."""
+        """Return a block's line as its tensors."""
         if name == "weight_cast":
             whole = sum(i * o for i, o in self.linears.values())
             return [bytes * i * o / whole for i, o in self.linears.values()]
@@ -358,7 +373,7 @@ class _Replay:
         return [bytes / count] * count
 
     def _beside(self, name: str, taken: list[float]) -> list[float]:
-        """What eager operations make on the way to a tensor that is kept."""
+        """Return what eager operations make before a tensor that is kept."""
         if not self.eager or not taken:
             return []
         wider = 4 / self.sizes["activation_bytes"]
@@ -370,7 +385,7 @@ class _Replay:
         return [] if name in ORDER else [max(taken)]
 
     def _casts(self, name: str, ends: tuple[float, float]) -> list[float]:
-        """An 8-bit linear's operands, which eager operations round in fp32."""
+        """Return the bytes of an 8-bit linear's operands, which eager operations round in fp32."""
         if f"{name}/fp8" not in self.sizes:
             return []
         inner, outer = ends
@@ -378,7 +393,7 @@ class _Replay:
         return [*([4 * read, 4 * read] if self.eager else []), read, inner * outer]
 
     def _cut(self, bytes: float) -> list[float]:
-        """Something of a block that was computed again, in tensors as large as its own."""
+        """Return something of a block that was recomputed, in tensors as large as its parts."""
         one, pieces = 2 * self._one_activation(), []
         while bytes >= 1:
             one = one if one <= bytes else one / 2 if one > self.sizes["residual"] else bytes
@@ -387,13 +402,16 @@ class _Replay:
         return pieces
 
     def _one_activation(self) -> float:
-        """The MLP's widest tensor but for gate and up together, of all tokens or a piece."""
+        """Return the bytes of the MLP's widest tensor but for gate and up together.
+
+        They are of all its tokens.
+        """
         if "mlp_piece" in self.whole:
             return self.whole["mlp_piece"].bytes / 3
         return self.sizes["tokens"] * self.sizes["ffn"] * self.sizes["activation_bytes"]
 
     def _only(self, instant: str) -> dict[str, float]:
-        """Lines without a block that are held then and at no other instant."""
+        """Return the lines without a block that are held then and at no other instant."""
         return {name: x.bytes for name, x in self.whole.items() if x.instants == (instant,)}
 
     def _bytes(self, name: str) -> float:
@@ -401,7 +419,7 @@ class _Replay:
         return 0.0 if line is None else line.bytes
 
     def _shares(self) -> list[float]:
-        """Of all numbers of the weights: a block's linears and the rest, embedding, head."""
+        """Return shares of the weights: a block's linears and the rest, embedding, head."""
         linears = [inner * outer for inner, outer in self.linears.values()]
         rest = self.sizes["unsplit"] / self.layers
         head = 0.0 if self.sizes["tied"] else self.sizes["embedding"]
@@ -409,19 +427,19 @@ class _Replay:
         return [count / self._numbers() for count in counts]
 
     def _numbers(self) -> float:
-        """All numbers of the weights."""
+        """Return the count of all numbers of the weights."""
         sizes = self.sizes
         linears = sum(inner * outer for inner, outer in self.linears.values())
         head = 0.0 if sizes["tied"] else sizes["embedding"]
         return self.layers * linears + sizes["unsplit"] + sizes["tables"] + head
 
     def _weights(self, name: str) -> list[float]:
-        """As many bytes as the line has, in tensors as large as the weights'."""
+        """Return as many bytes as the line has, in tensors as large as the weights."""
         *block, table, head = [self._bytes(name) * share for share in self._shares()]
         return [table, *(block * self.layers), head]
 
     def _states(self, bytes: float) -> list[float]:
-        """A weight's moments, and what bf16 leaves of it."""
+        """Return a weight's moments, and what bf16 leaves of it."""
         left = 0.0 if self._numbers() * 8 >= self._bytes("optimizer") else bytes * (
             1 - self._numbers() * 8 / self._bytes("optimizer"))  # fmt: skip
         return [(bytes - left) / 2, (bytes - left) / 2, left]
@@ -429,25 +447,25 @@ class _Replay:
     # --- blocks -------------------------------------------------------------------------------
 
     def _gradient(self, share: float, first: bool, pool: Allocator) -> None:
-        """A weight's gradient, or what is added to it and goes."""
+        """Replay a weight's gradient, or what is added to it and goes."""
         made = self._hold([self._bytes("gradients") * share], pool)
         if first:
             self.gradients += made
         else:
             _let_go(made)
 
-    def _in_pool(self, sizes: Iterable[float]) -> "list[Held]":
+    def _in_pool(self, sizes: Iterable[float]) -> "list[Tensor]":
         return self._hold(sizes, self.pool)
 
-    def _hold(self, sizes: Iterable[float], pool: Allocator | None = None) -> "list[Held]":
+    def _hold(self, sizes: Iterable[float], pool: Allocator | None = None) -> "list[Tensor]":
         pool = pool or self.plain
         return [(pool, pool.allocate(size)) for size in sizes if size >= 1]
 
 
-Held = tuple[Allocator, Block]
+Tensor = tuple[Allocator, Block]
 """A tensor's memory, and what it lies in."""
 
 
-def _let_go(held: Iterable[Held]) -> None:
-    for pool, block in held:
+def _let_go(tensors: Iterable[Tensor]) -> None:
+    for pool, block in tensors:
         pool.release(block)

@@ -14,7 +14,7 @@ from headrace.costs.count import FP32
 from headrace.costs.decoder_work import LEARNED
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import Operation
-from headrace.costs.work import Phase, Work, collective
+from headrace.costs.work import Attention, Matmul, Phase, Stream, Work, collective
 
 AXIS = "tensor"
 COLUMNS = ("mixer.qkv", "mlp.gate_up", "mlp.up", "head")
@@ -32,7 +32,7 @@ WHOLE = ("embedding", "mlp_pieces", "count", "head")
 RESULT, INPUT, WEIGHT = (1, 2), (2, 1), (0, 1)
 """Which of a product's sizes is cut, where outputs are and where inputs are: of the result, of the
 gradient of what it reads, of its weight's."""
-WAYS = {"result": RESULT, "again": RESULT, "last": RESULT, "earlier": RESULT, "input": INPUT,
+CUTS = {"result": RESULT, "again": RESULT, "last": RESULT, "earlier": RESULT, "input": INPUT,
         "weight": WEIGHT}  # fmt: skip
 """A product by the end of its name."""
 LAST = "mlp.down/{}/last"
@@ -40,7 +40,7 @@ LAST = "mlp.down/{}/last"
 
 
 def split_work(ledger: Ledger, *, sequence: bool, kept: float) -> dict[str, Work]:
-    """Pieces of one rank.
+    """Return the pieces of one rank.
 
     Args:
         ledger: before anything of it is cut.
@@ -52,35 +52,34 @@ def split_work(ledger: Ledger, *, sequence: bool, kept: float) -> dict[str, Work
 
 
 def _part(name: str, piece: Work, sizes: Mapping[str, float], sequence: bool, kept: float) -> Work:
-    """A rank's part of a piece."""
+    """Return a rank's part of a piece."""
     ranks, (what, _, part) = int(sizes[f"{AXIS}_ranks"]), name.partition("/")
-    if piece.kind == "product" and what in COLUMNS + ROWS and part in WAYS:
-        ends, place = list(piece.sizes), WAYS[part][what in ROWS]
+    if isinstance(piece, Matmul) and what in COLUMNS + ROWS and part in CUTS:
+        ends, place = list(piece.sizes), CUTS[part][what in ROWS]
         ends[place] //= ranks
         return replace(piece, sizes=tuple(ends))
-    if piece.kind == "attention":
+    if isinstance(piece, Attention):
         rows, heads, kv_heads, length, features = piece.sizes
         return replace(piece, sizes=(rows, heads // ranks, kv_heads // ranks, length, features))
     if name.startswith(LEARNED):
-        return replace(piece, bytes=piece.bytes * kept)
+        return piece.with_bytes(lambda bytes: bytes * kept)
     if what in INSIDE or part == "sum" or (sequence and what in BETWEEN):
-        fused = None if piece.fused is None else piece.fused / ranks
-        return replace(piece, bytes=piece.bytes / ranks, fused=fused)
+        return piece.divided(ranks)
     if name == "embedding/backward":  # whose table is cut along the vocabulary
         gone = FP32 * sizes["embedding"] * (1 - 1 / ranks)
-        return replace(piece, bytes=piece.bytes - gone)
+        return piece.with_bytes(lambda bytes: bytes - gone)
     if what in BETWEEN + WHOLE:
         return piece
     return replace(piece, unknown=f"what {name} takes on a rank with a part of it was not counted")
 
 
 def _sends(ledger: Ledger, sequence: bool) -> dict[str, Work]:
-    """Collectives around attention and MLP, at both ends, of the loss and of gradients.
+    """Return the collectives around attention and MLP, at both ends, and of gradients.
 
-    What the loss of a token needs is sent as the trunk's objective does. Left out: what pads a row
-    whose tokens do not divide.
+    What the loss of a token needs is sent as the baseline's objective does. Left out: what pads a
+    row whose tokens do not divide.
     """
-    sizes, found = ledger.sizes, dict[str, Work]()
+    sizes, pieces = ledger.sizes, dict[str, Work]()
     tokens = sizes["tokens"]
     stream = sizes["activation_bytes"] * tokens * sizes["dim"]
     layers = sizes["layers"]
@@ -88,9 +87,9 @@ def _sends(ledger: Ledger, sequence: bool) -> dict[str, Work]:
     def add(
         name: str, phase: Phase, operation: Operation, bytes: float, count: float = 1.0
     ) -> None:
-        found[name] = collective(sizes, AXIS, phase, operation, bytes, count)
+        pieces[name] = collective(sizes, AXIS, phase, operation, bytes, count)
         if operation != "all_reduce":  # ranks' tokens are joined, or cut, in a copy
-            found[name.replace("/", "/copy_", 1)] = Work(phase, "stream", count, 2 * bytes)
+            pieces[name.replace("/", "/copy_", 1)] = Stream(phase, count, 2 * bytes)
 
     entered = FP32 * tokens * sizes["dim"]
     add("embedding/sum", "forward", "all_reduce", entered)
@@ -115,11 +114,14 @@ def _sends(ledger: Ledger, sequence: bool) -> dict[str, Work]:
     add("loss/sums", "forward", "all_reduce", 2 * FP32 * tokens / chunks, chunks)
     if gradients := _partial(ledger, sequence):
         add("norms/gradients", "optimizer", "all_reduce", gradients)
-    return found
+    return pieces
 
 
 def _partial(ledger: Ledger, sequence: bool) -> float:
-    """Bytes of gradients of which a rank has a part of the sum: it saw its tokens, or its heads."""
+    """Return the bytes of gradients of which a rank has a part of the sum.
+
+    The rank saw its tokens, or its heads.
+    """
     sizes = ledger.sizes
     vectors = FP32 * (sizes["unsplit"] - (sizes["tables"] - sizes["embedding"]))
     if not sequence:

@@ -33,8 +33,8 @@ from headrace.plan.plan import Plan
 from headrace.plan.symptoms import BOTTLENECKS
 from headrace.plan.technique import Catalogue, Context
 from headrace.predict.candidates import Asking
-from headrace.predict.foresight import foresee
 from headrace.predict.intervals import Widening, widening
+from headrace.predict.prediction import predict
 from headrace.probes.at_hand import rates
 from headrace.train.run_folder import RunFolder
 
@@ -203,7 +203,7 @@ def advised(
         with_remedies.append(Advised(finding, tuple(known)))
     ordered = _by_gain(with_remedies)
     asking = Asking(plan, context, machine, catalogue)
-    prediction = asking.answer(plan).foresight
+    prediction = asking.answer(plan).prediction
     timed = by_ledger(prediction, prediction, measured).gain is not None
     wider = widening(machine, "after_probes" if machine.source == "probes" else "no_gpu")
     advice = Advice(tuple(ordered), Rates(machine, wider), timed=timed)
@@ -211,8 +211,8 @@ def advised(
         return advice
     if any(f.kind is Kind.PLAN_WITHOUT_TIME for f in findings):
         return replace(advice, no_remedy=NoRemedy.NOT_PREDICTED)
-    if prediction.unknown:
-        return replace(advice, no_remedy=NoRemedy.NOT_FORECAST, why=prediction.unknown)
+    if prediction.time.unknown:
+        return replace(advice, no_remedy=NoRemedy.NOT_FORECAST, why=prediction.time.unknown)
     return replace(advice, no_remedy=NoRemedy.NO_CHANGE)
 
 
@@ -283,10 +283,10 @@ def advise_plan(plan: Plan, context: Context, machine: Machine, catalogue: Catal
     Raises:
         ConfigError, UnsupportedError: it cannot run there.
     """
-    prediction = foresee(plan, context, machine)
+    prediction = predict(plan, context, machine)
     findings = plan_findings(plan, context, machine, prediction)
     advice = advised(findings, plan, context, machine, catalogue, Measured())
-    timed = prediction.step_s is not None
+    timed = prediction.time.step_s is not None
     return replace(advice, findings=tuple(x for x in advice.findings if not _idle(x, timed)))
 
 

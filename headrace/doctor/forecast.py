@@ -37,7 +37,7 @@ from headrace.core.statistics import Interval
 from headrace.costs.work import HOST_S, SLOW_HOST
 from headrace.doctor.observation import Observation
 from headrace.doctor.physics import host_binds, priced_idle
-from headrace.predict.foresight import EDGE, FEW, Foresight
+from headrace.predict.prediction import EDGE, FEW, Prediction
 
 Source = Literal["ledger", "share", "none"]
 APART = 2.0
@@ -139,33 +139,35 @@ def between(log_ratio: float, *others: float, moved: float = 0.0, widened: float
     return Interval(exp(low) - 1, exp(log_ratio) - 1, exp(high) - 1, ERROR.n)
 
 
-def moved(before: Foresight, after: Foresight) -> float:
+def moved(before: Prediction, after: Prediction) -> float:
     """Return the work that a change adds and takes away, as a share of the device's.
 
     Where the device decides it is at least the logarithm of both steps' ratio.
     """
-    names = before.work_s | after.work_s
-    works = [[one.work_s.get(name, 0.0) for name in names] for one in (before, after)]
+    names = before.time.work_s | after.time.work_s
+    works = [[one.time.work_s.get(name, 0.0) for name in names] for one in (before, after)]
     steps = prod(map(sum, works))
     return sum(abs(a - b) for a, b in zip(*works, strict=True)) / sqrt(steps) if steps else 0.0
 
 
-def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Forecast:
+def by_ledger(before: Prediction, after: Prediction, measured: Measured) -> Forecast:
     """Return what the ledger says of a change on this run."""
-    if before.step_s is None or after.step_s is None:
-        return Forecast(None, "none", after.unknown or before.unknown)
-    if before.between_ranks or after.between_ranks:  # receipts are of one device
-        return Forecast(None, "none", after.no_interval)
-    if (before.no_interval == FEW) != (after.no_interval == FEW):  # in both it is no difference
+    if before.time.step_s is None or after.time.step_s is None:
+        return Forecast(None, "none", after.time.unknown or before.time.unknown)
+    if before.rates.between_ranks or after.rates.between_ranks:  # receipts are of one device
+        return Forecast(None, "none", after.time.no_interval)
+    if (before.time.no_interval == FEW) != (
+        after.time.no_interval == FEW
+    ):  # in both it is no difference
         return Forecast(None, "none", FEW)
     if measured.step_s is None:
         return _of_a_plan(before, after)
     left_s, edge_s = measured.step_s - measured.waits_s, _edge_s(before)
-    if measured.by_host and before.host_s:
-        whole = (left_s - edge_s) / before.host_s
+    if measured.by_host and before.time.host_s:
+        whole = (left_s - edge_s) / before.time.host_s
         if unlike := _unlike(whole, HOST_APART, "of what this run's host takes"):
             return unlike
-        quick = min(1.0, (left_s - edge_s) / before.device_s)  # it was done when the host was
+        quick = min(1.0, (left_s - edge_s) / before.time.device_s)  # it was done when the host was
         pace, base = _pace(before, left_s)
         paces = [(one, one, base) for one in (pace, DRIFT * pace, pace / DRIFT)]
         paces += [(pace, _differing(before, after, pace, 1.0), base), (whole, whole, whole)]
@@ -175,27 +177,30 @@ def by_ledger(before: Foresight, after: Foresight, measured: Measured) -> Foreca
         ]
     else:
         # Launches that nobody waits for say nothing; a device that decides says how fast it is.
-        known = not before.waits_for_launches or after.waits_for_launches
-        scale = left_s / before.step_s if known else 1.0
+        known = not before.time.waits_for_launches or after.time.waits_for_launches
+        scale = left_s / before.time.step_s if known else 1.0
         if unlike := _unlike(scale, APART, "of this run's step"):
             return unlike
-        alike = before.waits_for_launches == after.waits_for_launches
-        after_s = scale * after.step_s if alike else _paced(after, 1.0, scale)
+        alike = before.time.waits_for_launches == after.time.waits_for_launches
+        after_s = scale * after.time.step_s if alike else _paced(after, 1.0, scale)
         # No host is slower than any that was seen, or takes longer than it ran ahead.
-        pace = (left_s - measured.slack_s - edge_s) / max(before.host_s, SHORTEST_S)
+        pace = (left_s - measured.slack_s - edge_s) / max(before.time.host_s, SHORTEST_S)
         slow = DRIFT * min(SLOW_HOST, pace)
         steps_s = [(left_s, after_s)] + [
-            (max(left_s, slow * before.host_s + edge_s), max(after_s, one * after.host_s + edge_s))
+            (
+                max(left_s, slow * before.time.host_s + edge_s),
+                max(after_s, one * after.time.host_s + edge_s),
+            )
             for one in (slow, _differing(before, after, slow, 1.0))
         ]
     waits_s = measured.waits_s
     ratios = [log((one_s + waits_s) / (other_s + waits_s)) for one_s, other_s in steps_s]
     work = moved(before, after) * left_s / measured.step_s
-    gain = between(*ratios, moved=work, widened=before.widening.times)
+    gain = between(*ratios, moved=work, widened=before.rates.widening.times)
     return Forecast(gain, "ledger")
 
 
-def _of_a_plan(before: Foresight, after: Foresight) -> Forecast:
+def _of_a_plan(before: Prediction, after: Prediction) -> Forecast:
     """Forecast a plan that nobody ran, on a host as it is predicted, and on a slow one."""
     paces = (
         (1.0, 1.0),
@@ -204,39 +209,39 @@ def _of_a_plan(before: Foresight, after: Foresight) -> Forecast:
         (1.0, _differing(before, after, 1.0, SLOW_HOST)),
     )
     ratios = [log(_paced(before, one) / _paced(after, other)) for one, other in paces]
-    work, wider = moved(before, after), before.widening.times
+    work, wider = moved(before, after), before.rates.widening.times
     return Forecast(between(*ratios, moved=work, widened=wider), "ledger")
 
 
-def _pace(before: Foresight, left_s: float) -> tuple[float, float]:
+def _pace(before: Prediction, left_s: float) -> tuple[float, float]:
     """Return how many times as long as predicted launches took, and what the host does besides.
 
     What it does besides does not grow with a host's eager launches: small plans whose launches were
     recorded took 8.6 ms a step on an H100, 8.5 predicted, where as they were their launches took
     twice as long as predicted. Where launches are few, both are at one pace.
     """
-    launches_s, left_s = before.host_s - HOST_S, left_s - _edge_s(before)
+    launches_s, left_s = before.time.host_s - HOST_S, left_s - _edge_s(before)
     pace = (left_s - HOST_S) / launches_s if launches_s > HOST_S else 0.0
-    whole = left_s / before.host_s
+    whole = left_s / before.time.host_s
     return (pace, 1.0) if pace > 0 else (whole, whole)
 
 
-def _paced(one: Foresight, pace: float, device: float = 1.0, base: float | None = None) -> float:
+def _paced(one: Prediction, pace: float, device: float = 1.0, base: float | None = None) -> float:
     """Return the seconds of a step whose launches, device and rest of the host are scaled."""
-    rest_s = min(HOST_S, one.host_s)
-    host_s = (pace if base is None else base) * rest_s + pace * (one.host_s - rest_s)
-    return max(device * one.device_s, host_s) + _edge_s(one)
+    rest_s = min(HOST_S, one.time.host_s)
+    host_s = (pace if base is None else base) * rest_s + pace * (one.time.host_s - rest_s)
+    return max(device * one.time.device_s, host_s) + _edge_s(one)
 
 
-def _differing(before: Foresight, after: Foresight, pace: float, other: float) -> float:
+def _differing(before: Prediction, after: Prediction, pace: float, other: float) -> float:
     """Return the host's pace at the second plan, if what the first lacks is at another pace."""
-    least, most = sorted((before.host_s, after.host_s))
+    least, most = sorted((before.time.host_s, after.time.host_s))
     return pace + (1 - least / max(most, SHORTEST_S)) * (other - pace)
 
 
-def _edge_s(one: Foresight) -> float:
+def _edge_s(one: Prediction) -> float:
     """Return the seconds between two steps in which the device has nothing to do; 0 on a CPU."""
-    return one.parts_s.get(EDGE, 0.0)
+    return one.time.parts_s.get(EDGE, 0.0)
 
 
 def _unlike(times: float, apart: float, what: str) -> Forecast | None:

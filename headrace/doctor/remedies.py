@@ -165,7 +165,7 @@ class _Asker:
         if machine.source != "probes":
             return True
         try:
-            half_s, whole_s = (machine.product_s(p, *SQUARE) for p in ("bf16", "fp32"))
+            half_s, whole_s = (machine.matmul_s(p, *SQUARE) for p in ("bf16", "fp32"))
         except UnsupportedError:
             return True
         return half_s >= whole_s
@@ -182,7 +182,7 @@ class _Asker:
             plan: the plan that it changes; the finding's own by default.
         """
         after = _answered(self.asking, words, plan)
-        if after is None or after.foresight.fits == "no" or not after.changes:
+        if after is None or after.prediction.memory.fits == "no" or not after.changes:
             return None
         if self.halves_are_slow and any(half in word for word in after.changes for half in HALF):
             return None
@@ -292,8 +292,8 @@ def _remedy(
         change=after.changes,
         what=_sentence(asking, after.changes, words[0]),
         gain=forecast.gain,
-        memory_bytes=after.foresight.peak_bytes - before.foresight.peak_bytes,
-        fits=after.foresight.fits,
+        memory_bytes=after.prediction.memory.peak_bytes - before.prediction.memory.peak_bytes,
+        fits=after.prediction.memory.fits,
         costs=_costs(asking.catalogue, words[0]),
         cost=_cost(asking.catalogue, words[0]),
         equality=_equality(asking.catalogue, after.changes),
@@ -321,7 +321,7 @@ def _forecast(
 ) -> Forecast:
     """Return the gain by what can forecast it."""
     bottleneck = finding.bottleneck
-    ledger = by_ledger(before.foresight, after.foresight, measured)
+    ledger = by_ledger(before.prediction, after.prediction, measured)
     if bottleneck in QUALITY:
         why = "what it does to learning is not forecast: compare losses over seeds"
         if bottleneck == "silent no-op":
@@ -341,7 +341,7 @@ def _forecast(
         if parts and "" not in parts:
             why = f"it helps as far as {', '.join(sorted(parts))} is the cause"
             return Forecast(None, "none", why)
-        priced = before.foresight.step_s is not None  # and the share is what that left over
+        priced = before.prediction.time.step_s is not None  # and the share is what that left over
         inferred = priced and finding.confidence == "inferred"
         if bottleneck == LEDGER_FIRST and (inferred or not parts):
             return ledger

@@ -35,7 +35,7 @@ from headrace.inference.load import read_recorded_plan, resolve_run
 from headrace.observe import REPORT_FORMAT
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context, installed
-from headrace.predict.foresight import foresee
+from headrace.predict.prediction import predict
 from headrace.probes.at_hand import rates
 from headrace.train.run_folder import RunFolder, cpu_name
 
@@ -129,7 +129,7 @@ def use_of(
     try:
         plan = read_recorded_plan(folder, catalogue or installed())
         where = place_of(plan, RunFolder(folder).read("environment") or {}, rates_here)
-        return Use.of(foresee(plan, *where), peak)
+        return Use.of(predict(plan, *where), peak)
     except (HeadraceError, OSError) as error:
         why = error.message if isinstance(error, HeadraceError) else str(error)
         return Use(peak=peak, unknown=why)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headrace.predict.foresight import Foresight
+from headrace.predict.prediction import Prediction
 
 COMPUTES, OTHER = ("product", "attention"), ("collective", "wait", "host")
 """Kinds of work that compute, and that neither compute nor move bytes: what other ranks take, and
@@ -33,27 +33,27 @@ class Use:
     unknown: str = NO_PLAN
 
     @staticmethod
-    def of(prediction: Foresight, peak: float | None = None) -> "Use":
+    def of(prediction: Prediction, peak: float | None = None) -> "Use":
         """Read it from the prediction of a run's own plan.
 
         Args:
             prediction: what is predicted of the plan.
             peak: share of the device's peak that the run reached.
         """
-        if prediction.step_s is None:
-            return Use(peak=peak, unknown=prediction.unknown)
-        work_s: Mapping[str, float] = prediction.work_s
+        if prediction.time.step_s is None:
+            return Use(peak=peak, unknown=prediction.time.unknown)
+        work_s: Mapping[str, float] = prediction.time.work_s
         kind_of = {name: name.partition(",")[0] for name in work_s}
         computes_s = sum(work_s[name] for name, kind in kind_of.items() if kind in COMPUTES)
         other_s = sum(work_s[name] for name, kind in kind_of.items() if kind in OTHER)
         sources = {"probes": "measured by probes", "datasheet": "assumed from its datasheet"}
-        source = sources.get(prediction.rates, prediction.rates)
+        source = sources.get(prediction.rates.source, prediction.rates.source)
         return Use(
             computes_s,
             sum(work_s.values()) - computes_s - other_s,
-            prediction.host_s,
+            prediction.time.host_s,
             peak,
-            f"rates of {prediction.device} {source}",
+            f"rates of {prediction.rates.device} {source}",
             "",
         )
 

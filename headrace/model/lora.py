@@ -23,6 +23,7 @@ from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import Remedy, mend
 from headrace.costs.decoder_work import adapted
 from headrace.costs.ledger import Ledger, Line, Matrix
+from headrace.costs.work import Matmul
 from headrace.kernels.quantized_weight import QuantizedWeight
 from headrace.parallel.layout import local_of
 from headrace.plan.technique import Doubt
@@ -256,7 +257,7 @@ def recomputed_adapter_flops(ledger: Ledger, *matmuls: Literal["down", "up"]) ->
     return sum(
         piece.count * 2 * piece.sizes[1] * piece.sizes[2]
         for name, piece in ledger.work.items()
-        if name.endswith(ends)
+        if name.endswith(ends) and isinstance(piece, Matmul)
     )
 
 

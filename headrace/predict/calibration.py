@@ -16,7 +16,8 @@ from statistics import median
 from headrace.core.command import again_without, plan_again
 from headrace.core.errors import ConfigError
 from headrace.core.files import parse_json
-from headrace.costs.work import Phase, StepTime, Work
+from headrace.costs.step import StepTime
+from headrace.costs.work import Phase, Work
 
 ENOUGH = 20
 """Steps whose median counts."""

@@ -23,17 +23,17 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from headrace.assemble.build import predict_each
+from headrace.assemble.build import make_ledgers
 from headrace.core.errors import HeadraceError, UnsupportedError
 from headrace.core.units import divisors
 from headrace.costs.machine import Machine
-from headrace.costs.work import step_time
+from headrace.costs.step import step_time
 from headrace.plan.changes import changed, difference, flat, word
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context, Technique
 from headrace.predict.calibration import Calibration
-from headrace.predict.foresight import Foresight, at, foresee
 from headrace.predict.layouts import layouts
+from headrace.predict.prediction import Prediction, at, predict
 from headrace.predict.ranks import slowest
 
 Words = tuple[str, ...]
@@ -71,12 +71,12 @@ class Candidate:
     Args:
         changes: of the plan that it began with, in words; none for that plan itself.
         plan: with the changes.
-        foresight: what the planner foresees of it.
+        prediction: what the planner foresees of it.
     """
 
     changes: Words
     plan: Plan
-    foresight: Foresight
+    prediction: Prediction
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Asking:
         Raises:
             ConfigError, UnsupportedError: it contradicts itself, or cannot run there.
         """
-        return self.foreseen(*self.changed(plan, words))
+        return self.predict(*self.changed(plan, words))
 
     def attempt(self, plan: Plan, words: Words) -> Candidate:
         """The answer, or that to the first change that mends its error.
@@ -138,7 +138,7 @@ class Asking:
             plan = changed(plan, words, self.catalogue) if words else plan
             return difference(self.start, plan), plan
 
-    def foreseen(self, changes: Words, plan: Plan) -> Candidate:
+    def predict(self, changes: Words, plan: Plan) -> Candidate:
         """What is foreseen of what `changed` made.
 
         Raises:
@@ -147,7 +147,7 @@ class Asking:
         """
         with _told():
             there = at(self.context, plan)
-            return Candidate(changes, plan, foresee(plan, there, self.machine, self.calibration))
+            return Candidate(changes, plan, predict(plan, there, self.machine, self.calibration))
 
     def guess_s(self, plan: Plan) -> float | None:
         """Seconds of its step by the ledger, where no time is predicted too.
@@ -157,12 +157,12 @@ class Asking:
         where a piece has no rate.
         """
         try:
-            each = predict_each(plan, at(self.context, plan))
+            each = make_ledgers(plan, at(self.context, plan))
             if self.context.device == "cpu" and self.machine.source != "probes":
                 one = each[0]
                 return step_time(one.work, self.machine, one.sizes["micro_batches"]).step_s
             return slowest(each, self.machine).step_s
-        except Exception:  # whatever it is, there is no guess; `foreseen` tells of bugs
+        except Exception:  # whatever it is, there is no guess; `predict` tells of bugs
             return None
 
     def mended(self, words: Words, error: HeadraceError) -> Iterator[Words]:

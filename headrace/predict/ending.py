@@ -21,7 +21,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.files import parse_json
 from headrace.core.units import format_seconds
 from headrace.plan.plan import Plan
-from headrace.predict.intervals import Basis, Between, step_between
+from headrace.predict.intervals import Between
 
 BY_STEPS = "step "
 """How an ending begins whose hours are those of its steps."""
@@ -123,25 +123,19 @@ class Curve:
 def ending(
     plan: Plan,
     step_s: float | None,
-    basis: Basis | None,
+    ends: Between | None,
     curve: Curve | None = None,
-    times: float = 1.0,
-) -> tuple[str, float | None, dict[str, Between]]:
-    """What ends the run, hours until then, and the intervals of all that a step's time decides.
+) -> tuple[str, float | None, Between | None]:
+    """Return what ends the run, the hours until then, and their interval.
 
     Args:
         plan: the run.
-        step_s: of a step.
-        basis: what its interval rests on; None where it has none.
-        curve: of a run that learned as this one would.
-        times: as far that the ends of a step's interval lie.
+        step_s: seconds of a step; None where no time is predicted.
+        ends: the interval of those seconds; None where there is none.
+        curve: the validations of a run that learned as this one would.
     """
-    between: dict[str, Between] = {}
-    ends = None if step_s is None or basis is None else step_between(step_s, basis, times)
     scale = None if curve is None or step_s is not None else curve.steadiness()
     if ends is not None and step_s:
-        between["step_s"], tokens = ends, plan.batch.tokens
-        between["tokens_per_s"] = Between(tokens / ends.high, tokens / ends.low)
         scale = ends.low / step_s, ends.high / step_s
 
     def seconds(steps: float) -> float | None:
@@ -164,17 +158,18 @@ def ending(
         said.append(f"{' or '.join(unknown)}, nobody knows when: {whys} ({TELLS})")
     told = "; ".join(said)
     if not budgets:
-        return told, None, between
+        return told, None, None
     until, hours = min(budgets.items(), key=lambda item: item[1])
+    between = None
     by_steps = [name.startswith(BY_STEPS) for name in budgets]
     if scale is not None:
         each = [
             (h * scale[0], h * scale[1]) if steps else (h, h)
             for h, steps in zip(budgets.values(), by_steps, strict=True)
         ]
-        between["hours"] = Between(min(low for low, _ in each), min(high for _, high in each))
+        between = Between(min(low for low, _ in each), min(high for _, high in each))
     elif not any(by_steps):
-        between["hours"] = Between(hours, hours)
+        between = Between(hours, hours)
     if step_s is None and curve is not None and until.startswith(BY_STEPS):
         until += f", on the clock of {curve.run}"
         if scale is not None:

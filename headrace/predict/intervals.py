@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.costs.decoder_work import trunk_work
+from headrace.costs.constants import number, numbers
+from headrace.costs.decoder_work import baseline_work
 from headrace.costs.hardware import lookup
 from headrace.costs.ledger import Ledger
 from headrace.costs.machine import Machine
@@ -53,45 +54,33 @@ class Between:
     high: float
 
 
+def _width(name: str, says: str) -> Width:
+    """Return a width of `constants.toml`."""
+    low, high, rows = numbers(name)
+    return Width(low, high, int(rows), says)
+
+
 STEP: dict[Basis, Width] = {
-    "no_gpu": Width(
-        0.969, 1.032, 294, "measured steps of H200s lay, each foreseen without any of its own shape"
+    "no_gpu": _width(
+        "width_no_gpu", "measured steps of H200s lay, each predicted without any of its own shape"
     ),
-    "after_probes": Width(
-        0.969, 1.033, 294, "measured steps of H200s lay, by the rates that some were probed at"
+    "after_probes": _width(
+        "width_after_probes", "measured steps of H200s lay, by the rates that some were probed at"
     ),
-    "after_20_steps": Width(
-        0.955, 1.048, 294, "measured steps of H200s lay, each set right by steps of another shape"
+    "after_20_steps": _width(
+        "width_after_20_steps",
+        "measured steps of H200s lay, each set right by steps of another shape",
     ),
-    "same_workload": Width(
-        0.978, 1.017, 126, "measured steps of H200s lay, each set right by others of its workload"
+    "same_workload": _width(
+        "width_same_workload",
+        "measured steps of H200s lay, each set right by others of its workload",
     ),
 }
-"""basis -> how far a step's time is off. Rows of techniques.jsonl, limits.jsonl and peers.jsonl at
-0841e19, 0c5601c and 09386a9, of 160m, 1b and one of 7b, and 150 of 24 more workloads in
-plans.jsonl, which eight H200s measured, each workload on one. What the model has of steps
-(costs/work.py) is fitted to what was measured before the third list; here it is fitted without a
-workload each time. after_probes is of the third list's GPUs as their own probes foretold, 46 rows,
-and of the others by assumed rates, for their probes are not kept. A row of another shape that sets
-the model hands on what is its own. One of the same workload tells the others to 1.1%: there the
-first candidate of each sets the model, by steps of the same GPU."""
-
-
+"""How far a step's time is off, by what the prediction rests on."""
 MEASURED_ON = "H200"
-"""The GPU of these rows."""
-SAME_CHIP, ASSUMED, PROBED, STEPPED = 1.1, 1.3, 1.2, 1.1
-"""Times as far that each end lies on another device.
-
-SAME_CHIP: with the H200's chip, other memory and another limit of power. That limit is part of why
-products take 1.18 times as long in steps as alone (costs/work.py); half of it is assumed to differ.
-An H100's probes (results/machines/h100-2026-11-25.json) told large products and copies within 1% of
-what is assumed there, and attention within 5%.
-ASSUMED: by a datasheet. What devices reach of their peaks in large products is assumed to be 0.65
-to 0.82 of it, family by family (costs/assumed.py): 1.26 between the ends.
-PROBED: by its own probes. What steps take beyond kernels alone is the H200's: up to 1.18 times.
-STEPPED: set by steps of the device itself, after which shapes and techniques may differ from what
-they do on an H200.
-"""
+"""The GPU whose steps the widths are of."""
+SAME_CHIP, ASSUMED = number("wider_same_chip"), number("wider_assumed")
+PROBED, STEPPED = number("wider_probed"), number("wider_measured")
 
 
 @dataclass(frozen=True)
@@ -146,7 +135,7 @@ def workload(plan: Plan, context: Context, ledger: Ledger) -> Mapping[str, Work]
     """
     model = plan.model.model_copy(update={"vocab": int(ledger.sizes["vocab"])})
     length, precision = plan.data.sequence_length, context.precision
-    return trunk_work(model, rows=plan.rows_per_step, length=length, precision=precision)
+    return baseline_work(model, rows=plan.rows_per_step, length=length, precision=precision)
 
 
 def step_between(step_s: float, basis: Basis, times: float = 1.0) -> Between:

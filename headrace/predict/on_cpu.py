@@ -13,12 +13,13 @@ from dataclasses import replace
 from headrace.core.errors import UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.costs import host
-from headrace.costs.decoder_work import trunk_work
+from headrace.costs.decoder_work import baseline_work
 from headrace.costs.host import KEEPS, PROBE_CPU, THREADS
 from headrace.costs.ledger import Ledger
 from headrace.costs.machine import Machine
-from headrace.costs.rates import Ratio, Step, between, place
-from headrace.costs.work import StepTime, Work
+from headrace.costs.rates import MeasuredStep, Ratio, between, place
+from headrace.costs.step import StepTime
+from headrace.costs.work import Work
 
 COMPILED = "compiled/calls"
 """The piece of work that a compiler adds."""
@@ -52,7 +53,7 @@ def _named(ledger: Ledger) -> Mapping[str, Work]:
     return {f"{names.get(what, what)}/{rest}": piece for (what, _, rest), piece in parts}
 
 
-def _keeps(step: Step) -> bool:
+def _keeps(step: MeasuredStep) -> bool:
     return step.keeps
 
 
@@ -61,7 +62,7 @@ def _counts(machine: Machine) -> str:
     return ", ".join(map(str, sorted({step.threads for step in machine.steps})))
 
 
-def _usual(machine: Machine) -> list[Step]:
+def _usual(machine: Machine) -> list[MeasuredStep]:
     """Steps at the machine's own count of threads, whose memory the system takes back."""
     return [s for s in machine.steps if not s.keeps and s.threads == machine.processors]
 
@@ -73,7 +74,7 @@ def _beside(machine: Machine, compiled: bool) -> list[Ratio]:
     return [(_spot(s), math.log(s.seconds / _summed_s(s, machine))) for s in alike]
 
 
-def _against(machine: Machine, which: Callable[[Step], bool], words: str) -> list[Ratio]:
+def _against(machine: Machine, which: Callable[[MeasuredStep], bool], words: str) -> list[Ratio]:
     """What steps of a kind took over the usual ones of the same decoder.
 
     Raises:
@@ -89,16 +90,16 @@ def _against(machine: Machine, which: Callable[[Step], bool], words: str) -> lis
     return found
 
 
-def _spot(step: Step) -> tuple[float, ...]:
+def _spot(step: MeasuredStep) -> tuple[float, ...]:
     return place(step.rows * step.length, step.dim, step.vocab)
 
 
-def _summed_s(step: Step, machine: Machine) -> float:
+def _summed_s(step: MeasuredStep, machine: Machine) -> float:
     """The pieces of one of the probe's own steps."""
     config = ModelConfig(
         dim=step.dim, layers=step.layers, heads=step.heads, vocab=step.vocab, qk_norm=True
     )
-    work = trunk_work(config, rows=step.rows, length=step.length, precision="fp32")
+    work = baseline_work(config, rows=step.rows, length=step.length, precision="fp32")
     if step.compiled:
         work = {name: piece.compiled() for name, piece in work.items()}
     return host.step_time(work, machine, 1.0).step_s

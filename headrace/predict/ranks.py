@@ -10,7 +10,8 @@ from headrace.core.units import format_bytes
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import COMMUNICATOR_BYTES, COMMUNICATORS, says
 from headrace.costs.machine import Machine
-from headrace.costs.work import CONTENTION, IDLE, StepTime, step_time
+from headrace.costs.step import StepTime, step_time
+from headrace.costs.work import CONTENTION, IDLE
 from headrace.predict import on_cpu
 
 UNMEASURED = (
@@ -40,8 +41,14 @@ def buffers_bytes(ledger: Ledger) -> int:
     return COMMUNICATOR_BYTES * int(ledger.sizes.get(COMMUNICATORS, 0))
 
 
-def told(ranks: int, machine: Machine, buffers: float) -> str:
-    """Where numbers of several ranks are from, for a reader; "" of one."""
+def format_sources(ranks: int, machine: Machine, buffers: float) -> str:
+    """Return for a reader where numbers of several ranks are from; "" for one rank.
+
+    Args:
+        ranks: how many there are.
+        machine: the rates of each rank's device.
+        buffers: bytes that communicators hold on each device.
+    """
     if ranks == 1:
         return ""
     count = round(buffers / COMMUNICATOR_BYTES)

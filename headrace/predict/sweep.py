@@ -78,7 +78,7 @@ class Sweep:
 
     def gain(self, candidate: Candidate) -> float | None:
         """How much faster than the start: 0.1 is 10% more tokens a second."""
-        one, two = self.start.foresight.step_s, candidate.foresight.step_s
+        one, two = self.start.prediction.time.step_s, candidate.prediction.time.step_s
         return one / two - 1 if one and two else None
 
 
@@ -167,17 +167,17 @@ class _Search:
         if changes in self.seen:
             return None
         self.seen[changes] = None
-        found = self.asking.foreseen(changes, plan)
+        found = self.asking.predict(changes, plan)
         self.asked += 1
         return found
 
     def sort_in(self, parent: Candidate, child: Candidate, *, first: bool) -> None:
         """Keep it for the ranking, or apart."""
-        kept = child.foresight.step_s is not None and not _same(parent, child)
+        kept = child.prediction.time.step_s is not None and not _same(parent, child)
         self.seen[child.changes] = child if kept else None
-        if child.foresight.step_s is None:
-            self.unpriced.update(silent(child.plan) or [child.foresight.unknown])
-            if first and child.foresight.fits != "no":
+        if child.prediction.time.step_s is None:
+            self.unpriced.update(silent(child.plan) or [child.prediction.time.unknown])
+            if first and child.prediction.memory.fits != "no":
                 self.unknown.append(child)
         elif not kept and first:
             self.idle.append(child)
@@ -193,7 +193,9 @@ class _Search:
 
     def known(self) -> list[Candidate]:
         """Those with a time, of which every word tells."""
-        found = [c for c in self.seen.values() if c is not None and c.foresight.step_s is not None]
+        found = [
+            c for c in self.seen.values() if c is not None and c.prediction.time.step_s is not None
+        ]
         return [c for c in found if not self.needless(c)]
 
     def needless(self, candidate: Candidate) -> bool:
@@ -207,50 +209,52 @@ class _Search:
 
     def result(self) -> Sweep:
         known = self.known()
-        ranked = [c for c in known if c.foresight.fits != "no" or c is self.start]
+        ranked = [c for c in known if c.prediction.memory.fits != "no" or c is self.start]
         return Sweep(
             self.aim, self.start, sorted(ranked, key=self.key),
-            sorted(self.unknown, key=lambda c: (c.foresight.peak_bytes, c.changes)),
+            sorted(self.unknown, key=lambda c: (c.prediction.memory.peak_bytes, c.changes)),
             sorted(self.idle, key=lambda c: c.changes), self.asked, self.refused,
-            sum(c.foresight.fits == "no" for c in known), self.unpriced,
+            sum(c.prediction.memory.fits == "no" for c in known), self.unpriced,
             time.perf_counter() - self.began_s,
         )  # fmt: skip
 
 
 def _order(aim: SweepAim, start: Candidate) -> Callable[[Candidate], tuple[Any, ...]]:
     """The key that ranks plans with a time, the best first."""
-    as_fast = AS_FAST * (start.foresight.step_s or float("inf"))
+    as_fast = AS_FAST * (start.prediction.time.step_s or float("inf"))
 
     def key(candidate: Candidate) -> tuple[Any, ...]:
-        found, few = candidate.foresight, (len(candidate.changes), candidate.changes)
-        step_s = found.step_s or float("inf")
-        if found.fits == "no":
-            return (True, found.peak_bytes, *few)
-        cost = step_s * (TIGHT_COSTS if found.fits == "tight" else 1.0)
+        found, few = candidate.prediction, (len(candidate.changes), candidate.changes)
+        step_s = found.time.step_s or float("inf")
+        if found.memory.fits == "no":
+            return (True, found.memory.peak_bytes, *few)
+        cost = step_s * (TIGHT_COSTS if found.memory.fits == "tight" else 1.0)
         if aim != "memory":
             return (False, cost, *few)
         slower = step_s > as_fast
-        return (False, slower, found.peak_bytes * (cost if slower else 1.0), cost, *few)
+        return (False, slower, found.memory.peak_bytes * (cost if slower else 1.0), cost, *few)
 
     return key
 
 
 def _same(one: Candidate, two: Candidate) -> bool:
     """Whether nothing that is foreseen tells them apart."""
-    a, b = one.foresight, two.foresight
-    if a.step_s is None or b.step_s is None:
+    a, b = one.prediction, two.prediction
+    if a.time.step_s is None or b.time.step_s is None:
         return False
-    nearer = abs(b.peak_bytes / a.peak_bytes - 1) < SAME_PEAK
-    return nearer and abs(b.step_s / a.step_s - 1) < SAME_TIME
+    nearer = abs(b.memory.peak_bytes / a.memory.peak_bytes - 1) < SAME_PEAK
+    return nearer and abs(b.time.step_s / a.time.step_s - 1) < SAME_TIME
 
 
 def _front(candidates: list[Candidate]) -> list[Candidate]:
     """Those that no other is both faster and smaller than, the smallest first."""
     found: list[Candidate] = []
     least = float("inf")
-    for candidate in sorted(candidates, key=lambda c: (c.foresight.step_s, c.foresight.peak_bytes)):
-        if candidate.foresight.peak_bytes < least:
-            least = candidate.foresight.peak_bytes
+    for candidate in sorted(
+        candidates, key=lambda c: (c.prediction.time.step_s, c.prediction.memory.peak_bytes)
+    ):
+        if candidate.prediction.memory.peak_bytes < least:
+            least = candidate.prediction.memory.peak_bytes
             found.append(candidate)
     return found[::-1]
 
@@ -270,14 +274,14 @@ def table(found: Sweep, most: int = 12) -> list[list[str]]:
 
 
 def _cells(found: Sweep, candidate: Candidate) -> list[str]:
-    seen, gain = candidate.foresight, found.gain(candidate)
-    whole = "" if seen.hours is None else format_seconds(3600 * seen.hours)
-    price = "" if seen.dollars is None else f", ${seen.dollars:,.2f}"
+    seen, gain = candidate.prediction, found.gain(candidate)
+    whole = "" if seen.run.hours is None else format_seconds(3600 * seen.run.hours)
+    price = "" if seen.run.dollars is None else f", ${seen.run.dollars:,.2f}"
     return [
-        "" if seen.step_s is None else format_seconds(seen.step_s),
-        "" if seen.tokens_per_s is None else format_count(seen.tokens_per_s),
+        "" if seen.time.step_s is None else format_seconds(seen.time.step_s),
+        "" if seen.time.tokens_per_s is None else format_count(seen.time.tokens_per_s),
         "" if gain is None else f"{gain:+.1%}", whole + price,
-        format_bytes(seen.peak_bytes), FITS[seen.fits],
+        format_bytes(seen.memory.peak_bytes), FITS[seen.memory.fits],
         " ".join(candidate.changes) or "(the plan as it is)",
     ]  # fmt: skip
 
@@ -310,7 +314,7 @@ def command(
     Where no time is foreseen it measures; "" where nothing that is ranked fits.
     """
     best = found.ranked[0] if found.ranked else None
-    if best is not None and best.foresight.fits == "no":
+    if best is not None and best.prediction.memory.fits == "no":
         return ""
     changes = parse(() if best is None else best.changes)
     keys = {word.partition("=")[0] for word in changes.overrides}
@@ -331,11 +335,11 @@ def plain(found: Sweep, most: int = 12) -> dict[str, Any]:
     """As JSON values."""
 
     def rows(candidates: list[Candidate]) -> list[dict[str, Any]]:
-        return [{"changes": list(c.changes), "gain": found.gain(c), **c.foresight.plain()}
+        return [{"changes": list(c.changes), "gain": found.gain(c), **c.prediction.to_dict()}
                 for c in candidates]  # fmt: skip
 
     return {
-        "aim": found.aim, "start": found.start.foresight.plain(),
+        "aim": found.aim, "start": found.start.prediction.to_dict(),
         "ranked": rows(found.ranked[:most]), "ranks": len(found.ranked),
         "unknown": rows(found.unknown), "idle": [list(c.changes) for c in found.idle],
         "asked": found.asked, "refused": dict(found.refused), "too_large": found.too_large,

@@ -45,21 +45,21 @@ from headrace.core.remedy import mend
 from headrace.costs.machine import FORMAT, Machine, host_memory_bytes
 from headrace.costs.rates import (
     Absent,
-    Attention,
+    AttentionRates,
     Kernel,
-    Linear,
-    Moved,
+    LinearRates,
+    MatmulRates,
     Precision,
-    Products,
     Shape,
-    Stream,
+    StreamPoint,
+    StreamRates,
 )
 from headrace.probes import host
 from headrace.probes.clock import Clock
 from headrace.probes.points import Found, Probe, attention_probe, in_order, launches, product_probe
 from headrace.train.run_folder import cpu_name
 
-T = TypeVar("T", Products, Attention)
+T = TypeVar("T", MatmulRates, AttentionRates)
 
 ANY = 1e12
 """A rate in FLOP/s that is fitted before anyone reads it."""
@@ -296,16 +296,20 @@ def _machine(found: Found) -> Machine:
         attention=attention,
         absent=_absences(found),
         skipped=_missed(found),
-        linears=tuple(Linear(way, "fp32", tuple(known)) for way, known in found.linears.items()),
+        linears=tuple(
+            LinearRates(way, "fp32", tuple(known)) for way, known in found.linears.items()
+        ),
         pieces=host.pieces_of(found),
         steps=tuple(found.steps),
     ).fitted()
 
 
-def _tables(found: Found) -> tuple[tuple[Products, ...], tuple[Attention, ...]]:
+def _tables(found: Found) -> tuple[tuple[MatmulRates, ...], tuple[AttentionRates, ...]]:
     """Points by what they are of; the rates are any, for `fitted` sets them."""
-    products = (Products(p, ANY, tuple(points)) for p, points in found.products.items())
-    attention = (Attention(*key, ANY, tuple(points)) for key, points in found.attention.items())
+    products = (MatmulRates(p, ANY, tuple(points)) for p, points in found.products.items())
+    attention = (
+        AttentionRates(*key, ANY, tuple(points)) for key, points in found.attention.items()
+    )
     return tuple(products), tuple(attention)
 
 
@@ -319,7 +323,7 @@ def _merged(old: tuple[T, ...], new: tuple[T, ...]) -> tuple[T, ...]:
     return tuple(tables.values())
 
 
-def _cool(tables: tuple[Products, ...], kind: str) -> tuple[Products, ...]:
+def _cool(tables: tuple[MatmulRates, ...], kind: str) -> tuple[MatmulRates, ...]:
     """Without a GPU's products that slow it down, unless there are no others."""
     if kind != "gpu":
         return tables
@@ -338,12 +342,12 @@ def _missed(found: Found) -> tuple[str, ...]:
     return tuple(f"{of} ({len(which)}): {', '.join(which)}" for of, which in found.skipped.items())
 
 
-def _stream(points: list[Moved], floor_s: float | None = None) -> Stream:
+def _stream(points: list[StreamPoint], floor_s: float | None = None) -> StreamRates:
     """Points by size, the rate of the largest, and the least time unless it is known better."""
     by_size = sorted(points, key=lambda point: point.bytes)
     largest = by_size[-1]
     least_s = min(point.seconds for point in points) if floor_s is None else floor_s
-    return Stream(least_s, largest.bytes / largest.seconds, tuple(by_size))
+    return StreamRates(least_s, largest.bytes / largest.seconds, tuple(by_size))
 
 
 def _context_bytes(device: torch.device) -> int:

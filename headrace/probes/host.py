@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from headrace.core import cores, kept_memory
 from headrace.core.model_config import ModelConfig
-from headrace.costs.decoder_work import trunk_work
-from headrace.costs.rates import Moved, Piece, Product, Step, Way
+from headrace.costs.decoder_work import baseline_work
+from headrace.costs.rates import MatmulPoint, MeasuredStep, PieceRates, StreamPoint, Way
+from headrace.costs.work import Stream
 from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.head import cross_entropy
 from headrace.model.mask import MaskSpec, Rows
@@ -97,10 +98,12 @@ class Small:
         what, _, phase = name.partition("/")
         plain = what == "plain_activation"
         config = self.with_(activation="gelu") if plain else self.config
-        work = trunk_work(
+        work = baseline_work(
             config, rows=self.rows, length=self.length, precision="fp32", micro_batches=2.0
         )
-        return int(work[f"{PLAIN.get(what, what)}/{phase}"].bytes)
+        piece = work[f"{PLAIN.get(what, what)}/{phase}"]
+        assert isinstance(piece, Stream)
+        return int(piece.bytes)
 
 
 SIZES = (
@@ -175,7 +178,7 @@ def linear_probes(found: Found, tokens: int, outer: int, inner: int) -> Iterator
                 "weight": lambda: g.t() @ x,
             }
             seconds = found.clock.seconds(calls[way])
-            found.linears.setdefault(way, []).append(Product(*sizes, seconds))
+            found.linears.setdefault(way, []).append(MatmulPoint(*sizes, seconds))
 
         work, needed = 2.0 * tokens * outer * inner, 8.0 * tokens * (outer + inner)
         label = "x".join(map(str, sizes))
@@ -195,7 +198,7 @@ def _piece_probes(found: Found, small: Small) -> Iterator[Probe]:
 
         def run(name: str = name, make: Maker = make) -> None:
             for phase, call in make(found, small).items():
-                moved = Moved(small.bytes_of(f"{name}/{phase}"), found.clock.seconds(call))
+                moved = StreamPoint(small.bytes_of(f"{name}/{phase}"), found.clock.seconds(call))
                 found.pieces.setdefault(f"{name}/{phase}", []).append(moved)
 
         at = f"{small.tokens} tokens of {small.dim}, vocabulary {small.vocab}"
@@ -328,7 +331,7 @@ ALIKE = {"residual": "residual_out"}
 """A piece that is priced as another one is."""
 
 
-def pieces_of(found: Found) -> tuple[Piece, ...]:
+def pieces_of(found: Found) -> tuple[PieceRates, ...]:
     """What was measured, by name."""
     points = dict(found.pieces)
     for name, twin in ALIKE.items():
@@ -338,7 +341,8 @@ def pieces_of(found: Found) -> tuple[Piece, ...]:
             if f"{name}/{phase}" in points
         }
     return tuple(
-        Piece(name, name.partition("/")[0] in WHOLE, tuple(moved)) for name, moved in points.items()
+        PieceRates(name, name.partition("/")[0] in WHOLE, tuple(moved))
+        for name, moved in points.items()
     )
 
 
@@ -391,7 +395,7 @@ def _step_probe(
             if compiled:
                 stack.enter_context(_compiling())
             seconds = found.clock.seconds(_plain_step(found, small, compiled))
-        found.steps.append(Step(
+        found.steps.append(MeasuredStep(
             small.dim, small.layers, small.heads, small.vocab, small.rows, small.length, compiled,
             keeps, threads or before, seconds,
         ))  # fmt: skip

@@ -22,7 +22,16 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from headrace.costs.rates import Kernel, Mixing, Moved, Precision, Product, Shape, Step, Way
+from headrace.costs.rates import (
+    AttentionPoint,
+    Kernel,
+    MatmulPoint,
+    MeasuredStep,
+    Precision,
+    Shape,
+    StreamPoint,
+    Way,
+)
 from headrace.probes.clock import REPEATS, Clock
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -90,13 +99,13 @@ class Found:
 
     clock: Clock
     draw: torch.Generator
-    products: dict[Precision, list[Product]] = field(default_factory=dict)
-    attention: dict[tuple[Kernel, bool], list[Mixing]] = field(default_factory=dict)
-    traffic: list[Moved] = field(default_factory=list)
-    links: dict[bool, list[Moved]] = field(default_factory=lambda: {True: [], False: []})
-    linears: dict[Way, list[Product]] = field(default_factory=dict)
-    pieces: dict[str, list[Moved]] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
+    products: dict[Precision, list[MatmulPoint]] = field(default_factory=dict)
+    attention: dict[tuple[Kernel, bool], list[AttentionPoint]] = field(default_factory=dict)
+    traffic: list[StreamPoint] = field(default_factory=list)
+    links: dict[bool, list[StreamPoint]] = field(default_factory=lambda: {True: [], False: []})
+    linears: dict[Way, list[MatmulPoint]] = field(default_factory=dict)
+    pieces: dict[str, list[StreamPoint]] = field(default_factory=dict)
+    steps: list[MeasuredStep] = field(default_factory=list)
     launch_s: float = 0.0
     graph_launch_s: float = 0.0
     kernel_s: float = 0.0
@@ -121,7 +130,7 @@ def product_probe(found: Found, precision: Precision, m: int, n: int, k: int) ->
 
     def run() -> None:
         seconds = found.clock.seconds(_multiply(found, precision, m, n, k))
-        found.products.setdefault(precision, []).append(Product(m, n, k, seconds))
+        found.products.setdefault(precision, []).append(MatmulPoint(m, n, k, seconds))
 
     needed = 4.0 * (2 * (m * k + k * n) + m * n)
     return Probe(f"products in {precision}", f"{m}x{n}x{k}", 2.0 * m * n * k, needed, run)
@@ -161,7 +170,7 @@ def attention_probe(found: Found, kernel: Kernel, shape: Shape, causal: bool) ->
     def run() -> None:
         times = _mix(found, kernel, (rows, heads, kv_heads, length, features), causal)
         for backward, seconds in zip((False, True), times, strict=True):
-            point = Mixing(rows, heads, kv_heads, length, features, causal, seconds)
+            point = AttentionPoint(rows, heads, kv_heads, length, features, causal, seconds)
             found.attention.setdefault((kernel, backward), []).append(point)
 
     needed = 16.0 * rows * length * features * (heads + kv_heads)
@@ -239,7 +248,7 @@ def moving(found: Found, size: int) -> Probe:
     def run() -> None:
         x = torch.zeros(size // 2, dtype=torch.int8, device=found.device)
         y = torch.empty_like(x)
-        found.traffic.append(Moved(size, found.clock.seconds(lambda: y.copy_(x))))
+        found.traffic.append(StreamPoint(size, found.clock.seconds(lambda: y.copy_(x))))
 
     return Probe("copies", f"{size} bytes", size, size, run)
 
@@ -253,7 +262,7 @@ def linking(found: Found, size: int, to_host: bool) -> Probe:
         here = torch.zeros(size, dtype=torch.int8, device=found.device)
         onto, source = (host, here) if to_host else (here, host)
         seconds = found.clock.seconds(lambda: onto.copy_(source, non_blocking=True))
-        found.links[to_host].append(Moved(size, seconds))
+        found.links[to_host].append(StreamPoint(size, seconds))
 
     way = "to" if to_host else "from"
     return Probe(f"copies {way} the host", f"{size} bytes", size, size, run)

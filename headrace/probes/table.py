@@ -2,7 +2,7 @@
 
 from headrace.core.units import format_bytes, format_seconds
 from headrace.costs.machine import Machine
-from headrace.costs.rates import BACKWARD, Step
+from headrace.costs.rates import BACKWARD, MeasuredStep
 
 MANY_BYTES = 2**30
 """Of a copy for which the rate is told."""
@@ -42,7 +42,7 @@ def table(machine: Machine) -> list[list[str]]:
     return rows
 
 
-def _what(step: Step) -> str:
+def _what(step: MeasuredStep) -> str:
     """Which step of a small decoder was timed, and how."""
     words = f"a step of {step.layers} layers of {step.dim}, {step.rows} rows of {step.length}"
     how = f", {step.threads} thread{'s' if step.threads > 1 else ''}"

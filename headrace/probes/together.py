@@ -22,7 +22,7 @@ from torch import Tensor
 from headrace.core.progress import Progress
 from headrace.costs.links import OPERATIONS, Link, Operation, sent
 from headrace.costs.machine import Machine
-from headrace.costs.rates import Moved, Stream
+from headrace.costs.rates import StreamPoint, StreamRates
 from headrace.parallel.world import World, open_world
 from headrace.plan.plan import MeshConfig
 from headrace.probes import cached, measure, path
@@ -79,10 +79,10 @@ def _link(operation: Operation, device: torch.device, world: World) -> Link:
     for size in SIZES[device.type]:
         numbers = size // NUMBER // world.ranks * world.ranks
         seconds = _seconds(_call(operation, numbers, device, world), device, world)
-        points.append(Moved(int(sent(operation, NUMBER * numbers, world.ranks)), seconds))
+        points.append(StreamPoint(int(sent(operation, NUMBER * numbers, world.ranks)), seconds))
     largest, least_s = points[-1], min(point.seconds for point in points)
     return Link(
-        operation, world.ranks, Stream(least_s, largest.bytes / largest.seconds, tuple(points))
+        operation, world.ranks, StreamRates(least_s, largest.bytes / largest.seconds, tuple(points))
     )
 
 

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from headrace.assemble import autotune as choose
 from headrace.assemble import filled
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.sockets import Build
 from headrace.core.errors import Diverged
 from headrace.core.outcome import Outcome, outcome_of
 from headrace.costs.count import model_flops_per_token
 from headrace.costs.hardware import lookup
 from headrace.costs.ledger import Ledger
-from headrace.costs.reserved import Footprint, as_held
+from headrace.costs.reserved import Footprint, make_footprint
+from headrace.costs.work import HostCopy, Stream
 from headrace.observe import REPORT_FORMAT
 from headrace.observe.compile_time import graph_breaks
 from headrace.observe.signals import STALL_SHARE, device_peak_bytes
@@ -66,7 +67,7 @@ def summarize(
         waits_s: each step's wait for data.
     """
     plan, here, price = build.plan, build.context, build.plan.hardware.dollars_per_hour
-    held = as_held(predict(plan, here), here.device, here.precision, here.capability)
+    held = make_footprint(make_ledger(plan, here), here.device, here.precision, here.capability)
     ledger, owners = held.ledger, {**dict(held.ledger.owners()), **held.beside}
     step_s = plan.batch.tokens / rate if rate else None
     return {
@@ -202,13 +203,14 @@ def _savings(build: Build, ledger: Ledger) -> dict[str, dict[str, float]]:
     found, plan = {}, build.plan
 
     def moved(of: Ledger) -> float:
-        streams = (w for w in of.work.values() if w.phase == "recompute" and w.kind == "stream")
-        links = (w for w in of.work.values() if w.kind == "host link")
-        return sum(w.bytes * w.count for w in (*streams, *links))
+        pieces = of.work.values()
+        streams = (w for w in pieces if isinstance(w, Stream) and w.phase == "recompute")
+        copies = (w for w in pieces if isinstance(w, HostCopy))
+        return sum(w.bytes * w.count for w in (*streams, *copies))
 
     for name in (t.name() for t in build.techniques if saves_memory(t.symptoms)):
         others = {n: t for n, t in plan.techniques.items() if n != name}
-        without = predict(plan.model_copy(update={"techniques": others}), build.context)
+        without = make_ledger(plan.model_copy(update={"techniques": others}), build.context)
         found[name] = {
             "bytes": without.peak()[1] - ledger.peak()[1],
             "again": 1.0 - without.flops_per_token() / ledger.flops_per_token(),

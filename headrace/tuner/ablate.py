@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import check_supported, choose_device, make_context, on_one_process
 from headrace.core.command import again_with
 from headrace.core.errors import ConfigError, RefusalKind, RunError
@@ -144,7 +144,7 @@ def _together(one: Plan, two: Plan) -> bool:
     device = choose_device(one)
     if device.type != "cuda":
         return True
-    most = sum(predict(plan, make_context(plan, device)).peak()[1] for plan in (one, two))
+    most = sum(make_ledger(plan, make_context(plan, device)).peak()[1] for plan in (one, two))
     return most < ROOM * torch.cuda.get_device_properties(device).total_memory
 
 

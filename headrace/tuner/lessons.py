@@ -72,7 +72,7 @@ def learning(run: Run, train: Train | None, seeds: int) -> None:
 
 def longest_s(run: Run) -> float | None:
     """Seconds after which a run of the first plan ends; None where nothing tells."""
-    step_s = run.first_s or run.start.foresight.step_s
+    step_s = run.first_s or run.start.prediction.time.step_s
     length = length_of(run.first, step_s)
     return None if length is None or not step_s else length.steps * step_s
 
@@ -83,7 +83,7 @@ def allowed(run: Run) -> tuple[bool | None, str]:
     None where no step of the plan was timed or predicted yet. A plan that nothing but its target
     ends is taken there: its first run tells.
     """
-    step_s, target = run.first_s or run.start.foresight.step_s, run.first.goal.bits_per_byte
+    step_s, target = run.first_s or run.start.prediction.time.step_s, run.first.goal.bits_per_byte
     run_s, length = longest_s(run), length_of(run.first, step_s)
     if run_s is None or length is None:
         return (None if step_s is None else True), ""

@@ -42,7 +42,7 @@ from headrace.plan.technique import (
     Unsupported,
 )
 from headrace.predict.candidates import Asking, Candidate, Words, singles
-from headrace.predict.foresight import Foresight, at
+from headrace.predict.prediction import Prediction, at
 from headrace.predict.sweep import sweep
 from headrace.tuner.kinds import APPROXIMATE, changes_architecture, kind_of
 from headrace.tuner.store import fingerprint
@@ -96,7 +96,7 @@ class Proposal(Protocol):
         ...
 
     @property
-    def foresight(self) -> Foresight:
+    def prediction(self) -> Prediction:
         """What is predicted of it."""
         ...
 
@@ -234,7 +234,7 @@ def sooner(before: Proposal, after: Proposal, guess_s: Callable[[Plan], float | 
     long = (two.horizon_steps or 0) > (one.horizon_steps or 0)
     if tokens == 1 or (two.batch.tokens < one.batch.tokens and long):
         return 1.0
-    one_s, two_s = before.foresight.step_s, after.foresight.step_s
+    one_s, two_s = before.prediction.time.step_s, after.prediction.time.step_s
     if not (one_s and two_s):
         one_s, two_s = guess_s(before.plan), guess_s(after.plan)
     faster = one_s / two_s if one_s and two_s else 1.0
@@ -313,7 +313,7 @@ class Pool:
                 continue
             words = frozenset(difference(self.first, proposal.plan))
             change = difference(self.best.plan, proposal.plan)
-            timed = proposal.foresight.step_s is not None
+            timed = proposal.prediction.time.step_s is not None
             self.waiting[key] = _Waiting(proposal, words, change, whole and timed)
             self.seen.add(key)
 
@@ -353,7 +353,7 @@ class Pool:
 
     def _idle(self, one: _Waiting) -> bool:
         """Whether its steps are predicted, and no shorter than those of the best so far."""
-        if self.memory or not one.proposal.foresight.step_s:
+        if self.memory or not one.proposal.prediction.time.step_s:
             return False
         promise = self._promise(one.proposal, one.words)
         return promise is not None and promise < LEAST_GAIN
@@ -400,7 +400,7 @@ class Pool:
 
     def correct(self, proposal: Proposal, measured_s: float) -> None:
         """Remember how wrong its prediction was."""
-        if predicted_s := proposal.foresight.step_s:
+        if predicted_s := proposal.prediction.time.step_s:
             words = frozenset(difference(self.first, proposal.plan))
             self.errors.append((words, measured_s / predicted_s))
 
@@ -415,7 +415,7 @@ class Pool:
             return CUT
         if fingerprint(one.proposal.plan) in self.doubted:
             return DOUBTED
-        if self.memory or one.proposal.foresight.step_s:
+        if self.memory or one.proposal.prediction.time.step_s:
             return GAINS if rank >= 1 + SLACK else SMALL
         if one.change in self.lost:
             return SMALL
@@ -426,7 +426,7 @@ class Pool:
         if not self.memory and self._buys_no_time(one.proposal):
             return 0.0
         promise = self._promise(one.proposal, one.words)
-        if promise is not None and (self.memory or one.proposal.foresight.step_s):
+        if promise is not None and (self.memory or one.proposal.prediction.time.step_s):
             rank = promise * (LOST_BEFORE if one.change in self.lost else 1.0)
         else:
             rank = self._guessed(one.proposal)
@@ -455,7 +455,7 @@ class Pool:
         put_in = _put_in(self.best.plan, proposal.plan)
         only_in = len(put_in) and {*self.best.plan.techniques} <= {*proposal.plan.techniques}
         said = [word for t in put_in for word in t.symptoms]
-        fits = self.best.foresight.fits == "yes"
+        fits = self.best.prediction.memory.fits == "yes"
         return bool(only_in and fits and said and all(map(_no_time, said)))
 
     def guess(self, proposal: Proposal) -> float | None:
@@ -485,14 +485,16 @@ class Pool:
         faster = self._faster(proposal, words)
         if not self.memory:
             return faster
-        smaller = self.best.foresight.peak_bytes / max(1.0, proposal.foresight.peak_bytes)
+        smaller = self.best.prediction.memory.peak_bytes / max(
+            1.0, proposal.prediction.memory.peak_bytes
+        )
         return smaller * min(1.0, faster or self.guess(proposal) or 1.0)
 
     def _expected_s(self, proposal: Proposal, words: frozenset[str]) -> float | None:
         """Seconds of its step: predicted, times the error of the measured plan nearest to it."""
-        if not proposal.foresight.step_s:
+        if not proposal.prediction.time.step_s:
             return None
         far = [(len(words ^ other), error) for other, error in self.errors]
         nearest = min((apart for apart, _ in far), default=0)
         errors = [error for apart, error in far if apart == nearest]
-        return proposal.foresight.step_s * (median(errors) if errors else 1.0)
+        return proposal.prediction.time.step_s * (median(errors) if errors else 1.0)

@@ -112,8 +112,8 @@ class Run:
 
     def together(self, one: Proposal, two: Proposal) -> bool:
         """Whether one process may hold both."""
-        room = TOGETHER * two.foresight.capacity_bytes
-        return one.foresight.peak_bytes + two.foresight.peak_bytes <= room
+        room = TOGETHER * two.prediction.memory.capacity_bytes
+        return one.prediction.memory.peak_bytes + two.prediction.memory.peak_bytes <= room
 
     def pair(
         self, one: Proposal, two: Proposal, *, screen: bool = False, share: float = 1.0
@@ -125,10 +125,12 @@ class Run:
         began_s = self.clock()
         limit_s = min(self.left_s(share), LONGEST * self.minutes_s)
         rules = replace(
-            self.rules, capacity_bytes=two.foresight.capacity_bytes,
-            peaks=(one.foresight.peak_bytes, two.foresight.peak_bytes), slower=self.slower(one),
+            self.rules,
+            capacity_bytes=two.prediction.memory.capacity_bytes,
+            peaks=(one.prediction.memory.peak_bytes, two.prediction.memory.peak_bytes),
+            slower=self.slower(one),
             shown=not screen,
-        )  # fmt: skip
+        )
         try:
             found = compare(
                 one.plan, two.plan, self.measure, rules, size=WANTED, screen=screen,
@@ -266,10 +268,10 @@ class Run:
 
     def _less(self, best: Proposal, proposal: Proposal) -> float | None:
         """The peak that is foreseen over the best's, where memory is the aim."""
-        before = best.foresight.peak_bytes
+        before = best.prediction.memory.peak_bytes
         if self.rules.aim != "memory" or not before:
             return None
-        return proposal.foresight.peak_bytes / before
+        return proposal.prediction.memory.peak_bytes / before
 
     def compiled(self, best: Proposal, proposal: Proposal, compile_s: float | None) -> float | None:
         """Seconds that a run with the change compiles longer than one without it.

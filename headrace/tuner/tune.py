@@ -117,7 +117,7 @@ class _Loop(Run):
         self.start, self.pool = start, Pool(self.first, start, memory, sources.guess_s, near)
         self.pool.add(others, whole=True)
         self.ask()
-        unknown = start.foresight.step_s is None
+        unknown = start.prediction.time.step_s is None
         self.tell(
             f"{self.first.name}: {len(self.pool.waiting)} changes to try in "
             f"{self.minutes_s / 60:g} min"
@@ -180,12 +180,17 @@ class _Loop(Run):
     def attempt(self, proposal: Proposal) -> None:
         """Measure it, and keep or revert it."""
         assert self.pool is not None
-        spent_s, seen, takes = self.store.spent_s, proposal.foresight, self.needs(proposal)
+        spent_s, seen, takes = self.store.spent_s, proposal.prediction, self.needs(proposal)
         self.trying(proposal, f", about {format_seconds(takes.seconds)}" if takes else "")
-        if seen.fits == "no" or seen.peak_bytes >= self.burst_bytes:
-            least = min(self.burst_bytes, seen.capacity_bytes)
-            what = "there are" if seen.fits == "no" else "a plan ran out of memory that was to need"
-            told = f"{format_bytes(seen.peak_bytes)} are foreseen, and {what} {format_bytes(least)}"
+        if seen.memory.fits == "no" or seen.memory.peak_bytes >= self.burst_bytes:
+            least = min(self.burst_bytes, seen.memory.capacity_bytes)
+            what = (
+                "there are"
+                if seen.memory.fits == "no"
+                else "a plan ran out of memory that was to need"
+            )
+            need = format_bytes(seen.memory.peak_bytes)
+            told = f"{need} are foreseen, and {what} {format_bytes(least)}"
             self.note(proposal, Compared("refused", told), "none", spent_s)
             return
         if told := self.too_late(takes):
@@ -197,7 +202,7 @@ class _Loop(Run):
         stage: Stage = "screen" if short else "accept"
         self.up = found.verdict == "cut" and self.left_s(self.share) <= 0
         if found.refusal is RefusalKind.MEMORY:
-            self.burst_bytes = min(self.burst_bytes, seen.peak_bytes)
+            self.burst_bytes = min(self.burst_bytes, seen.memory.peak_bytes)
         self.note(proposal, found, stage, spent_s)
         self.follow(proposal, found)
 

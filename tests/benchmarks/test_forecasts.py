@@ -12,7 +12,7 @@ from programs import rows
 from scoring import compute
 from tiny import READ
 
-from headrace.predict.foresight import foresee
+from headrace.predict.prediction import predict
 from headrace.tuner.readings import Reading
 
 ROOT = Path(__file__).parents[2]
@@ -136,7 +136,7 @@ def test_what_was_said_of_plans_and_of_runs_is_measured_apart(
 def said_seconds(plan: Any) -> float:
     """What the planner foresees of its step on an H200."""
     context, machine = forecasts.at(plan, "NVIDIA H200")
-    found = foresee(plan, context, machine).step_s
+    found = predict(plan, context, machine).time.step_s
     assert found is not None
     return found
 

@@ -17,7 +17,7 @@ from headrace.cli.app import catalogue
 from headrace.core.statistics import Interval
 from headrace.costs.machine import Machine
 from headrace.plan.plan import Plan
-from headrace.predict.foresight import foresee
+from headrace.predict.prediction import predict
 from headrace.techniques.attention import flash_attention_3
 from headrace.tuner import command
 from headrace.tuner.judge import Compared
@@ -73,7 +73,7 @@ def test_workloads_are_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     machine = Machine.assumed("NVIDIA H200")
     for plan in plans:
         there = elsewhere(make_context(plan, torch.device("cpu")), machine.name)
-        assert foresee(plan, there, machine).fits != "no"
+        assert predict(plan, there, machine).memory.fits != "no"
 
 
 def test_the_candidates_are_those_that_run_here(monkeypatch: pytest.MonkeyPatch) -> None:

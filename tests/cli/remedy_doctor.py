@@ -190,7 +190,7 @@ AFTER = {
     "predict/calibration:check_device#1": Case(
         "plan demo --after runs/demo --device-name H200", lambda run: None
     ),
-    "predict/foresight:calibrated#1": Case("plan {tiny} --after demo --sweep", lambda run: None),
+    "predict/prediction:calibrated#1": Case("plan {tiny} --after demo --sweep", lambda run: None),
     "predict/calibration:Measured._of_report#1": Case(
         "plan demo --after runs/demo --device-name H200",
         lambda run: (

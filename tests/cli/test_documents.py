@@ -74,8 +74,9 @@ def test_every_verb_with_json_is_looked_at() -> None:
 
 def proposal(plan: Plan) -> Any:
     """A plan to try, of which nothing is predicted."""
-    seen = SimpleNamespace(step_s=None, peak_bytes=2**20, capacity_bytes=2**30, fits="yes")
-    return SimpleNamespace(plan=plan, foresight=seen)
+    memory = SimpleNamespace(peak_bytes=2**20, capacity_bytes=2**30, fits="yes")
+    seen = SimpleNamespace(time=SimpleNamespace(step_s=None), memory=memory)
+    return SimpleNamespace(plan=plan, prediction=seen)
 
 
 @pytest.fixture

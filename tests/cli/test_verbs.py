@@ -406,7 +406,7 @@ def test_steps_that_set_no_model_are_told_where_a_time_is_foreseen(
     def silent(*_: Any) -> Any:
         raise UnsupportedError("its steps are those of several ranks", "without --after")
 
-    monkeypatch.setattr("headrace.predict.foresight.after", silent)
+    monkeypatch.setattr("headrace.predict.prediction.after", silent)
     here = [word for word in tiny_demo if word != "device=cpu"]
     told = call("plan", *here, "--after", "demo", "--device-name", "NVIDIA H200", code=3)
     assert "several ranks" in told["error"]

@@ -20,10 +20,10 @@ from house import Variant
 from torch.utils.flop_counter import FlopCounterMode
 from uncounted import UNCOUNTED
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.sockets import place
 from headrace.core.errors import ConfigError
-from headrace.costs.count import trunk_ledger
+from headrace.costs.count import baseline_ledger
 from headrace.costs.ledger import INSTANTS, Ledger
 from headrace.data.rows import Row
 from headrace.observe.signals import TrackedMemory, memory_tracker
@@ -132,7 +132,7 @@ class Traced:
 
     def __init__(self, plan: Plan) -> None:
         build = house.build_of(plan)
-        self.ledger = predict(build.plan, build.context)
+        self.ledger = make_ledger(build.plan, build.context)
         random = np.random.default_rng(0)
         rows = [
             Row(random.integers(0, build.config.vocab, LENGTH + 1), np.array([5, 20]))
@@ -211,7 +211,7 @@ def test_the_final_norms_memory(norm: str, precision: str) -> None:
 def test_the_matrices_that_are_predicted_are_the_models(variant: Variant) -> None:
     """By name and shape, and each is updated by the optimizer that takes it."""
     build = house.build_of(plan_of(variant))
-    predicted = predict(build.plan, build.context).matrices
+    predicted = make_ledger(build.plan, build.context).matrices
     matrices = {n: p for n, p in build.model.named_parameters() if p.ndim >= 2}
     assert {n: m.shape for n, m in predicted.items()} == {n: p.shape for n, p in matrices.items()}
     owners = {name: owner for owner, taken in build.routed.items() for name in taken}
@@ -273,7 +273,7 @@ def test_accumulation_holds_gradients_all_the_time() -> None:
     tracked = TrackedMemory(build.model, list(build.optimizers.values()))
     with tracked:
         step(build, micros[1], 1)
-    ledger = trunk_ledger(
+    ledger = baseline_ledger(
         build.config, rows=1, length=LENGTH, precision="fp32", device="cpu", accumulates=True
     )
     assert ledger.peak()[1] == pytest.approx(tracked.peak_bytes()["Total"], rel=PEAK_BAND)
@@ -297,7 +297,7 @@ def test_prediction_is_pure_and_edits_only_with_reason(device: str, variant: Var
     technique = variant.technique()
     plan = house.plan_of(variant, device=device, **sized())
     others = {name: t for name, t in plan.techniques.items() if name != variant.name}
-    before = predict(plan.replaced(techniques=others), house.context_on(device, plan))
+    before = make_ledger(plan.replaced(techniques=others), house.context_on(device, plan))
     kept = copy.deepcopy(before)
     after = technique.predict(before)
     assert before == kept
@@ -314,7 +314,7 @@ class Allocated:
         gc.collect()  # what earlier builds held is no part of this one
         base = torch.cuda.memory_allocated()
         build = house.build_of(plan)
-        self.ledger = predict(build.plan, build.context)
+        self.ledger = make_ledger(build.plan, build.context)
         micros = [build.loader.step(n).micros for n in range(2)]
         with house.flags_of(build):
             step(build, micros[0], 0)
@@ -374,7 +374,7 @@ def counted_flops(plan: Plan) -> tuple[float, Ledger]:
         for enrich in build.enrich:
             works = list(enrich(build, works))
         build.engine(build, works, build.objective, torch.ones(()))
-    return counter.get_total_flops() / plan.batch.tokens, predict(build.plan, build.context)
+    return counter.get_total_flops() / plan.batch.tokens, make_ledger(build.plan, build.context)
 
 
 @pytest.mark.parametrize("model", TRUNKS.values(), ids=TRUNKS)

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.app import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.ledger import DERIVED, Ledger
 from headrace.costs.machine import Machine
-from headrace.costs.work import Work, step_time
+from headrace.costs.step import step_time
+from headrace.costs.work import Work
 from headrace.plan.plan import Plan
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ def ledger_of(*words: str, **how: Any) -> Ledger:
     how = {"with_": ["linear_attention"], "without": ["cudnn_attention"]} | how
     knobs = [f"techniques.linear_attention.{w}" if "." not in w else w for w in words]
     plan = Plan.read(text, catalogue(), overrides=knobs, **how)
-    return predict(plan, elsewhere(make_context(plan, torch.device("cpu")), "NVIDIA H200"))
+    return make_ledger(plan, elsewhere(make_context(plan, torch.device("cpu")), "NVIDIA H200"))
 
 
 def mixing(ledger: Ledger) -> dict[str, Work]:

@@ -3,7 +3,7 @@
 import torch
 
 from headrace.core.model_config import ModelConfig
-from headrace.costs.count import trunk_ledger
+from headrace.costs.count import baseline_ledger
 from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.mask import MaskSpec
 
@@ -16,6 +16,6 @@ def test_learned_positions_are_as_many_as_a_row_has_tokens() -> None:
         model = Decoder(whole, baseline_parts(whole), MaskSpec())
     held = sum(p.nbytes for p in model.parameters())
     for one in (config, whole):
-        ledger = trunk_ledger(one, rows=2, length=14, precision="fp32", device="cpu")
+        ledger = baseline_ledger(one, rows=2, length=14, precision="fp32", device="cpu")
         assert ledger.memory["parameters"].bytes == held
         assert ledger.sizes["tables"] == 16 * (311 + 14)

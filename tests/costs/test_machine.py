@@ -10,7 +10,7 @@ import pytest
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.costs.hardware import NAMES, lookup
 from headrace.costs.machine import PROBE, Machine
-from headrace.costs.rates import Mixing, Moved, Product, Stream
+from headrace.costs.rates import AttentionPoint, MatmulPoint, StreamPoint, StreamRates
 
 ROOT = Path(__file__).parents[2]
 H200 = Machine.assumed("NVIDIA H200")
@@ -20,7 +20,7 @@ SIZES = (1, 16, 64, 100, 128, 129, 500, 512, 1000, 2048, 4097, 32768)
 
 def rate(precision: str, m: int, n: int, k: int) -> float:
     """TFLOP/s."""
-    return 2e-12 * m * n * k / H200.product_s(precision, m, n, k)
+    return 2e-12 * m * n * k / H200.matmul_s(precision, m, n, k)
 
 
 def test_products_of_an_h200_are_as_measured() -> None:
@@ -68,7 +68,7 @@ def test_the_products_of_a_whole_step_take_what_a_profile_says(
     found_s = 0.0
     for count, (n, k) in [*((layers, w) for w in weights), (1, head)]:
         ways = ((tokens, n, k), (tokens, k, n), (n, k, tokens))
-        found_s += count * sum(H200.product_s("bf16", *sizes) for sizes in ways)
+        found_s += count * sum(H200.matmul_s("bf16", *sizes) for sizes in ways)
     assert found_s == pytest.approx(measured_s, rel=0.1)
 
 
@@ -77,7 +77,7 @@ def test_more_work_never_takes_less_time(machine: Machine) -> None:
     for other, precision in product((64, 1000, 8192), [p.precision for p in machine.products]):
         for at in range(3):
             sizes = [[other] * at + [size] + [other] * (2 - at) for size in SIZES]
-            times = [machine.product_s(precision, *one) for one in sizes]
+            times = [machine.matmul_s(precision, *one) for one in sizes]
             assert all(a <= b * (1 + 1e-9) for a, b in pairwise(times)), (precision, at)
     assert all(machine.traffic_s(a) <= machine.traffic_s(b) for a, b in pairwise(SIZES))
     assert machine.link_s(1000, True) < machine.link_s(10**9, True)
@@ -108,7 +108,7 @@ def test_short_rows_of_attention_are_slower_by_their_beginnings() -> None:
 
 def test_a_last_round_that_is_not_full_costs_a_full_one() -> None:
     few = replace(CPU, processors=4)
-    one, two = few.product_s("fp32", 32 * 4, 64, 4096), few.product_s("fp32", 32 * 5, 64, 8192)
+    one, two = few.matmul_s("fp32", 32 * 4, 64, 4096), few.matmul_s("fp32", 32 * 5, 64, 8192)
     assert two > 1.5 * one
 
 
@@ -116,18 +116,21 @@ def test_measured_points_are_met_and_lie_between_their_neighbours() -> None:
     small, large = 3e-5, 2e-3
     known = replace(
         H200.products[0],
-        points=(Product(512, 512, 512, small), Product(4096, 4096, 4096, large)),
+        points=(MatmulPoint(512, 512, 512, small), MatmulPoint(4096, 4096, 4096, large)),
     )
     machine = replace(H200, products=(known,)).fitted()
-    assert machine.product_s("bf16", 512, 512, 512) == pytest.approx(small)
-    assert machine.product_s("bf16", 4096, 4096, 4096) == pytest.approx(large)
-    assert small < machine.product_s("bf16", 1536, 1536, 1536) < large
-    beyond = machine.product_s("bf16", 16384, 16384, 16384)
+    assert machine.matmul_s("bf16", 512, 512, 512) == pytest.approx(small)
+    assert machine.matmul_s("bf16", 4096, 4096, 4096) == pytest.approx(large)
+    assert small < machine.matmul_s("bf16", 1536, 1536, 1536) < large
+    beyond = machine.matmul_s("bf16", 16384, 16384, 16384)
     assert beyond == pytest.approx(64 * large, rel=0.1)
-    long_s, short_s = (machine.product_s("bf16", n, n, n, plain=True) for n in (4096, 512))
+    long_s, short_s = (machine.matmul_s("bf16", n, n, n, plain=True) for n in (4096, 512))
     assert long_s == pytest.approx(large, rel=1e-3)
     assert short_s != pytest.approx(small, rel=0.1)
-    both = (Mixing(1, 8, 8, 1024, 64, True, 1e-3), Mixing(1, 8, 8, 1024, 64, False, 1.4e-3))
+    both = (
+        AttentionPoint(1, 8, 8, 1024, 64, True, 1e-3),
+        AttentionPoint(1, 8, 8, 1024, 64, False, 1.4e-3),
+    )
     mixed = replace(H200, attention=(replace(H200.attention[0], points=both),)).fitted()
     for causal, seconds in ((True, 1e-3), (False, 1.4e-3)):
         assert mixed.attention_s(
@@ -137,7 +140,9 @@ def test_measured_points_are_met_and_lie_between_their_neighbours() -> None:
 
 
 def test_a_stream_meets_its_points_rises_and_goes_on_at_its_rate() -> None:
-    stream = Stream(1e-6, 1e9, (Moved(10_000, 4e-6), Moved(1000, 5e-6), Moved(10**6, 1e-3)))
+    stream = StreamRates(
+        1e-6, 1e9, (StreamPoint(10_000, 4e-6), StreamPoint(1000, 5e-6), StreamPoint(10**6, 1e-3))
+    )
     assert stream.seconds(1) == stream.seconds(1000) == pytest.approx(5e-6)
     assert stream.seconds(10_000) == pytest.approx(5e-6)  # not the lucky 4
     assert 5e-6 < stream.seconds(100_000) < 1e-3
@@ -194,13 +199,13 @@ def test_a_damaged_file_too(text: str, tmp_path: Path) -> None:
 def test_what_a_device_lacks_is_refused_and_never_guessed() -> None:
     a100 = Machine.assumed("NVIDIA A100-SXM4-80GB")
     with pytest.raises(UnsupportedError, match="no products in fp8: its datasheet"):
-        a100.product_s("fp8", 512, 512, 512)
+        a100.matmul_s("fp8", 512, 512, 512)
     with pytest.raises(UnsupportedError, match="attention by flash4"):
         a100.attention_s("flash4", rows=1, heads=1, kv_heads=1, length=128, features=64,
                          causal=True, backward=False)  # fmt: skip
     for name in ("Tesla T4", "Tesla V100-SXM2-32GB"):
         with pytest.raises(UnsupportedError, match="no products in bf16: its datasheet"):
-            Machine.assumed(name).product_s("bf16", 512, 512, 512)
+            Machine.assumed(name).matmul_s("bf16", 512, 512, 512)
     for name, near in {
         "Riva TNT2": PROBE, "NVIDIA GeForce RTX 4090 Laptop GPU": "RTX 4090",
         "4080 Supr": "4080 SUPER", "NVIDIA A100-SXM4-40GB MIG 1g.5gb": PROBE, "L4S": "L40S",
@@ -218,7 +223,7 @@ def test_what_is_assumed_says_so(name: str) -> None:
     assert machine.memory_bytes > machine.context_bytes > 0
     assert machine.traffic_s(2**30) > 2**30 / (lookup(name).memory_bandwidth_bytes_per_s or 0)
     for known in machine.products:
-        assert machine.product_s(known.precision, 4096, 4096, 4096) > 0
+        assert machine.matmul_s(known.precision, 4096, 4096, 4096) > 0
     assert machine.kernels(False) and machine.kernels(False) == machine.kernels(True)
 
 
@@ -268,7 +273,7 @@ def test_what_is_assumed_of_an_h100_is_near_what_its_probes_told() -> None:
     assumed = Machine.assumed(probed.name)
     size = (8192, 2048, 32768)
     for precision, off in {"bf16": 0.03, "fp8": 0.03, "tf32": 0.03, "fp32": 0.07}.items():
-        times = [one.product_s(precision, *size, plain=True) for one in (assumed, probed)]
+        times = [one.matmul_s(precision, *size, plain=True) for one in (assumed, probed)]
         assert times[0] == pytest.approx(times[1], rel=off), precision
     assert assumed.traffic_s(2**31) == pytest.approx(probed.traffic_s(2**31), rel=0.03)
     for known in probed.attention:

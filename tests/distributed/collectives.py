@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.assemble.build import make_build, predict
+from headrace.assemble.build import make_build, make_ledger
 from headrace.costs.count import FP32
 from headrace.data.ingest import prepare
 from headrace.parallel.world import join
@@ -41,7 +41,7 @@ def count(corpus: str, prepared: str, micro_rows: Sequence[int], layers: int) ->
         with Counted() as counted:
             step(build, micros_of(build, batch), 1)
         found[rows] = counted.times
-        lines = predict(build.plan, build.context).memory
+        lines = make_ledger(build.plan, build.context).memory
         more = lines["whole_gradients"].bytes if rows < ROWS // mesh["data"] else 0
         whole = FP32 * sum(p.numel() for p in build.model.parameters())
         assert held == [0] + [whole] * (len(held) - 1), (rows, held)

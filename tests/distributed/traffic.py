@@ -12,7 +12,7 @@ from composition import Composition, batches, micros_of
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.assemble.build import make_build, predict_each
+from headrace.assemble.build import make_build, make_ledgers
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import sent
 from headrace.data.ingest import prepare
@@ -55,7 +55,7 @@ def _counted(composition: Composition, world: World) -> dict[str, Any]:
     step(build, micros_of(build, batch[0]), 0)
     with Counted() as counted:
         step(build, micros_of(build, batch[1]), 1)
-    ledger = predict_each(build.plan, build.context)[world.place("pipeline")]
+    ledger = make_ledgers(build.plan, build.context)[world.place("pipeline")]
     return {"sent": counted.bytes, "calls": counted.calls, **foreseen(ledger)}
 
 

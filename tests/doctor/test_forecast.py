@@ -14,50 +14,52 @@ from headrace.costs.work import EDGE_S, HOST_S, SLOW_HOST
 from headrace.doctor.forecast import DRIFT, ERROR, Measured, between, by_ledger, moved
 from headrace.doctor.observation import Observation
 from headrace.plan.changes import changed, parse
-from headrace.predict.foresight import Foresight, foresee
+from headrace.predict.prediction import Prediction, predict
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "plans"
 BARE = "-torch_compile -cudnn_attention -fused_swiglu -fused_cross_entropy -bf16_parameters"
 
 
-def seen(words: str, more: str = "") -> Foresight:
+def seen(words: str, more: str = "") -> Prediction:
     """The 160m recipe with changes and then more of them, on an H200."""
     plan = parse(words.split()).plan((SHAPES / "160m.toml").read_text(), catalogue())
     plan = changed(plan, more.split(), catalogue())
     here = make_context(plan, torch.device("cpu"))
-    return foresee(plan, elsewhere(here, "NVIDIA H200"), Machine.assumed("NVIDIA H200"))
+    return predict(plan, elsewhere(here, "NVIDIA H200"), Machine.assumed("NVIDIA H200"))
 
 
-def paced(one: Foresight, pace: float) -> float:
+def paced(one: Prediction, pace: float) -> float:
     """Seconds of a step whose launches take so many times as long as foreseen."""
-    return max(one.device_s, HOST_S + pace * (one.host_s - HOST_S)) + EDGE_S
+    return max(one.time.device_s, HOST_S + pace * (one.time.host_s - HOST_S)) + EDGE_S
 
 
 def test_an_interval_is_around_what_a_slow_host_would_make_of_it() -> None:
     """Kernels that take less of the device and more of the host may gain nothing there."""
     words = f"{BARE} +full_checkpoint batch.micro_sequences=8"
     before, after = (seen(w) for w in (words, f"{words} +fused_rms_norm"))
-    assert before.step_s and after.step_s and not before.waits_for_launches
-    assert before.host_s < after.host_s < after.step_s < SLOW_HOST * after.host_s
-    value = before.step_s / after.step_s - 1
+    assert before.time.step_s and after.time.step_s and not before.time.waits_for_launches
+    assert (
+        before.time.host_s < after.time.host_s < after.time.step_s < SLOW_HOST * after.time.host_s
+    )
+    value = before.time.step_s / after.time.step_s - 1
     alone = by_ledger(before, after, Measured()).gain
-    of_run = by_ledger(before, after, Measured(before.step_s)).gain
+    of_run = by_ledger(before, after, Measured(before.time.step_s)).gain
     assert alone is not None and of_run is not None
     assert alone.value == pytest.approx(value) and of_run.value == pytest.approx(value)
-    slow = [max(x.step_s or 0, SLOW_HOST * x.host_s + EDGE_S) for x in (before, after)]
+    slow = [max(x.time.step_s or 0, SLOW_HOST * x.time.host_s + EDGE_S) for x in (before, after)]
     lost = log(slow[0] / slow[1])
     work = moved(before, after)
     assert alone.low == pytest.approx(between(lost, moved=work).low) and alone.low < 0 < alone.value
     assert alone.high == pytest.approx(between(log(1 + value), moved=work).high)
     # A host that took no longer than the step that was measured was that slow at most, and may be
     # slower later: with either plan, or with what it has of the first.
-    late = DRIFT * min(SLOW_HOST, (before.step_s - EDGE_S) / before.host_s)
-    first_s = late * before.host_s + EDGE_S
-    assert first_s > before.step_s
-    slowest = log(first_s / (late * after.host_s + EDGE_S))
+    late = DRIFT * min(SLOW_HOST, (before.time.step_s - EDGE_S) / before.time.host_s)
+    first_s = late * before.time.host_s + EDGE_S
+    assert first_s > before.time.step_s
+    slowest = log(first_s / (late * after.time.host_s + EDGE_S))
     assert of_run.low == pytest.approx(between(slowest, moved=work).low)
-    pace = late + (1 - before.host_s / after.host_s) * (1 - late)
-    most = log(first_s / max(after.step_s, pace * after.host_s + EDGE_S))
+    pace = late + (1 - before.time.host_s / after.time.host_s) * (1 - late)
+    most = log(first_s / max(after.time.step_s, pace * after.time.host_s + EDGE_S))
     ends = [between(x, moved=work).high for x in (log(1 + value), most)]
     assert of_run.high == pytest.approx(max(ends))
 
@@ -67,7 +69,11 @@ def test_a_run_that_waited_for_launches_is_scaled_by_its_host() -> None:
     words = f"{BARE} +full_checkpoint batch.micro_sequences=8"
     out = words.replace("+full_checkpoint ", "")
     before, less, compiled = seen(words), seen(out), seen(words, "+torch_compile")
-    assert before.step_s and not before.waits_for_launches and before.device_s > before.host_s
+    assert (
+        before.time.step_s
+        and not before.time.waits_for_launches
+        and before.time.device_s > before.time.host_s
+    )
     step_s = paced(before, 2.4)
     run = Measured(step_s, by_host=True)
     gains = [by_ledger(before, after, run).gain for after in (less, compiled)]
@@ -77,16 +83,18 @@ def test_a_run_that_waited_for_launches_is_scaled_by_its_host() -> None:
         ratios = [log(step_s / after_s)]
         for pace in (2.4 * DRIFT, 2.4 / DRIFT):  # as quick as later, or as slow
             ratios.append(log(paced(before, pace) / paced(after, pace)))
-        pace = 2.4 - 1.4 * (1 - after.host_s / before.host_s)  # not slow at what it has not
+        pace = 2.4 - 1.4 * (
+            1 - after.time.host_s / before.time.host_s
+        )  # not slow at what it has not
         ratios.append(log(step_s / paced(after, pace)))
-        whole = (step_s - EDGE_S) / before.host_s  # all of what the host does at one pace
-        ratios.append(log(step_s / (max(after.device_s, whole * after.host_s) + EDGE_S)))
+        whole = (step_s - EDGE_S) / before.time.host_s  # all of what the host does at one pace
+        ratios.append(log(step_s / (max(after.time.device_s, whole * after.time.host_s) + EDGE_S)))
         work = moved(before, after)
         assert gain.low == pytest.approx(between(min(ratios), moved=work).low)
         assert gain.high == pytest.approx(between(max(ratios), moved=work).high)
     blind = by_ledger(before, less, Measured(step_s)).gain
     assert blind is not None and gains[0] is not None and gains[0].value > 1.5 * blind.value
-    quick = by_ledger(before, less, Measured(5 * before.host_s + EDGE_S, by_host=True))
+    quick = by_ledger(before, less, Measured(5 * before.time.host_s + EDGE_S, by_host=True))
     assert quick.gain is None and "host takes is 5.0 times too short" in quick.unknown
 
 
@@ -94,11 +102,11 @@ def test_a_run_that_waited_for_launches_is_scaled_by_its_host() -> None:
 def test_a_change_that_changes_nothing_gains_nothing(share: float) -> None:
     """It is so however long the run took, and whatever it waited for."""
     one = seen(f"{BARE} +full_checkpoint batch.micro_sequences=8")
-    assert one.step_s
+    assert one.time.step_s
     for run in (
-        Measured(share * one.step_s, by_host=True),
-        Measured(share * one.step_s + 0.1, 0.1),
-        Measured(share * one.step_s + 0.1, 0.1, by_host=True),
+        Measured(share * one.time.step_s, by_host=True),
+        Measured(share * one.time.step_s + 0.1, 0.1),
+        Measured(share * one.time.step_s + 0.1, 0.1, by_host=True),
         Measured(),
     ):
         gain = by_ledger(one, one, run).gain
@@ -112,7 +120,7 @@ def test_a_change_that_changes_nothing_gains_nothing(share: float) -> None:
 def test_a_host_s_pace_has_its_limits_and_waits_are_not_its() -> None:
     before = seen(f"{BARE} +full_checkpoint batch.micro_sequences=8")
     for times, known in ((3.9, True), (4.1, False), (0.26, True), (0.24, False)):
-        run = Measured(times * before.host_s + EDGE_S, by_host=True)
+        run = Measured(times * before.time.host_s + EDGE_S, by_host=True)
         assert (by_ledger(before, before, run).gain is not None) == known
     after = seen(f"{BARE} batch.micro_sequences=8")
     step_s = paced(before, 2.4)
@@ -120,21 +128,27 @@ def test_a_host_s_pace_has_its_limits_and_waits_are_not_its() -> None:
     after_s = paced(after, 2.4)
     assert gain is not None and gain.value == pytest.approx((step_s + 0.1) / (after_s + 0.1) - 1)
     norms = seen(f"{BARE} +full_checkpoint batch.micro_sequences=8 +fused_rms_norm")
-    assert before.step_s
-    gain = by_ledger(before, norms, Measured(before.step_s + 0.2, 0.2)).gain
-    pace = DRIFT * min(SLOW_HOST, (before.step_s - EDGE_S) / before.host_s)
-    slow_s = [pace * one.host_s + EDGE_S + 0.2 for one in (before, norms)]
+    assert before.time.step_s
+    gain = by_ledger(before, norms, Measured(before.time.step_s + 0.2, 0.2)).gain
+    pace = DRIFT * min(SLOW_HOST, (before.time.step_s - EDGE_S) / before.time.host_s)
+    slow_s = [pace * one.time.host_s + EDGE_S + 0.2 for one in (before, norms)]
     lost = log(slow_s[0] / slow_s[1])
-    work = moved(before, norms) * before.step_s / (before.step_s + 0.2)  # waits are no work
+    work = (
+        moved(before, norms) * before.time.step_s / (before.time.step_s + 0.2)
+    )  # waits are no work
     assert gain is not None and gain.low == pytest.approx(between(lost, moved=work).low)
 
 
 @pytest.mark.parametrize("more", ["+fused_swiglu", "+full_checkpoint"])
 def test_where_no_host_is_as_slow_as_the_device_the_host_is_no_matter(more: str) -> None:
     before, after = seen(BARE), seen(BARE, more)
-    assert SLOW_HOST * after.host_s < after.device_s and before.step_s and after.step_s
-    alone = between(log(before.step_s / after.step_s), moved=moved(before, after))
-    for run in (Measured(), Measured(before.step_s)):
+    assert (
+        SLOW_HOST * after.time.host_s < after.time.device_s
+        and before.time.step_s
+        and after.time.step_s
+    )
+    alone = between(log(before.time.step_s / after.time.step_s), moved=moved(before, after))
+    for run in (Measured(), Measured(before.time.step_s)):
         gain = by_ledger(before, after, run).gain
         assert gain is not None and (gain.low, gain.high) == pytest.approx((alone.low, alone.high))
 
@@ -142,11 +156,13 @@ def test_where_no_host_is_as_slow_as_the_device_the_host_is_no_matter(more: str)
 def test_a_run_unlike_its_ledger_is_refused_where_only_the_other_plan_waits_too() -> None:
     words = f"{BARE} +full_checkpoint batch.micro_sequences=8"
     before, after = seen(words), seen(words, "+fused_rms_norm +fused_rope +fused_swiglu")
-    assert before.step_s and after.waits_for_launches and not before.waits_for_launches
+    assert (
+        before.time.step_s and after.time.waits_for_launches and not before.time.waits_for_launches
+    )
     for times, why in ((3.0, "3.0 times too short"), (0.3, "3.3 times too long")):
-        found = by_ledger(before, after, Measured(times * before.step_s))
+        found = by_ledger(before, after, Measured(times * before.time.step_s))
         assert found.gain is None and why in found.unknown
-    waits = by_ledger(before, after, Measured(before.step_s, waits_s=before.step_s))
+    waits = by_ledger(before, after, Measured(before.time.step_s, waits_s=before.time.step_s))
     assert waits.unknown == "the step is all waiting"
 
 
@@ -161,14 +177,14 @@ def test_an_interval_grows_with_the_work_that_moves_and_not_with_what_is_left_of
             "+chunked_cross_entropy",
         )
     )
-    assert sum(again.work_s.values()) == pytest.approx(again.device_s)
+    assert sum(again.time.work_s.values()) == pytest.approx(again.time.device_s)
     gross = moved(before, compiled) + moved(compiled, again)
-    net = log(before.device_s / again.device_s)
+    net = log(before.time.device_s / again.time.device_s)
     assert moved(before, again) == pytest.approx(gross, rel=0.15) and gross > 1.5 * net
     assert moved(before, before) == 0 and moved(again, before) == moved(before, again)
     # The head's products go forward with the loss: they are the same work.
-    assert moved(before, chunked) < 1.2 * abs(log(before.device_s / chunked.device_s))
-    gain = by_ledger(before, again, Measured(before.step_s)).gain
+    assert moved(before, chunked) < 1.2 * abs(log(before.time.device_s / chunked.time.device_s))
+    gain = by_ledger(before, again, Measured(before.time.step_s)).gain
     assert gain is not None
     assert log((1 + gain.high) / (1 + gain.value)) == pytest.approx(
         ERROR.least + ERROR.share * moved(before, again)
@@ -178,8 +194,8 @@ def test_an_interval_grows_with_the_work_that_moves_and_not_with_what_is_left_of
 def test_what_waits_for_data_is_no_work_of_the_device() -> None:
     one = seen(BARE)
     for name, counts in (("waiting for data", 0.0), ("waiting for other ranks' layers", 1.0)):
-        longer = replace(one, parts_s={**one.parts_s, name: 1.0})
-        assert longer.device_s == pytest.approx(one.device_s + counts)
+        longer = replace(one, time=replace(one.time, parts_s={**one.time.parts_s, name: 1.0}))
+        assert longer.time.device_s == pytest.approx(one.time.device_s + counts)
 
 
 def test_signals_say_what_a_run_waited_for() -> None:
@@ -202,8 +218,10 @@ def test_signals_say_what_a_run_waited_for() -> None:
 def test_a_host_that_ran_ahead_is_no_slower_than_that() -> None:
     words = f"{BARE} +full_checkpoint batch.micro_sequences=8"
     before, after = (seen(w) for w in (words, f"{words} +fused_rms_norm"))
-    assert before.step_s and after.step_s
-    ahead = by_ledger(before, after, Measured(before.step_s, slack_s=before.step_s / 2)).gain
-    alone = between(log(before.step_s / after.step_s), moved=moved(before, after))
+    assert before.time.step_s and after.time.step_s
+    ahead = by_ledger(
+        before, after, Measured(before.time.step_s, slack_s=before.time.step_s / 2)
+    ).gain
+    alone = between(log(before.time.step_s / after.time.step_s), moved=moved(before, after))
     assert ahead is not None and ahead.low == pytest.approx(alone.low)
-    assert by_ledger(before, after, Measured(before.step_s)).gain.low < 0  # type: ignore[union-attr]
+    assert by_ledger(before, after, Measured(before.time.step_s)).gain.low < 0  # type: ignore[union-attr]

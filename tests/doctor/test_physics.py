@@ -38,7 +38,7 @@ from headrace.doctor.words import describe
 from headrace.doctor.words.answer import closing_verdict, findings_json, render_advice
 from headrace.plan.plan import Plan
 from headrace.predict.candidates import Asking
-from headrace.predict.foresight import foresee
+from headrace.predict.prediction import predict
 
 H100 = "NVIDIA H100 80GB HBM3"
 STEPS = 40
@@ -82,7 +82,7 @@ def on_h100(
     plan = named_plan(name, list(overrides), list(with_))
     context = elsewhere(make_context(plan, torch.device("cpu")), H100)
     machine = Machine.assumed(H100)
-    use = Use.of(foresee(plan, context, machine), peak)
+    use = Use.of(predict(plan, context, machine), peak)
     window = steady(step_s, **{"slack": 0.0, "dry": 1.0, "input": 0.03, **shares})
     findings = judge(window, use)
     measured = Measured.of(replace(window, use=use))

@@ -39,7 +39,7 @@ from headrace.plan.changes import parse
 from headrace.plan.gentler import gentler
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import BOTTLENECKS
-from headrace.predict.foresight import FEW, foresee
+from headrace.predict.prediction import FEW, predict
 
 ROOT = Path(__file__).parents[2]
 H200 = Machine.assumed("NVIDIA H200")
@@ -65,7 +65,7 @@ def asked(
 
 def seconds(shape: str, words: str) -> float:
     """Return the seconds of a step, as they are predicted."""
-    found = foresee(*on_h200(shape, words)).step_s
+    found = predict(*on_h200(shape, words)).time.step_s
     assert found is not None
     return found
 
@@ -120,18 +120,20 @@ def test_a_socket_changes_its_owner() -> None:
 
 
 def test_waits_are_left_as_they_were_measured() -> None:
-    before, after = foresee(*on_h200("160m", BARE)), foresee(*on_h200("160m"))
-    assert before.step_s and after.step_s
-    whole_s = 2 * before.step_s
+    before, after = predict(*on_h200("160m", BARE)), predict(*on_h200("160m"))
+    assert before.time.step_s and after.time.step_s
+    whole_s = 2 * before.time.step_s
     run = Measured(whole_s, waits_s=0.25 * whole_s)
     forecast = by_ledger(before, after, run)
-    left_s = 0.25 * whole_s + 0.75 * whole_s * after.step_s / before.step_s
+    left_s = 0.25 * whole_s + 0.75 * whole_s * after.time.step_s / before.time.step_s
     assert forecast.gain is not None and forecast.gain.value == pytest.approx(whole_s / left_s - 1)
-    assert by_ledger(before, after, Measured(4 * before.step_s)).source == "none"
-    assert "4.0 times too short" in by_ledger(before, after, Measured(4 * before.step_s)).unknown
-    quick = by_ledger(before, after, Measured(before.step_s / 4))
+    assert by_ledger(before, after, Measured(4 * before.time.step_s)).source == "none"
+    assert (
+        "4.0 times too short" in by_ledger(before, after, Measured(4 * before.time.step_s)).unknown
+    )
+    quick = by_ledger(before, after, Measured(before.time.step_s / 4))
     assert quick.gain is None and "4.0 times too long" in quick.unknown
-    waits = by_ledger(before, after, Measured(before.step_s, waits_s=before.step_s))
+    waits = by_ledger(before, after, Measured(before.time.step_s, waits_s=before.time.step_s))
     assert waits.gain is None and waits.unknown == "the step is all waiting"
     window = Observation(step_s=(1.0, 3.0), input_s=(0.0, 1.0), communication_s=(0.5, 0.5))
     assert Measured.of(window) == Measured(2.0, 1.0)
@@ -139,8 +141,10 @@ def test_waits_are_left_as_they_were_measured() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [("", "8 ranks"), ("8 ranks", "")])
 def test_nothing_is_forecast_between_one_device_and_several(before: str, after: str) -> None:
-    one = replace(foresee(*on_h200("160m")), no_interval="one device's receipts")
-    plans = (replace(one, between_ranks=told) for told in (before, after))
+    one = predict(*on_h200("160m"))
+    one = replace(one, time=replace(one.time, no_interval="one device's receipts"))
+    ranks = (replace(one.rates, between_ranks=where) for where in (before, after))
+    plans = (replace(one, rates=rates) for rates in ranks)
     forecast = by_ledger(*plans, Measured())
     assert (forecast.gain, forecast.unknown) == (None, "one device's receipts")
 
@@ -148,15 +152,23 @@ def test_nothing_is_forecast_between_one_device_and_several(before: str, after: 
 def test_the_hosts_pace_scales_no_step_of_the_device() -> None:
     words = "batch.micro_sequences=1 "
     slow, graphs, whole = (
-        foresee(*on_h200("160m", more))
+        predict(*on_h200("160m", more))
         for more in (f"{words}techniques.torch_compile.scope=block", words, "")
     )
-    assert slow.waits_for_launches and graphs.waits_for_launches and not whole.waits_for_launches
-    assert slow.step_s and graphs.step_s and whole.step_s
-    run = Measured(1.5 * slow.step_s)
+    assert (
+        slow.time.waits_for_launches
+        and graphs.time.waits_for_launches
+        and not whole.time.waits_for_launches
+    )
+    assert slow.time.step_s and graphs.time.step_s and whole.time.step_s
+    run = Measured(1.5 * slow.time.step_s)
     less, fewer = by_ledger(slow, graphs, run).gain, by_ledger(slow, whole, run).gain
-    assert less is not None and less.value == pytest.approx(slow.step_s / graphs.step_s - 1)
-    assert fewer is not None and fewer.value == pytest.approx(1.5 * slow.step_s / whole.step_s - 1)
+    assert less is not None and less.value == pytest.approx(
+        slow.time.step_s / graphs.time.step_s - 1
+    )
+    assert fewer is not None and fewer.value == pytest.approx(
+        1.5 * slow.time.step_s / whole.time.step_s - 1
+    )
     plan_alone = by_ledger(slow, whole, Measured()).gain
     assert plan_alone is not None
     assert log((1 + plan_alone.high) / (1 + plan_alone.low)) > 0.3  # a host that nobody measured
@@ -184,7 +196,7 @@ def test_a_measured_share_is_taken_from_half_to_whole() -> None:
     assert gain is not None and found["+loader_workers"].forecast_from == "share"
     assert (gain.low, gain.high) == (pytest.approx(1 / 0.9 - 1), pytest.approx(1 / 0.8 - 1))
     assert gain.value == pytest.approx(1 / 0.85 - 1), "the middle is at three quarters"
-    same = foresee(*on_h200("160m"))
+    same = predict(*on_h200("160m"))
     assert by_share(0.0, by_ledger(same, same, Measured())).gain is None
     faster = Forecast(Interval(0.0, 0.1, 0.2, 9), "ledger")
     both = by_share(0.2, faster).gain  # the rest of the step is as the ledger has it
@@ -194,16 +206,16 @@ def test_a_measured_share_is_taken_from_half_to_whole() -> None:
 def test_what_few_steps_tell_is_forecast_where_both_plans_have_it() -> None:
     """No interval was fitted to it, and beside itself it is no difference."""
     plain, muon, both = (
-        foresee(*on_h200("160m", words))
+        predict(*on_h200("160m", words))
         for words in (BARE, f"{BARE} +muon", f"{BARE} +muon +fused_rope")
     )
     wide = [
-        foresee(*on_h200("160m", f"{BARE} model.precision=fp32 {more}")) for more in ("", "+muon")
+        predict(*on_h200("160m", f"{BARE} model.precision=fp32 {more}")) for more in ("", "+muon")
     ]
     for one, other in ((plain, muon), (muon, plain), wide):
-        told = by_ledger(one, other, Measured(one.step_s))
+        told = by_ledger(one, other, Measured(one.time.step_s))
         assert told.gain is None and told.unknown == FEW
-    assert by_ledger(muon, both, Measured(muon.step_s)).gain is not None
+    assert by_ledger(muon, both, Measured(muon.time.step_s)).gain is not None
 
 
 def test_what_is_not_known_is_not_forecast() -> None:
@@ -320,17 +332,17 @@ def test_what_is_not_foreseen_is_said_once(tiny_plan: Callable[..., Plan]) -> No
     text = render_advice(advice)
     assert text.count("this CPU's rates are not known") == 1
     assert advice.no_remedy is NoRemedy.NOT_PREDICTED
-    seen = foresee(plan, make_context(plan, cpu), Machine.assumed("cpu"))
-    owner, held = next(iter(seen.owners.items()))
+    seen = predict(plan, make_context(plan, cpu), Machine.assumed("cpu"))
+    owner, held = next(iter(seen.memory.owners.items()))
     memory, time = (one.finding for one in advice.findings)
     assert (memory.kind, time.kind) == (Kind.PLAN_MEMORY, Kind.PLAN_WITHOUT_TIME)
-    assert memory.facts["owner"] == owner and memory.facts["peak_bytes"] == seen.peak_bytes
-    assert memory.facts["owner_share"] == held / seen.peak_bytes
+    assert memory.facts["owner"] == owner and memory.facts["peak_bytes"] == seen.memory.peak_bytes
+    assert memory.facts["owner_share"] == held / seen.memory.peak_bytes
     words = describe(memory)
     assert text.startswith(
         f"memory: {words.sentence}\n  {words.evidence} (inferred)\nnot measured: "
     )
-    assert owner in words.sentence and format_bytes(seen.peak_bytes) in words.evidence
+    assert owner in words.sentence and format_bytes(seen.memory.peak_bytes) in words.evidence
     timed = advise_plan(*on_h200("160m"), catalogue()).findings
     assert "memory" not in [one.finding.bottleneck for one in timed]
     finding = Finding(Kind.COMPUTES, 0.9, {"device": "cpu"})

@@ -11,12 +11,12 @@ from probed_cpu import probed_cpu
 from headrace.assemble.context import make_context
 from headrace.cli.app import catalogue
 from headrace.costs.machine import Machine
-from headrace.costs.rates import Step
+from headrace.costs.rates import MeasuredStep
 from headrace.doctor.findings import Finding, Kind
 from headrace.doctor.forecast import Measured, by_ledger
 from headrace.doctor.remedies import Remedy, remedies
 from headrace.plan.plan import Plan
-from headrace.predict.foresight import Foresight, foresee
+from headrace.predict.prediction import Prediction, predict
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -32,8 +32,8 @@ def plan_of(**tables: Any) -> Plan:
     return Plan.model_validate({**TINY, **tables}, context={"catalogue": catalogue()})
 
 
-def foreseen(plan: Plan, machine: Machine) -> Foresight:
-    return foresee(plan, make_context(plan, torch.device("cpu")), machine)
+def foreseen(plan: Plan, machine: Machine) -> Prediction:
+    return predict(plan, make_context(plan, torch.device("cpu")), machine)
 
 
 def test_no_pause_of_a_gpu_stands_between_steps_of_a_cpu() -> None:
@@ -41,10 +41,13 @@ def test_no_pause_of_a_gpu_stands_between_steps_of_a_cpu() -> None:
     machine = probed_cpu()
     plan = plan_of()
     before = foreseen(plan, machine)
-    assert before.step_s is not None and before.step_s < 2e-3
-    half = replace(before, step_s=before.step_s / 2, parts_s={"matrix products": before.step_s / 2})
-    assert half.device_s == pytest.approx(before.step_s / 2)
-    for measured in (Measured(), Measured(before.step_s)):
+    assert before.time.step_s is not None and before.time.step_s < 2e-3
+    half_s = before.time.step_s / 2
+    half = replace(
+        before, time=replace(before.time, step_s=half_s, parts_s={"matrix products": half_s})
+    )
+    assert half.time.device_s == pytest.approx(before.time.step_s / 2)
+    for measured in (Measured(), Measured(before.time.step_s)):
         gain = by_ledger(before, half, measured).gain
         assert gain is not None and gain.value == pytest.approx(1.0)
         assert gain.low < 1.0 < gain.high < exp(log(2) + 0.3) - 1
@@ -59,7 +62,7 @@ def remedies_of(machine: Machine, plan: Plan) -> list[Remedy]:
 def test_two_techniques_together_are_a_remedy_on_a_cpu() -> None:
     """Compiling and kept memory gain more together than each; neither is known by name."""
     small = {"dim": 128, "layers": 2, "heads": 4, "vocab": 2048, "rows": 32, "length": 128}
-    step = Step(**small, compiled=False, keeps=False, threads=2, seconds=0.3)
+    step = MeasuredStep(**small, compiled=False, keeps=False, threads=2, seconds=0.3)
     machine = probed_cpu(step, replace(step, keeps=True, seconds=0.24))
     plan = plan_of(
         model={"dim": 128, "layers": 2, "heads": 4, "vocab": 2048},

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, UnsupportedError
@@ -250,7 +250,7 @@ def test_eager_passes_are_counted(chunked: str) -> None:
     fused = {"fused": False} if chunked == "chunks" else {}
     tables = {name: {**knobs, **fused} for name, knobs in CHUNKS[chunked].items()}
     plans = [sized("bf16", tables, cap=cap).replaced(device="cuda") for cap in (0.0, CAP)]
-    plain, capped = (predict(plan, house.context_on("cuda", plan)) for plan in plans)
+    plain, capped = (make_ledger(plan, house.context_on("cuda", plan)) for plan in plans)
     moved = [logit_traffic.of_loss(cross_entropy, cap) for cap in (0.0, CAP)]
     logits = 4096 * traced.ROWS * traced.LENGTH
     for part in ("forward", "backward"):
@@ -269,6 +269,6 @@ def test_kernels_and_compilers_cap_in_passing(head: str) -> None:
     found = []
     for cap in (0.0, CAP):
         plan = sized("bf16", {head: {}}, cap=cap).replaced(device="cuda")
-        ledger = predict(plan, house.context_on("cuda", plan))
+        ledger = make_ledger(plan, house.context_on("cuda", plan))
         found.append((ledger.memory, ledger.work, ledger.flops))
     assert found[0] == found[1]

@@ -17,7 +17,7 @@ from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.units import divisors, largest_divisor
 from headrace.costs.machine import Machine
 from headrace.plan.plan import Plan
-from headrace.predict.foresight import foresee
+from headrace.predict.prediction import predict
 from headrace.techniques.memory.dynamic_batch import halves
 
 EXTREMES = ("nan", "inf", "-inf", "1e308", "-1", str(2**63 - 1), str(2**63), "true", "1000000007")
@@ -150,7 +150,7 @@ def plan_on_a_gpu(*overrides: str, on: str = "", predicted: bool = True) -> None
         check_supported([*plan.techniques.values()], there)
         in_time("asking")
         if predicted:
-            foresee(plan, there, Machine.assumed("NVIDIA H200"))
+            predict(plan, there, Machine.assumed("NVIDIA H200"))
     except HeadraceError:
         pass
     in_time("the last of it")

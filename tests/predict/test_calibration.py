@@ -4,15 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from test_foresight import H200, on_h200
+from test_prediction import H200, on_h200
 
 from headrace.cli.app import catalogue
 from headrace.core.errors import ConfigError
-from headrace.costs.work import EDGE_S, StepTime
+from headrace.costs.step import StepTime
+from headrace.costs.work import EDGE_S
 from headrace.plan.changes import changed
 from headrace.predict.calibration import Calibration, Measured
-from headrace.predict.foresight import LAUNCHES, after, at, calibrated, foresee, told
 from headrace.predict.intervals import STEP
+from headrace.predict.page import format_prediction
+from headrace.predict.prediction import LAUNCHES, after, at, calibrated, predict
 
 
 def test_measured_phases_are_met_and_carried_over() -> None:
@@ -36,33 +38,41 @@ def test_measured_phases_are_met_and_carried_over() -> None:
 
 def test_a_run_sets_the_model_for_other_plans(tmp_path: Path) -> None:
     plan, context = on_h200("1b")
-    before = foresee(plan, context, H200)
-    assert before.step_s
+    before = predict(plan, context, H200)
+    assert before.time.step_s
     (tmp_path / "plan.toml").write_text(plan.to_toml())
     with pytest.raises(ConfigError, match="no steady steps"):
         after(tmp_path, catalogue(), context, H200)
     phases = {"input": 0.0, "forward": 9.0, "backward": 18.0, "optimizer": 0.4}
-    report = {"steady_tokens_per_s": plan.batch.tokens / (1.1 * before.step_s), "steps": 30,
+    report = {"steady_tokens_per_s": plan.batch.tokens / (1.1 * before.time.step_s), "steps": 30,
               "tokens": 30 * plan.batch.tokens, "phase_s": phases}  # fmt: skip
     (tmp_path / "report.json").write_text(json.dumps(report))
     found = after(tmp_path, catalogue(), context, H200)
-    assert foresee(plan, context, H200, found).step_s == pytest.approx(1.1 * before.step_s)
-    steps = [1.2 * before.step_s] * 20
+    assert predict(plan, context, H200, found).time.step_s == pytest.approx(
+        1.1 * before.time.step_s
+    )
+    steps = [1.2 * before.time.step_s] * 20
     rows = [{"step_s": 9.0, "compile_s": 0.0}, {"step_s": 0.0, "compile_s": 5.0},
             *({"step_s": s, "compile_s": 0.0} for s in steps)]  # fmt: skip
     lines = "".join(json.dumps(r) + "\n" for r in rows)
     odd = '[]\n{"step_s": "0.1"}\n{"step_s": NaN}\n{"step_s": -1}\n{"step_s": null}\n'
     (tmp_path / "metrics.jsonl").write_text(lines + odd + '{"step_s": 0.')  # is being written
     found = after(tmp_path, catalogue(), context, H200)
-    same = foresee(plan, context, H200, found)
-    assert same.step_s == pytest.approx(1.2 * before.step_s) and found.steps == 20
-    assert same.tier == "after_20_steps" and "measured steps of 1b" in told(plan, same)
+    same = predict(plan, context, H200, found)
+    assert same.time.step_s == pytest.approx(1.2 * before.time.step_s) and found.steps == 20
+    assert same.rates.tier == "after_20_steps" and "measured steps of 1b" in format_prediction(
+        plan, same
+    )
     other, there = on_h200("160m")
-    moved = foresee(other, there, H200, found)
-    plain = foresee(other, there, H200)
-    assert (same.basis, moved.basis) == ("same_workload", "after_20_steps")
-    assert moved.step_s and plain.step_s and 1.15 < moved.step_s / plain.step_s < 1.25
-    assert found == calibrated(plan, context, H200, Measured(1.2 * before.step_s))
+    moved = predict(other, there, H200, found)
+    plain = predict(other, there, H200)
+    assert (same.rates.basis, moved.rates.basis) == ("same_workload", "after_20_steps")
+    assert (
+        moved.time.step_s
+        and plain.time.step_s
+        and 1.15 < moved.time.step_s / plain.time.step_s < 1.25
+    )
+    assert found == calibrated(plan, context, H200, Measured(1.2 * before.time.step_s))
 
 
 @pytest.mark.parametrize(
@@ -73,34 +83,39 @@ def test_a_run_sets_the_model_for_other_plans(tmp_path: Path) -> None:
 def test_the_measured_workload_has_its_own_interval(tmp_path: Path, same: bool, words: str) -> None:
     ran, context = on_h200("1b", "model.vocab=4096")  # a run writes what a plan left open
     (tmp_path / "plan.toml").write_text(ran.to_toml())
-    row = {"step_s": foresee(ran, context, H200).step_s, "compile_s": 0.0}
+    row = {"step_s": predict(ran, context, H200).time.step_s, "compile_s": 0.0}
     (tmp_path / "metrics.jsonl").write_text(21 * f"{json.dumps(row)}\n")
     plan = changed(on_h200("1b", "model.vocab=0")[0], words.split(), catalogue())
-    found = foresee(plan, at(context, plan), H200, after(tmp_path, catalogue(), context, H200))
-    width, ends = STEP["same_workload" if same else "after_20_steps"], found.between["step_s"]
-    assert found.step_s and f"80% of {width.n} {width.says}" in told(plan, found)
-    assert (ends.low / width.low, ends.high / width.high) == pytest.approx((found.step_s,) * 2)
+    found = predict(plan, at(context, plan), H200, after(tmp_path, catalogue(), context, H200))
+    width, ends = STEP["same_workload" if same else "after_20_steps"], found.time.step_between
+    assert found.time.step_s and f"80% of {width.n} {width.says}" in format_prediction(plan, found)
+    assert (ends.low / width.low, ends.high / width.high) == pytest.approx((found.time.step_s,) * 2)
 
 
 def test_steps_that_wait_for_launches_tell_of_such_steps_alone(tmp_path: Path) -> None:
     small = ("model.layers=6", "batch.tokens=2048", "batch.micro_sequences=1")
     plan, context = on_h200("160m", *small)
-    found = foresee(plan, context, H200)
-    assert found.step_s and LAUNCHES in found.parts_s and "step_s" not in found.between
-    assert found.no_interval in told(plan, found) and "launches" in found.no_interval
+    found = predict(plan, context, H200)
+    assert found.time.step_s and LAUNCHES in found.time.parts_s and found.time.step_between is None
+    assert (
+        found.time.no_interval in format_prediction(plan, found)
+        and "launches" in found.time.no_interval
+    )
     (tmp_path / "plan.toml").write_text(plan.to_toml())
-    row = {"step_s": 1.5 * found.step_s - 0.5 * EDGE_S, "compile_s": 0.0}
+    row = {"step_s": 1.5 * found.time.step_s - 0.5 * EDGE_S, "compile_s": 0.0}
     (tmp_path / "metrics.jsonl").write_text(21 * f"{json.dumps(row)}\n")
     by = after(tmp_path, catalogue(), context, H200)
     assert by.host == pytest.approx(1.5)
-    again = foresee(plan, context, H200, by)
-    assert again.step_s == pytest.approx(row["step_s"]) and again.tier == "after_20_steps"
+    again = predict(plan, context, H200, by)
+    assert (
+        again.time.step_s == pytest.approx(row["step_s"]) and again.rates.tier == "after_20_steps"
+    )
     more, context = on_h200("160m", *small, "batch.tokens=8192")
-    alone, told_by = (foresee(more, context, H200, c) for c in (None, by))
-    assert told_by.parts_s[LAUNCHES] > 1.4 * alone.parts_s[LAUNCHES]
+    alone, told_by = (predict(more, context, H200, c) for c in (None, by))
+    assert told_by.time.parts_s[LAUNCHES] > 1.4 * alone.time.parts_s[LAUNCHES]
     large, context = on_h200("1b")  # whose steps do not wait
-    assert foresee(large, context, H200, by) == foresee(large, context, H200)
-    small_s = found.step_s - EDGE_S
+    assert predict(large, context, H200, by) == predict(large, context, H200)
+    small_s = found.time.step_s - EDGE_S
     for times in (0.0, 0.3, 3.3):  # another plan, or another device
         row["step_s"] = times * small_s + EDGE_S
         (tmp_path / "metrics.jsonl").write_text(21 * f"{json.dumps(row)}\n")
@@ -111,14 +126,18 @@ def test_steps_that_wait_for_launches_tell_of_such_steps_alone(tmp_path: Path) -
 def test_a_faster_host_tells_nothing_of_the_device() -> None:
     """Where launches, as measured, are no longer waited for, the rates say how far off it is."""
     plan, context = on_h200("160m", "batch.micro_sequences=2", without=["torch_compile"])
-    found = foresee(plan, context, H200)
-    assert found.step_s and LAUNCHES in found.parts_s and found.no_interval
-    quick = calibrated(plan, context, H200, Measured(0.4 * found.step_s))
-    faster = foresee(plan, context, H200, quick)
-    assert faster.step_s and faster.step_s < found.step_s and faster.calibrated_by == plan.name
-    assert LAUNCHES not in faster.parts_s and not faster.no_interval
-    assert (faster.tier, faster.basis) == ("no_gpu", "no_gpu")
-    assert faster.between["step_s"].high == pytest.approx(STEP["no_gpu"].high * faster.step_s)
+    found = predict(plan, context, H200)
+    assert found.time.step_s and LAUNCHES in found.time.parts_s and found.time.no_interval
+    quick = calibrated(plan, context, H200, Measured(0.4 * found.time.step_s))
+    faster = predict(plan, context, H200, quick)
+    assert (
+        faster.time.step_s
+        and faster.time.step_s < found.time.step_s
+        and faster.rates.calibrated_by == plan.name
+    )
+    assert LAUNCHES not in faster.time.parts_s and not faster.time.no_interval
+    assert (faster.rates.tier, faster.rates.basis) == ("no_gpu", "no_gpu")
+    assert faster.time.step_between.high == pytest.approx(STEP["no_gpu"].high * faster.time.step_s)
 
 
 def test_a_run_of_another_device_sets_nothing(tmp_path: Path) -> None:

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import check_supported, elsewhere, make_context
 from headrace.cli.app import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.hardware import NAMES, lookup
 from headrace.costs.machine import Machine
-from headrace.costs.reserved import RESTS, WORKSPACE, Footprint, as_held
+from headrace.costs.reserved import RESTS, WORKSPACE, Footprint, make_footprint
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
-from headrace.predict.foresight import foresee
+from headrace.predict.prediction import predict
 from headrace.recipes import read_recipe
 
 OLD = ("T4", "V100")
@@ -35,10 +35,12 @@ def test_a_small_plan_is_foreseen_on_every_device(
 ) -> None:
     plan = tiny_plan("device=auto")
     context = on(plan, name)
-    found = foresee(plan, context, Machine.assumed(name))
+    found = predict(plan, context, Machine.assumed(name))
     assert context.precision == ("fp32" if name.startswith(OLD) else "bf16")
     assert context.capability == lookup(name).capability
-    assert found.step_s is not None and found.step_s > 0 and found.fits == "yes", found.unknown
+    assert found.time.step_s is not None and found.time.step_s > 0 and found.memory.fits == "yes", (
+        found.time.unknown
+    )
 
 
 @pytest.mark.parametrize("name", OLD)
@@ -58,15 +60,17 @@ def test_a_report_predicts_what_a_plan_does(
 ) -> None:
     plan = tiny_plan("device=auto")
     context = on(plan, "H100")
-    held = as_held(predict(plan, context), "cuda", "bf16", context.capability)
+    held = make_footprint(make_ledger(plan, context), "cuda", "bf16", context.capability)
     assert held.beside[WORKSPACE] == 64 * 2**20 and held.beside[RESTS] > 0
-    found = foresee(plan, context, Machine.assumed("H100"))
-    assert found.peak_bytes == pytest.approx(held.ledger.peak()[1] + sum(held.beside.values()))
+    found = predict(plan, context, Machine.assumed("H100"))
+    assert found.memory.peak_bytes == pytest.approx(
+        held.ledger.peak()[1] + sum(held.beside.values())
+    )
 
     def with_workspace(ledger: Any, *place: Any) -> Footprint:
         return Footprint(ledger, 7 * 2**20, None)
 
-    monkeypatch.setattr("headrace.train.summary.as_held", with_workspace)
+    monkeypatch.setattr("headrace.train.summary.make_footprint", with_workspace)
     report = json.loads((train("goal.steps=1") / "report.json").read_text())
     lines = {line["name"]: line["bytes"] for line in report["memory_lines"]}
     assert lines[WORKSPACE] == 7 * 2**20
@@ -75,6 +79,8 @@ def test_a_report_predicts_what_a_plan_does(
 
 def test_the_small_recipe_on_an_h100_holds_what_was_measured() -> None:
     plan = Plan.read(read_recipe("small", "plan"), catalogue(), overrides=["device=auto"])
-    found = foresee(plan, on(plan, "NVIDIA H100 80GB HBM3"), Machine.assumed("H100"))
-    assert found.peak_bytes == pytest.approx(985303552, rel=0.001)  # torch 2.11.0, 2026-11-25
-    assert sum(found.owners.values()) == pytest.approx(found.peak_bytes)
+    found = predict(plan, on(plan, "NVIDIA H100 80GB HBM3"), Machine.assumed("H100"))
+    assert found.memory.peak_bytes == pytest.approx(
+        985303552, rel=0.001
+    )  # torch 2.11.0, 2026-11-25
+    assert sum(found.memory.owners.values()) == pytest.approx(found.memory.peak_bytes)

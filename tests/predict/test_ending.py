@@ -4,14 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from test_foresight import H200, on_h200
+from test_prediction import H200, on_h200
 
 from headrace.cli.app import catalogue
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.predict.ending import TELLS, Curve, ending
-from headrace.predict.foresight import at, foresee, told
 from headrace.predict.intervals import STEP
+from headrace.predict.page import format_prediction
+from headrace.predict.prediction import at, predict
 from headrace.tuner.kinds import learns_otherwise, runs_otherwise
 
 
@@ -29,26 +30,26 @@ from headrace.tuner.kinds import learns_otherwise, runs_otherwise
 )  # fmt: skip
 def test_when_a_run_ends(goal: list[str], until: str, hours: float | None) -> None:
     plan, context = on_h200("1b", "hardware.dollars_per_hour=4", *goal)
-    found = foresee(plan, context, H200)
-    assert found.until == until and found.step_s and found.hours
-    ends, width = found.between["hours"], STEP["no_gpu"]
+    found = predict(plan, context, H200)
+    assert found.run.until == until and found.time.step_s and found.run.hours
+    ends, width = found.run.hours_between, STEP["no_gpu"]
     if hours is not None:
-        assert found.hours == ends.low == ends.high == hours
+        assert found.run.hours == ends.low == ends.high == hours
     else:
-        assert found.hours == pytest.approx(int(until.split()[1]) * found.step_s / 3600)
-        assert ends.low == pytest.approx(width.low * found.hours)
-        assert ends.high == pytest.approx(width.high * found.hours)
-    assert found.between["dollars"].high == pytest.approx(4 * ends.high)
-    assert f"until {until}" in told(plan, found)
-    rate = found.between["tokens_per_s"]
-    assert rate.high == pytest.approx(plan.batch.tokens / found.between["step_s"].low)
+        assert found.run.hours == pytest.approx(int(until.split()[1]) * found.time.step_s / 3600)
+        assert ends.low == pytest.approx(width.low * found.run.hours)
+        assert ends.high == pytest.approx(width.high * found.run.hours)
+    assert found.run.dollars_between.high == pytest.approx(4 * ends.high)
+    assert f"until {until}" in format_prediction(plan, found)
+    rate = found.time.rate_between
+    assert rate.high == pytest.approx(plan.batch.tokens / found.time.step_between.low)
 
 
 def test_a_target_alone_has_no_hours() -> None:
     plan, context = on_h200("1b", "goal.bits_per_byte=1.1", "schedule.steps=99")
     plan = plan.replaced(goal={"bits_per_byte": 1.1})
-    found = foresee(plan, context, H200)
-    assert found.hours is None and "nobody knows when" in told(plan, found)
+    found = predict(plan, context, H200)
+    assert found.run.hours is None and "nobody knows when" in format_prediction(plan, found)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +74,12 @@ def test_a_run_tells_when_a_target_is_reached(tmp_path: Path, words: str, until:
     plan = changed(on_h200("1b", "goal.steps=200", "model.vocab=0")[0], words.split(), catalogue())
     curve = Curve.of(tmp_path / "ran", learns_otherwise(ran, plan))
     assert curve.why_not or curve.tokens_to(1.2) == 200 * ran.batch.tokens  # and not when again
-    found = foresee(plan, at(context, plan), H200, curve=curve)
-    assert until in found.until
-    if found.step_s and until.startswith("step 150"):
-        assert found.hours == pytest.approx(150 * found.step_s / 3600)
-        assert found.between["hours"].high == pytest.approx(STEP["no_gpu"].high * found.hours)
-        assert "step 150" in told(plan, found)
+    found = predict(plan, at(context, plan), H200, curve=curve)
+    assert until in found.run.until
+    if found.time.step_s and until.startswith("step 150"):
+        assert found.run.hours == pytest.approx(150 * found.time.step_s / 3600)
+        assert found.run.hours_between.high == pytest.approx(STEP["no_gpu"].high * found.run.hours)
+        assert "step 150" in format_prediction(plan, found)
 
 
 def ran_on_a_cpu(folder: Path, plan: Plan, *words: str) -> tuple[Plan, Curve]:
@@ -127,7 +128,8 @@ def test_the_clock_of_a_run_tells_where_no_step_is_foreseen(
         assert hours is None and not between
         return
     assert hours is not None and 3600 * hours == pytest.approx(seconds, rel=2e-3)
-    ends = between["hours"]
+    ends = between
+    assert ends is not None
     if told.endswith("between validations)"):
         paces = (1059 - 909) / 50, (1059 - 302) / 250, (606 - 302) / 100
         assert ends.low == pytest.approx(hours * paces[0] / paces[1])

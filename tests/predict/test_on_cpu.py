@@ -8,16 +8,17 @@ import pytest
 import torch
 from probed_cpu import BEGIN_S, BYTES_PER_S, FLOPS, probed_cpu
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import make_context
 from headrace.cli.app import catalogue
 from headrace.costs.machine import Machine
-from headrace.costs.rates import Moved, Product, Products, Step
+from headrace.costs.rates import MatmulPoint, MatmulRates, MeasuredStep, StreamPoint
 from headrace.plan.plan import Plan
 from headrace.predict import sweep
 from headrace.predict.calibration import Measured
-from headrace.predict.foresight import FEW, Foresight, calibrated, foresee, told
 from headrace.predict.intervals import STEP, Width
+from headrace.predict.page import format_prediction
+from headrace.predict.prediction import FEW, Prediction, calibrated, predict
 from headrace.probes.table import table
 
 SMALL = """
@@ -43,14 +44,14 @@ def plan_of(*words: str) -> Plan:
     )
 
 
-def seen(*words: str, machine: Machine | None = None) -> Foresight:
+def seen(*words: str, machine: Machine | None = None) -> Prediction:
     plan = plan_of(*words)
-    return foresee(plan, make_context(plan, torch.device("cpu")), machine or probed_cpu())
+    return predict(plan, make_context(plan, torch.device("cpu")), machine or probed_cpu())
 
 
 def test_a_step_is_the_sum_of_its_operations() -> None:
     plan = plan_of()
-    ledger = predict(plan, make_context(plan, torch.device("cpu")))
+    ledger = make_ledger(plan, make_context(plan, torch.device("cpu")))
     flops = sum(
         2 * p.count * p.sizes[0] * p.sizes[1] * p.sizes[2]
         for p in ledger.work.values() if p.kind == "product"
@@ -60,68 +61,78 @@ def test_a_step_is_the_sum_of_its_operations() -> None:
         for n, p in ledger.work.items() if p.kind == "stream" and p.count and p.bytes
     }  # fmt: skip
     found = seen()
-    assert found.parts_s["matrix products"] == pytest.approx(flops / FLOPS, rel=0.02)
+    assert found.time.parts_s["matrix products"] == pytest.approx(flops / FLOPS, rel=0.02)
     update_s = moved.pop("clip/optimizer") + moved.pop("update/optimizer")
-    assert found.parts_s["the update"] == pytest.approx(update_s, rel=0.05)
-    assert found.parts_s["memory traffic"] == pytest.approx(sum(moved.values()), rel=0.1)
-    assert sum(found.parts_s.values()) == pytest.approx(found.step_s)
-    assert not {"the pause between steps", "waiting for launches"} & set(found.parts_s)
-    assert found.host_s == 0 and not found.waits_for_launches
-    assert found.device_s == pytest.approx(found.step_s)
+    assert found.time.parts_s["the update"] == pytest.approx(update_s, rel=0.05)
+    assert found.time.parts_s["memory traffic"] == pytest.approx(sum(moved.values()), rel=0.1)
+    assert sum(found.time.parts_s.values()) == pytest.approx(found.time.step_s)
+    assert not {"the pause between steps", "waiting for launches"} & set(found.time.parts_s)
+    assert found.time.host_s == 0 and not found.time.waits_for_launches
+    assert found.time.device_s == pytest.approx(found.time.step_s)
 
 
 def test_what_a_compiler_fuses_goes_by_its_bytes() -> None:
     eager, compiled = seen(), seen("+torch_compile")
-    assert compiled.step_s and eager.step_s and compiled.step_s < 0.95 * eager.step_s
-    assert compiled.parts_s["matrix products"] == eager.parts_s["matrix products"]
-    assert compiled.parts_s["memory traffic"] < 0.5 * eager.parts_s["memory traffic"]
-    assert compiled.parts_s["the update"] == eager.parts_s["the update"]
+    assert (
+        compiled.time.step_s
+        and eager.time.step_s
+        and compiled.time.step_s < 0.95 * eager.time.step_s
+    )
+    assert compiled.time.parts_s["matrix products"] == eager.time.parts_s["matrix products"]
+    assert compiled.time.parts_s["memory traffic"] < 0.5 * eager.time.parts_s["memory traffic"]
+    assert compiled.time.parts_s["the update"] == eager.time.parts_s["the update"]
 
 
 def test_whole_steps_set_the_sum_right() -> None:
     plain = seen()
-    assert plain.step_s
+    assert plain.time.step_s
     small = {"dim": 128, "layers": 2, "heads": 4, "vocab": 2048, "rows": 32, "length": 128}
     config = plan_of("model.qk_norm=true")
-    own = foresee(config, make_context(config, torch.device("cpu")), probed_cpu())
-    assert own.step_s
+    own = predict(config, make_context(config, torch.device("cpu")), probed_cpu())
+    assert own.time.step_s
     usual = {"keeps": False, "threads": 2}
-    slower = probed_cpu(Step(**small, **usual, compiled=False, seconds=1.2 * own.step_s))
-    assert seen(machine=slower).step_s == pytest.approx(1.2 * plain.step_s)
-    alone = seen("+torch_compile", machine=slower).step_s
-    quick = Step(**small, **usual, compiled=True, seconds=0.5 * own.step_s)
+    slower = probed_cpu(
+        MeasuredStep(**small, **usual, compiled=False, seconds=1.2 * own.time.step_s)
+    )
+    assert seen(machine=slower).time.step_s == pytest.approx(1.2 * plain.time.step_s)
+    alone = seen("+torch_compile", machine=slower).time.step_s
+    quick = MeasuredStep(**small, **usual, compiled=True, seconds=0.5 * own.time.step_s)
     quicker = replace(slower, steps=(*slower.steps, quick))
-    assert seen(machine=quicker).step_s == pytest.approx(1.2 * plain.step_s)
-    assert seen("+torch_compile", machine=quicker).step_s != pytest.approx(alone)
+    assert seen(machine=quicker).time.step_s == pytest.approx(1.2 * plain.time.step_s)
+    assert seen("+torch_compile", machine=quicker).time.step_s != pytest.approx(alone)
 
 
 def test_half_precision_is_priced_by_its_own_probe() -> None:
     unknown = seen("model.precision=bf16")
-    assert unknown.step_s is None and "products in bf16" in unknown.unknown
+    assert unknown.time.step_s is None and "products in bf16" in unknown.time.unknown
     machine = probed_cpu()
     square = 2 * 256**3
     timed = (
-        Products("fp32", FLOPS, (Product(256, 256, 256, square / FLOPS),)),
-        Products("bf16", FLOPS, (Product(256, 256, 256, 36 * square / FLOPS),)),
+        MatmulRates("fp32", FLOPS, (MatmulPoint(256, 256, 256, square / FLOPS),)),
+        MatmulRates("bf16", FLOPS, (MatmulPoint(256, 256, 256, 36 * square / FLOPS),)),
     )
     slow = seen("model.precision=bf16", machine=replace(machine, products=timed))
     plain = seen()
-    assert slow.parts_s["matrix products"] == pytest.approx(
-        36 * plain.parts_s["matrix products"], rel=0.02
+    assert slow.time.parts_s["matrix products"] == pytest.approx(
+        36 * plain.time.parts_s["matrix products"], rel=0.02
     )
-    assert slow.parts_s["attention"] == pytest.approx(36 * plain.parts_s["attention"], rel=0.02)
+    assert slow.time.parts_s["attention"] == pytest.approx(
+        36 * plain.time.parts_s["attention"], rel=0.02
+    )
 
 
 def test_micro_batches_and_chunks_change_what_they_change() -> None:
     whole, cut = seen(), seen("batch.micro_sequences=4")
-    assert cut.step_s and whole.step_s and cut.step_s > whole.step_s  # more operations begin
+    assert (
+        cut.time.step_s and whole.time.step_s and cut.time.step_s > whole.time.step_s
+    )  # more operations begin
     chunked = seen("+chunked_cross_entropy", "techniques.chunked_cross_entropy.chunk_tokens=1024")
-    assert chunked.step_s and chunked.peak_bytes < whole.peak_bytes
+    assert chunked.time.step_s and chunked.memory.peak_bytes < whole.memory.peak_bytes
 
 
 def test_the_reader_is_told_where_it_goes_and_what_is_not_known() -> None:
     plan = plan_of()
-    text = told(plan, seen())
+    text = format_prediction(plan, seen())
     assert "rates measured by probes" in text and "matrix products" in text
     assert "no interval: no prediction was compared with measured steps of a CPU" in text
 
@@ -130,10 +141,10 @@ def test_measured_steps_move_the_prediction_of_others() -> None:
     plan = plan_of()
     context = make_context(plan, torch.device("cpu"))
     before = seen()
-    assert before.step_s
-    setting = calibrated(plan, context, probed_cpu(), Measured(1.3 * before.step_s))
-    after = foresee(plan, context, probed_cpu(), setting)
-    assert after.step_s == pytest.approx(1.3 * before.step_s)
+    assert before.time.step_s
+    setting = calibrated(plan, context, probed_cpu(), Measured(1.3 * before.time.step_s))
+    after = predict(plan, context, probed_cpu(), setting)
+    assert after.time.step_s == pytest.approx(1.3 * before.time.step_s)
 
 
 def test_the_sweep_ranks_a_cpus_plans() -> None:
@@ -143,67 +154,69 @@ def test_the_sweep_ranks_a_cpus_plans() -> None:
     )
     gains = {c.changes: found.gain(c) for c in found.ranked}
     assert (gains[("+torch_compile",)] or 0.0) > 0.05
-    best_s, start_s = found.ranked[0].foresight.step_s, found.start.foresight.step_s
+    best_s, start_s = found.ranked[0].prediction.time.step_s, found.start.prediction.time.step_s
     assert best_s and start_s and best_s < start_s
 
 
 def test_a_device_that_is_not_modelled_is_said(tiny_plan: Callable[..., Any]) -> None:
     plan = tiny_plan()
     context = replace(make_context(plan, torch.device("cpu")), device="mps")
-    assert "not on mps" in foresee(plan, context, probed_cpu()).unknown
+    assert "not on mps" in predict(plan, context, probed_cpu()).time.unknown
 
 
 def test_kept_memory_and_threads_are_priced_by_steps_that_had_them() -> None:
     small = {"dim": 128, "layers": 2, "heads": 4, "vocab": 2048, "rows": 32, "length": 128}
     usual: dict[str, Any] = {"compiled": False, "keeps": False, "threads": 2}
-    assert "no steps that keep their memory" in seen("+kept_memory").unknown
-    step = Step(**small, **usual, seconds=0.3)
+    assert "no steps that keep their memory" in seen("+kept_memory").time.unknown
+    step = MeasuredStep(**small, **usual, seconds=0.3)
     machine = probed_cpu(
         step,
         replace(step, keeps=True, seconds=0.24),
         replace(step, threads=1, seconds=0.5),
     )
-    plain = seen(machine=machine).step_s
+    plain = seen(machine=machine).time.step_s
     assert plain
     kept = seen("+kept_memory", machine=machine)
-    assert kept.step_s == pytest.approx(0.8 * plain)
+    assert kept.time.step_s == pytest.approx(0.8 * plain)
     alone = seen("+cpu_threads", "techniques.cpu_threads.threads=1", machine=machine)
-    assert alone.step_s == pytest.approx(plain * 0.5 / 0.3)
+    assert alone.time.step_s == pytest.approx(plain * 0.5 / 0.3)
     other = replace(machine, processors=3)  # none of its own count was timed
     unknown = seen("+cpu_threads", "techniques.cpu_threads.threads=1", machine=other)
-    assert "no steps at 1 threads (at 1, 2 they were) were timed" in unknown.unknown
+    assert "no steps at 1 threads (at 1, 2 they were) were timed" in unknown.time.unknown
 
 
 def test_other_norms_and_activations_are_priced_by_their_own() -> None:
     machine = probed_cpu()
     named = {piece.name: piece for piece in machine.pieces}
-    slow = tuple(Moved(p.bytes, 10 * p.seconds) for p in named["norms/forward"].points)
+    slow = tuple(StreamPoint(p.bytes, 10 * p.seconds) for p in named["norms/forward"].points)
     others = tuple(
         replace(named["norms/forward"], name=f"{what}/{way}", points=slow)
         for what in ("layer_norms", "plain_activation") for way in ("forward", "backward")
     )  # fmt: skip
     machine = replace(machine, pieces=(*machine.pieces, *others))
-    gated = seen(machine=machine).parts_s["memory traffic"]
+    gated = seen(machine=machine).time.parts_s["memory traffic"]
     keys = ("model.norm=layer_norm", "model.activation=gelu")
-    assert seen(*keys, machine=machine).parts_s["memory traffic"] > 2 * gated
+    assert seen(*keys, machine=machine).time.parts_s["memory traffic"] > 2 * gated
 
 
 def test_a_width_of_a_cpu_is_told_once_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Width(0.9, 1.2, 40, "measured steps of a CPU lay")
     monkeypatch.setitem(STEP, "on_cpu", rows)
     found = seen()
-    assert found.step_s and found.between["step_s"].high == pytest.approx(1.2 * found.step_s)
-    assert "where 80% of 40 measured steps of a CPU lay" in told(plan_of(), found)
+    assert found.time.step_s and found.time.step_between.high == pytest.approx(
+        1.2 * found.time.step_s
+    )
+    assert "where 80% of 40 measured steps of a CPU lay" in format_prediction(plan_of(), found)
     products = tuple(
-        Products(precision, FLOPS, (Product(256, 256, 256, 1e-3),))
+        MatmulRates(precision, FLOPS, (MatmulPoint(256, 256, 256, 1e-3),))
         for precision in ("fp32", "bf16")
     )  # fmt: skip
     half = seen("model.precision=bf16", machine=replace(probed_cpu(), products=products))
-    assert half.step_s and half.no_interval == FEW and not half.between.get("step_s")
+    assert half.time.step_s and half.time.no_interval == FEW and half.time.step_between is None
 
 
 def test_the_probes_table_has_its_steps() -> None:
-    step = Step(128, 2, 4, 2048, 32, 128, True, False, 2, 0.25)
+    step = MeasuredStep(128, 2, 4, 2048, 32, 128, True, False, 2, 0.25)
     other = replace(step, threads=1, compiled=False)
     rows = {what: reached for what, reached in table(probed_cpu(step, other))}
     assert rows["a step of 2 layers of 128, 32 rows of 128, 2 threads, compiled"] == "250 ms"

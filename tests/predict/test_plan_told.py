@@ -7,19 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.app import catalogue
 from headrace.core.errors import ConfigError
 from headrace.core.units import format_bytes, format_count
 from headrace.costs.ledger import WORDS
 from headrace.costs.machine import Machine
-from headrace.costs.work import EDGE_S, StepTime
+from headrace.costs.step import StepTime
+from headrace.costs.work import EDGE_S
 from headrace.data.tokenizer import train_tokenizer
 from headrace.plan.plan import Plan
 from headrace.predict.calibration import Calibration, Measured
-from headrace.predict.foresight import DATA, LAUNCHES, foresee, told
 from headrace.predict.intervals import ASSUMED, PROBED, SAME_CHIP, STEP, STEPPED, widening
+from headrace.predict.page import format_prediction
+from headrace.predict.prediction import DATA, LAUNCHES, predict
 from headrace.recipes import recipes
 
 ROOT = Path(__file__).parents[2]
@@ -35,33 +37,42 @@ def on_h200(*overrides: str) -> tuple[Plan, Any]:
 
 def test_what_fits_into_minutes_is_told() -> None:
     plan, context = on_h200("goal.minutes=30", "goal.steps=10000000")
-    found = foresee(plan, context, H200)
-    assert found.step_s and found.steps and found.steps == int(1800 / found.step_s)
-    last = told(plan, found).splitlines()[-1]
-    tokens = format_count(found.steps * plan.batch.tokens)
-    assert last == f"until 30 minutes: room for {format_count(found.steps)} steps, {tokens} tokens"
+    found = predict(plan, context, H200)
+    assert (
+        found.time.step_s and found.run.steps and found.run.steps == int(1800 / found.time.step_s)
+    )
+    last = format_prediction(plan, found).splitlines()[-1]
+    tokens = format_count(found.run.steps * plan.batch.tokens)
+    assert (
+        last == f"until 30 minutes: room for {format_count(found.run.steps)} steps, {tokens} tokens"
+    )
     plan, context = on_h200("goal.steps=24")
-    found = foresee(plan, context, H200)
-    assert found.steps == 24 and "room for" not in told(plan, found)
+    found = predict(plan, context, H200)
+    assert found.run.steps == 24 and "room for" not in format_prediction(plan, found)
 
 
 def test_intervals_are_wider_on_a_gpu_that_no_step_was_measured_on() -> None:
     plan, _ = on_h200("goal.minutes=30", "goal.steps=10000000")
     context = elsewhere(make_context(plan, torch.device("cpu")), "RTX 4090")
     machine = Machine.assumed("RTX 4090")
-    found = foresee(plan, context, machine)
-    assert found.step_s and found.tokens_per_s and found.hours == 0.5 and not found.no_interval
-    ends, own = found.between["step_s"], STEP["no_gpu"]
-    assert found.widening.times == ASSUMED == 1.3
-    assert ends.low == pytest.approx(own.low / 1.3 * found.step_s)
-    assert ends.high == pytest.approx(own.high * 1.3 * found.step_s)
-    text = told(plan, found)
-    assert f"each end 1.3 times as far: {found.widening.why}" in text
+    found = predict(plan, context, machine)
+    assert (
+        found.time.step_s
+        and found.time.tokens_per_s
+        and found.run.hours == 0.5
+        and not found.time.no_interval
+    )
+    ends, own = found.time.step_between, STEP["no_gpu"]
+    assert found.rates.widening.times == ASSUMED == 1.3
+    assert ends.low == pytest.approx(own.low / 1.3 * found.time.step_s)
+    assert ends.high == pytest.approx(own.high * 1.3 * found.time.step_s)
+    text = format_prediction(plan, found)
+    assert f"each end 1.3 times as far: {found.rates.widening.why}" in text
     assert "what RTX 4090 reaches of its datasheet's peaks is assumed" in text
     assert "80% of" in text and "room for" in text
     plan, _ = on_h200("goal.minutes=30", "schedule.steps=99")
     plan = plan.replaced(goal={"minutes": 30})
-    exact = foresee(plan, context, machine).between["hours"]
+    exact = predict(plan, context, machine).run.hours_between
     assert exact.low == exact.high == 0.5  # minutes are minutes on any GPU
 
 
@@ -87,39 +98,46 @@ def test_an_interval_is_widened_by_what_is_not_known(
 def test_a_prediction_is_told_in_words_of_everyday() -> None:
     """No name of an instant, and what the driver holds and what the brackets are is said."""
     plan, context = on_h200("goal.steps=24")
-    found = foresee(plan, context, H200)
-    text, told_of = told(plan, found), found.plain()
+    found = predict(plan, context, H200)
+    text, told_of = format_prediction(plan, found), found.to_dict()
     assert "turn " not in text and "as the backward pass begins" in text
     assert "turn" in told_of["instants"] and told_of["peak_at"] in WORDS
     driver = f"beside the CUDA context's {format_bytes(H200.context_bytes)}"
-    assert f"of {format_bytes(found.capacity_bytes)}, {driver}, {WORDS[found.peak_at]}" in text
+    assert (
+        f"of {format_bytes(found.memory.capacity_bytes)}, {driver}, {WORDS[found.memory.peak_at]}"
+        in text
+    )
     assert "in brackets: where 80% of 294 measured steps of H200s lay, each foreseen" in text
     assert "so wide" not in text and "not looked at" not in text and "if it fitted" not in text
-    assert "CUDA" not in told(plan, replace(found, context_bytes=0))
+    assert "CUDA" not in format_prediction(
+        plan, replace(found, memory=replace(found.memory, context_bytes=0))
+    )
 
 
 def test_a_plan_that_does_not_fit_has_no_time_but_if_it_fitted() -> None:
     plan, context = on_h200("goal.steps=24", "batch.tokens=1073741824")
-    found = foresee(plan, context, H200)
-    text = told(plan, found).splitlines()
-    assert found.fits == "no" and any(line.startswith("time, if it fitted: ") for line in text)
+    found = predict(plan, context, H200)
+    text = format_prediction(plan, found).splitlines()
+    assert found.memory.fits == "no" and any(
+        line.startswith("time, if it fitted: ") for line in text
+    )
     assert text[-1].startswith("until step 24, if it fitted: ")
 
 
 def test_the_shares_of_a_step_are_all_of_it() -> None:
     plan = Plan.read(recipes()["demo"].read_text(), catalogue(), overrides=["device=auto"])
     context = elsewhere(make_context(plan, torch.device("cpu")), "NVIDIA H200")
-    found = foresee(plan, context, H200)
-    assert sum(found.shares().values()) == pytest.approx(1)
-    assert found.shares()[LAUNCHES] > 0.5 and f"{LAUNCHES} " in told(plan, found)
-    assert found.step_s
+    found = predict(plan, context, H200)
+    assert sum(found.time.shares().values()) == pytest.approx(1)
+    assert found.time.shares()[LAUNCHES] > 0.5 and f"{LAUNCHES} " in format_prediction(plan, found)
+    assert found.time.step_s
     slow = Calibration.of(
         StepTime({("forward", "product"): 1.0}, 0.1),
         Measured(2.0, {"input": 0.5, "forward": 1.5}), "x",
     )  # fmt: skip
-    waited = foresee(plan, context, H200, slow)
-    assert sum(waited.parts_s.values()) == pytest.approx(waited.step_s)
-    assert waited.parts_s[DATA] == pytest.approx(0.5 - EDGE_S)
+    waited = predict(plan, context, H200, slow)
+    assert sum(waited.time.parts_s.values()) == pytest.approx(waited.time.step_s)
+    assert waited.time.parts_s[DATA] == pytest.approx(0.5 - EDGE_S)
 
 
 def test_a_tokenizer_that_is_brought_along_tells_the_head_its_size(tmp_path: Path) -> None:
@@ -130,8 +148,8 @@ def test_a_tokenizer_that_is_brought_along_tells_the_head_its_size(tmp_path: Pat
     each = plan.model.vocab_multiple
     padded = -(-tokenizer.vocab // each) * each
     given, _ = on_h200(f"model.vocab={padded}")
-    found, right = predict(plan, context), predict(given, context)
+    found, right = make_ledger(plan, context), make_ledger(given, context)
     assert found.sizes["vocab"] == right.sizes["vocab"] == padded and found.peak() == right.peak()
     plan, context = on_h200("model.vocab=0", f"data.tokenizer={tmp_path / 'other.json'}")
     with pytest.raises(ConfigError, match=r"other\.json' does not exist"):
-        predict(plan, context)
+        make_ledger(plan, context)

@@ -12,28 +12,35 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.app import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.ledger import DERIVED
 from headrace.costs.machine import Machine
 from headrace.costs.rates import SOFTMAX, START
+from headrace.costs.step import step_time
 from headrace.costs.work import (
     CAP,
     COMPILED,
     EAGER,
     EDGE_S,
+    HOST_COPY_IN_STEP,
     HOST_S,
-    LINKED,
     REGION,
     TILE,
+    Attention,
+    HostCopy,
+    HostWork,
+    Matmul,
+    ScoreMask,
+    Stream,
     Work,
-    step_time,
 )
 from headrace.model.mask import BlockPattern
 from headrace.plan.plan import Plan
-from headrace.predict.foresight import foresee, told
+from headrace.predict.page import format_prediction
+from headrace.predict.prediction import predict
 from headrace.techniques.attention.sliding_window import share_of_causal
 from headrace.techniques.attention.sparse_attention import skipped
 
@@ -69,7 +76,7 @@ def step_of(plan: Plan, context: Any) -> float | None:
     timed = all(technique.timed for technique in plan.techniques.values())
     if not timed or context.precision == "fp32":
         return None
-    ledger = predict(plan, context)
+    ledger = make_ledger(plan, context)
     if ledger.sizes.get(DERIVED):
         return None
     try:
@@ -80,7 +87,7 @@ def step_of(plan: Plan, context: Any) -> float | None:
 
 def test_peaks_of_an_h200_are_foreseen() -> None:
     off = {
-        what: predict(plan, context).peak()[1] / metrics["peak_memory"]["value"] - 1
+        what: make_ledger(plan, context).peak()[1] / metrics["peak_memory"]["value"] - 1
         for what, plan, context, metrics in measured() if "peak_memory" in metrics
         and not (context.precision == "fp32" and plan.model.kv_heads)  # the planner adds scores
     }  # fmt: skip
@@ -91,8 +98,8 @@ def test_peaks_of_an_h200_are_foreseen() -> None:
 @pytest.mark.parametrize("name", ["full_checkpoint", "selective_checkpoint"])
 def test_the_stream_is_fp32_beside_fp16_and_no_weight_that_is_bf16_is_cast(name: str) -> None:
     text = (ROOT / "benchmarks" / "plans" / "1b.toml").read_text()
-    narrow = predict(*on_h200(text, with_=[name]))
-    wide = predict(*on_h200(
+    narrow = make_ledger(*on_h200(text, with_=[name]))
+    wide = make_ledger(*on_h200(
         text, "model.precision=fp16", with_=[name, "fp16_loss_scaling"], without=["bf16_parameters"]
     ))  # fmt: skip
     line = "3/residual"
@@ -122,7 +129,7 @@ def test_peaks_of_large_plans_are_foreseen(recipe: str, shape: str, changes: str
         *(w for w in words if w[0] not in "+-"), with_=[w[1:] for w in words if w[0] == "+"],
         without=[w[1:] for w in words if w[0] == "-"],
     )  # fmt: skip
-    assert predict(plan, context).peak()[1] == pytest.approx(peak, rel=0.005)
+    assert make_ledger(plan, context).peak()[1] == pytest.approx(peak, rel=0.005)
 
 
 def test_steps_of_an_h200_are_foreseen_from_its_datasheet() -> None:
@@ -170,17 +177,19 @@ def test_a_long_row_is_foreseen() -> None:
 def test_a_plan_says_whether_it_fits_and_what_it_costs() -> None:
     text = (ROOT / "benchmarks" / "plans" / "1b.toml").read_text()
     plan, context = on_h200(text, "hardware.dollars_per_hour=4", "goal.steps=1000")
-    found = foresee(plan, context, H200)
-    assert found.fits == "yes" and found.step_s and found.hours
-    assert found.tokens_per_s == pytest.approx(plan.batch.tokens / found.step_s)
-    assert found.dollars == pytest.approx(4 * 1000 * found.step_s / 3600)
-    assert sum(found.parts_s.values()) == pytest.approx(found.step_s)
-    assert "it fits: 65." in told(plan, found) and "$" in told(plan, found)
-    assert json.loads(json.dumps(found.plain()))["rates"] == "datasheet"
+    found = predict(plan, context, H200)
+    assert found.memory.fits == "yes" and found.time.step_s and found.run.hours
+    assert found.time.tokens_per_s == pytest.approx(plan.batch.tokens / found.time.step_s)
+    assert found.run.dollars == pytest.approx(4 * 1000 * found.time.step_s / 3600)
+    assert sum(found.time.parts_s.values()) == pytest.approx(found.time.step_s)
+    assert "it fits: 65." in format_prediction(plan, found) and "$" in format_prediction(
+        plan, found
+    )
+    assert json.loads(json.dumps(found.to_dict()))["rates"] == "datasheet"
     small = replace(H200, memory_bytes=40 * 2**30)
-    assert foresee(plan, context, small).fits == "no"
-    near = replace(H200, memory_bytes=int(found.peak_bytes / 0.95) + H200.context_bytes)
-    assert foresee(plan, context, near).fits == "tight"
+    assert predict(plan, context, small).memory.fits == "no"
+    near = replace(H200, memory_bytes=int(found.memory.peak_bytes / 0.95) + H200.context_bytes)
+    assert predict(plan, context, near).memory.fits == "tight"
 
 
 @pytest.mark.parametrize(
@@ -205,20 +214,22 @@ def test_what_is_not_priced_has_no_time(with_: list[str], overrides: list[str], 
     text = (ROOT / "benchmarks" / "plans" / "160m.toml").read_text()
     without = ["bf16_parameters", *(["cudnn_attention"] if "flex_attention" in with_ else [])]
     plan, context = on_h200(text, *overrides, with_=with_, without=without)
-    found = foresee(plan, context, H200)
-    assert found.step_s is None and says in found.unknown and found.peak_bytes
-    assert "not predicted" in told(plan, found)
+    found = predict(plan, context, H200)
+    assert found.time.step_s is None and says in found.time.unknown and found.memory.peak_bytes
+    assert "not predicted" in format_prediction(plan, found)
 
 
 def test_a_cpu_has_no_time_before_a_probe(tiny_plan: Callable[..., Plan]) -> None:
     plan = tiny_plan()
-    found = foresee(plan, make_context(plan, torch.device("cpu")), Machine.assumed("cpu"))
-    assert found.tokens_per_s is None and "this CPU's rates are not known" in found.unknown
-    assert "`headrace probe --device cpu --seconds 20` measures" in found.unknown
+    found = predict(plan, make_context(plan, torch.device("cpu")), Machine.assumed("cpu"))
+    assert (
+        found.time.tokens_per_s is None and "this CPU's rates are not known" in found.time.unknown
+    )
+    assert "`headrace probe --device cpu --seconds 20` measures" in found.time.unknown
     sophia = tiny_plan("techniques.sophia={}")  # which is silent too, and not the reason here
     assert not sophia.techniques["sophia"].timed
-    silent = foresee(sophia, make_context(sophia, torch.device("cpu")), Machine.assumed("cpu"))
-    assert silent.unknown == found.unknown
+    silent = predict(sophia, make_context(sophia, torch.device("cpu")), Machine.assumed("cpu"))
+    assert silent.time.unknown == found.time.unknown
 
 
 def test_a_device_that_nobody_knows_is_refused(tiny_plan: Callable[..., Plan]) -> None:
@@ -228,19 +239,19 @@ def test_a_device_that_nobody_knows_is_refused(tiny_plan: Callable[..., Plan]) -
 
 
 def test_pieces_are_priced_by_what_they_move() -> None:
-    stream = Work("forward", "stream", 3, bytes=8e9, kernels=4, fused=2e9)
+    stream = Stream("forward", 3, bytes=8e9, kernels=4, fused=2e9)
     one = H200.traffic_s(2e9)
     assert stream.compiled().seconds(H200) == pytest.approx(3 * one)
     assert replace(stream.whole(2e9), launch=COMPILED) == stream.compiled()
     assert stream.seconds(H200) > 3 * 4 * one
-    product = Work("forward", "product", 2, sizes=(4096, 4096, 4096))
+    product = Matmul("forward", 2, (4096, 4096, 4096))
     whole = step_time({"a": product, "b": replace(stream, phase="optimizer")}, H200, 5)
     assert whole.of("product") == pytest.approx(5 * product.seconds(H200))
     assert whole.of("optimizer") == pytest.approx(stream.seconds(H200))
     slow = replace(H200, launch_s=1.0)
     many_s = EAGER * 10.0
     assert step_time({"a": product}, slow, 5).step_s == pytest.approx(many_s + HOST_S + EDGE_S)
-    called = {"a": product.compiled(), "b": Work("forward", "host", 13, launch=REGION)}
+    called = {"a": product.compiled(), "b": HostWork("forward", 13, launch=REGION)}
     found = step_time(called, slow, 5)
     assert found.host_s == pytest.approx(HOST_S + 5 * (2 * COMPILED + 13 * REGION))
     assert found.device_s == step_time({"a": product}, slow, 5).device_s
@@ -248,10 +259,10 @@ def test_pieces_are_priced_by_what_they_move() -> None:
 
 def flops(piece: Work) -> float:
     """As the ledger counts them: attention whole, and twice as much backward."""
-    if piece.kind == "product":
+    if isinstance(piece, Matmul):
         m, n, k = piece.sizes
         return 2.0 * m * n * k * piece.count
-    if piece.kind == "attention":
+    if isinstance(piece, Attention):
         rows, heads, _, length, features = piece.sizes
         each = 4.0 * rows * heads * length**2 * features
         return each * piece.count * (2 if piece.phase == "backward" else 1)
@@ -271,19 +282,19 @@ def test_pieces_compute_what_the_ledger_counts(changes: str) -> None:
         *(w for w in words if w[0] not in "+-"), with_=[w[1:] for w in words if w[0] == "+"],
         without=[w[1:] for w in words if w[0] == "-"],
     )  # fmt: skip
-    ledger = predict(plan, context)
+    ledger = make_ledger(plan, context)
     counted = ledger.flops_per_token() * ledger.sizes["tokens"]
     assert sum(map(flops, ledger.work.values())) == pytest.approx(counted, rel=1e-3)
 
 
 def test_a_mask_costs_what_its_kernel_makes_of_it() -> None:
-    plain = Work("forward", "attention", sizes=(4, 8, 8, 4096, 64), kernel="flex")
-    masked = replace(plain, masked=1.0, seen=0.25)
+    plain = Attention("forward", sizes=(4, 8, 8, 4096, 64), kernel="flex")
+    masked = replace(plain, mask=ScoreMask(1.0, 0.25))
     starts = START / (64 + SOFTMAX)
     share = (16.5 / 4 + starts) / (16.5 + starts)  # blocks of a row, of 32 rows
     assert masked.seconds(H200) == pytest.approx(plain.seconds(H200) * share)
-    assert replace(masked, seen=1.0).seconds(H200) == pytest.approx(plain.seconds(H200))
-    half = replace(masked, masked=0.5)
+    assert replace(masked, mask=ScoreMask(1.0)).seconds(H200) == pytest.approx(plain.seconds(H200))
+    half = replace(masked, mask=ScoreMask(0.5, 0.25))
     assert half.seconds(H200) == pytest.approx(plain.seconds(H200) * (1 + share) / 2)
     skipped = replace(masked, kernel="varlen")
     flash_s = replace(plain, kernel="flash").seconds(H200)
@@ -291,12 +302,16 @@ def test_a_mask_costs_what_its_kernel_makes_of_it() -> None:
     dense = replace(masked, kernel="cudnn")
     assert dense.seconds(H200) > replace(plain, kernel="cudnn", causal=False).seconds(H200)
     with pytest.raises(UnsupportedError, match="not known before"):
-        replace(masked, seen=None).seconds(H200)
-    assert replace(dense, seen=None).seconds(H200) == dense.seconds(H200)
-    assert replace(dense, extra=20.0).seconds(H200) == dense.seconds(H200)
-    assert replace(plain, extra=24.0).seconds(H200) == pytest.approx(1.25 * plain.seconds(H200))
+        replace(masked, mask=ScoreMask(1.0, None)).seconds(H200)
+    assert replace(dense, mask=ScoreMask(1.0, None)).seconds(H200) == dense.seconds(H200)
+    assert replace(dense, mask=ScoreMask(1.0, 0.25, extra=20.0)).seconds(H200) == dense.seconds(
+        H200
+    )
+    assert replace(plain, mask=ScoreMask(extra=24.0)).seconds(H200) == pytest.approx(
+        1.25 * plain.seconds(H200)
+    )
     cap = replace(plain, capped=True)
-    assert cap.seconds(H200) == replace(plain, extra=CAP).seconds(H200)
+    assert cap.seconds(H200) == replace(plain, mask=ScoreMask(extra=CAP)).seconds(H200)
     with pytest.raises(UnsupportedError, match="soft cap"):
         replace(cap, kernel="cudnn").seconds(H200)
     with pytest.raises(UnsupportedError, match="nobody timed"):
@@ -317,24 +332,28 @@ def test_a_pattern_leaves_whole_blocks_and_its_longest_column_ends_last() -> Non
     assert skipped(BlockPattern(64), 1024) == (None, 0)
     share, column = skipped(BlockPattern(256, local=1, first=1), 1024)
     assert (share, column) == (pytest.approx((3 * 4 + 3 * 4) / 36), 8)
-    work = Work("backward", "attention", sizes=(1, 8, 2, 1024, 64), kernel="flex", masked=1.0)
-    pieces = [replace(work, seen=share, column=blocks) for blocks in (1, 8, 15)]
+    work = Attention("backward", sizes=(1, 8, 2, 1024, 64), kernel="flex")
+    pieces = [replace(work, mask=ScoreMask(1.0, share, blocks)) for blocks in (1, 8, 15)]
     one, longer, longest = (piece.seconds(H200) for piece in pieces)
     assert longest - longer == pytest.approx(longer - one) and longer > one
     forward = [replace(piece, phase="forward").seconds(H200) for piece in pieces]
-    assert forward[0] == forward[1] > replace(work, phase="forward", seen=share).seconds(H200)
+    assert (
+        forward[0]
+        == forward[1]
+        > replace(work, phase="forward", mask=ScoreMask(1.0, share)).seconds(H200)
+    )
 
 
 def test_copies_hide_behind_their_phase_and_recordings_are_one_launch() -> None:
-    product = Work("forward", "product", 2, sizes=(4096, 4096, 4096))
-    computed_s, one_byte_s = product.seconds(H200), LINKED / H200.to_host.bytes_per_s
+    product = Matmul("forward", 2, (4096, 4096, 4096))
+    computed_s, one_byte_s = product.seconds(H200), HOST_COPY_IN_STEP / H200.to_host.bytes_per_s
     for share, left in ((0.5, 0.0), (3.0, 2.0)):
-        link = Work("forward", "host link", bytes=share * computed_s / one_byte_s)
-        work = {"a": product, "b": link, "c": Work("backward", "stream", bytes=1e6)}
+        link = HostCopy("forward", bytes=share * computed_s / one_byte_s)
+        work = {"a": product, "b": link, "c": Stream("backward", bytes=1e6)}
         assert step_time(work, H200, 3).of("host link") == pytest.approx(
             3 * left * computed_s, abs=1e-4
         )
-    many = {"a": replace(product, count=1000.0), "b": Work("optimizer", "stream", 10, bytes=1e3)}
+    many = {"a": replace(product, count=1000.0), "b": Stream("optimizer", 10, bytes=1e3)}
     taken = {"a": replace(many["a"], recorded=True), "b": many["b"]}
     assert step_time(many, H200, 2).host_s == pytest.approx(HOST_S + 2010 * EAGER * H200.launch_s)
     recorded = step_time(taken, H200, 2).host_s

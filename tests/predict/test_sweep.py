@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from test_planner import measured
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.app import catalogue
 from headrace.cli.terminal import show_table
@@ -26,7 +26,7 @@ from headrace.core.remedy import mend
 from headrace.core.statistics import kendall_tau, regret
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.machine import Machine
-from headrace.costs.work import step_time
+from headrace.costs.step import step_time
 from headrace.plan.changes import changed, difference, parse
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context, Stage, Supported, Technique, Unsupported
@@ -145,7 +145,7 @@ def test_what_is_foreseen_to_be_faster_is_first() -> None:
     assert found.ranked[0].changes == ("+quick",)
     assert found.gain(found.ranked[0]) == pytest.approx(0.9, abs=0.1)
     assert found.start in found.ranked and found.gain(found.start) == 0
-    steps = [c.foresight.step_s or math.inf for c in found.ranked]
+    steps = [c.prediction.time.step_s or math.inf for c in found.ranked]
     assert steps == sorted(steps)
     assert ("+planted",) in [c.changes for c in found.idle]
     assert not any("+planted" in c.changes for c in found.ranked)
@@ -155,21 +155,21 @@ def test_what_does_not_fit_is_counted_and_not_ranked() -> None:
     found = swept(of=beside(Huge))
     assert found.too_large > 0
     assert not any("+huge" in c.changes for c in found.ranked)
-    assert {c.foresight.fits for c in found.ranked} <= {"yes", "tight"}
+    assert {c.prediction.memory.fits for c in found.ranked} <= {"yes", "tight"}
 
 
 def test_a_start_that_does_not_fit_is_ranked_last() -> None:
     found = swept(of=beside(Quick), machine=replace(H200, memory_bytes=30 * 2**30), depth=3)
-    assert found.start is found.ranked[-1] and found.start.foresight.fits == "no"
+    assert found.start is found.ranked[-1] and found.start.prediction.memory.fits == "no"
     assert {"+quick"} < set(found.ranked[0].changes), "with a smaller micro-batch"
-    assert found.ranked[0].foresight.fits == "yes"
+    assert found.ranked[0].prediction.memory.fits == "yes"
 
 
 def test_what_fits_tightly_must_promise_more() -> None:
-    quick = swept(of=beside(Quick)).ranked[0].foresight
-    near = replace(H200, memory_bytes=int(quick.peak_bytes / 0.95) + H200.context_bytes)
+    quick = swept(of=beside(Quick)).ranked[0].prediction
+    near = replace(H200, memory_bytes=int(quick.memory.peak_bytes / 0.95) + H200.context_bytes)
     found = swept(of=beside(Rival), machine=near, depth=1)
-    fits = {c.changes: c.foresight.fits for c in found.ranked}
+    fits = {c.changes: c.prediction.memory.fits for c in found.ranked}
     assert next(iter(fits)) == ("+rival",) and fits["+rival",] == "tight", "10% is worth it"
     assert fits[()] == "tight" and list(fits).index(()) > 1
 
@@ -274,7 +274,7 @@ def test_what_saves_memory_lets_a_larger_micro_batch_in() -> None:
 
 def test_memory_is_saved_at_the_same_speed_first() -> None:
     found = swept(of=beside(Frugal, Quick), aim="memory", depth=3)
-    peaks = [c.foresight.peak_bytes for c in found.ranked]
+    peaks = [c.prediction.memory.peak_bytes for c in found.ranked]
     slower = [(found.gain(c) or 0.0) < -0.006 for c in found.ranked]
     assert slower == sorted(slower) and not slower[0] and slower[-1]
     as_fast = peaks[: slower.index(True)]
@@ -287,7 +287,7 @@ def test_a_cpu_without_rates_ranks_nothing_and_lists_what_may_be_measured(
     plan = tiny_plan()
     context = make_context(plan, torch.device("cpu"))
     found = sweep(plan, context, Machine.assumed("cpu"), beside(Quick))
-    peaks = [c.foresight.peak_bytes for c in found.unknown]
+    peaks = [c.prediction.memory.peak_bytes for c in found.unknown]
     assert found.ranked == [] and peaks == sorted(peaks)
     assert ("+quick",) in [c.changes for c in found.unknown]
     assert table(found)[0][-1] == "(the plan as it is)"
@@ -303,7 +303,7 @@ def test_the_catalogue_is_swept_in_seconds() -> None:
     began_s = process_time()
     found = swept(of=known(), depth=8, width=4, limit=300)
     assert found.asked == 300 and process_time() - began_s < 10
-    assert found.ranked[0].foresight.step_s == pytest.approx(0.114, rel=0.05), "as the recipe"
+    assert found.ranked[0].prediction.time.step_s == pytest.approx(0.114, rel=0.05), "as the recipe"
     rows = table(found, 3)
     assert all(len(row) == len(HEAD) for row in rows)
     assert rows[-1][-1] == "(the plan as it is)" and rows[0][3].startswith("+")
@@ -349,8 +349,9 @@ def test_the_first_rank_has_a_command_that_makes_it() -> None:
     assert command(two, "demo", [], [], []) == (
         "torchrun --nproc-per-node 2 -m headrace train demo"
     )
-    seen = replace(found.start.foresight, fits="no")
-    full = replace(found, ranked=[replace(found.start, foresight=seen)])
+    seen = found.start.prediction
+    seen = replace(seen, memory=replace(seen.memory, fits="no"))
+    full = replace(found, ranked=[replace(found.start, prediction=seen)])
     assert command(full, "demo", [], [], []) == ""
     assert command(replace(found, ranked=[]), "demo", ["name=a"], [], []).split()[1] == "tune"
 
@@ -371,7 +372,7 @@ def test_plans_that_were_measured_are_ranked_as_they_were() -> None:
         if any(not t.timed or t.equality == "learning" for t in on):
             continue
         try:
-            ledger = predict(plan, context)
+            ledger = make_ledger(plan, context)
             time = step_time(ledger.work, H200, ledger.sizes["micro_batches"])
         except UnsupportedError:  # no time is predicted
             continue

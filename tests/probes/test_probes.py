@@ -15,7 +15,7 @@ from headrace import probes
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.progress import Progress
 from headrace.costs.machine import Machine
-from headrace.costs.rates import Product, Products
+from headrace.costs.rates import MatmulPoint, MatmulRates
 from headrace.probes import at_hand
 from headrace.probes.clock import Clock
 
@@ -53,11 +53,11 @@ def test_its_points_are_met(measured: tuple[Machine, float]) -> None:
     machine, _ = measured
     for known in machine.products:
         for point in known.points:
-            told_s = machine.product_s(known.precision, *point.sizes)
+            told_s = machine.matmul_s(known.precision, *point.sizes)
             assert told_s == pytest.approx(point.seconds, rel=1e-6)
     assert machine.traffic_s(2**34) > 10 * machine.traffic_s(2**20)
     assert machine.link_s(2**30, True) > machine.link_s(2**20, True)
-    long_s, short_s = (machine.product_s("fp32", n, n, n) for n in (2048, 128))
+    long_s, short_s = (machine.matmul_s("fp32", n, n, n) for n in (2048, 128))
     assert long_s > 100 * short_s
 
 
@@ -109,7 +109,7 @@ def test_the_shapes_of_a_plan_are_added(
     )  # fmt: skip
     (new,) = set(after.products[0].points) - set(before.products[0].points)
     assert new.sizes == (96, 80, 72)
-    assert after.product_s("fp32", *new.sizes) == pytest.approx(new.seconds, rel=1e-6)
+    assert after.matmul_s("fp32", *new.sizes) == pytest.approx(new.seconds, rel=1e-6)
     assert [len(a.points) for a in after.attention if a.kernel == "flash"] == [
         1 + len(a.points) for a in before.attention if a.kernel == "flash"
     ]
@@ -236,7 +236,7 @@ def test_what_timing_adds_is_found_and_taken_off(monkeypatch: pytest.MonkeyPatch
 def test_products_that_heat_a_gpu_are_no_points() -> None:
     times = (1e-3, 5e-3)
     mixed, hot = (
-        Products("bf16", 1e12, tuple(Product(n, n, n, s) for n, s in enumerate(which, 1)))
+        MatmulRates("bf16", 1e12, tuple(MatmulPoint(n, n, n, s) for n, s in enumerate(which, 1)))
         for which in (times, times[1:])
     )
     cool = probes._cool((mixed, hot), "gpu")
@@ -264,8 +264,8 @@ def test_a_gpu_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assumed = Machine.assumed(machine.name)
         sizes = (8192, 8192, 8192)
         for precision in ("bf16", "fp8", "tf32", "fp32"):
-            told = assumed.product_s(precision, *sizes)
-            assert machine.product_s(precision, *sizes) == pytest.approx(told, rel=0.1)
+            told = assumed.matmul_s(precision, *sizes)
+            assert machine.matmul_s(precision, *sizes) == pytest.approx(told, rel=0.1)
         for kernel, kv_heads in (("cudnn", 8), ("flash", 8), ("efficient", 32)):
             how = {"rows": 4, "heads": 32, "kv_heads": kv_heads, "length": 8192, "features": 128}
             for backward in (False, True):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from headrace.core.model_config import ModelConfig
-from headrace.costs.decoder_work import trunk_work
-from headrace.costs.rates import Product
+from headrace.costs.decoder_work import baseline_work
+from headrace.costs.rates import MatmulPoint
 from headrace.probes import host
 from headrace.probes.clock import Clock
 from headrace.probes.host import PLAIN, WAYS, Small
@@ -51,7 +51,7 @@ def run(found: Found) -> Found:
 def test_every_piece_of_a_ledger_is_timed_by_its_name(found: Found) -> None:
     names = {piece.name: piece for piece in host.pieces_of(run(found))}
     config = ModelConfig(dim=16, layers=1, heads=2, vocab=64, qk_norm=True)
-    work = trunk_work(config, rows=2, length=8, precision="fp32", micro_batches=2.0)
+    work = baseline_work(config, rows=2, length=8, precision="fp32", micro_batches=2.0)
     streams = {n: p for n, p in work.items() if p.kind == "stream" and p.count and p.bytes}
     assert streams.keys() <= names.keys()
     for name, piece in streams.items():
@@ -66,7 +66,7 @@ def test_linears_are_timed_in_the_three_layouts_of_a_step(found: Found) -> None:
     run(found)
     sizes = {way: points[0].sizes for way, points in found.linears.items()}
     assert sizes == {"result": (8, 6, 4), "input": (8, 4, 6), "weight": (6, 4, 8)}
-    assert tuple(sizes) == WAYS and isinstance(found.linears["input"][0], Product)
+    assert tuple(sizes) == WAYS and isinstance(found.linears["input"][0], MatmulPoint)
 
 
 def test_steps_are_timed_as_they_are_and_with_what_helps(

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.sockets import Build
 from headrace.core.errors import UnsupportedError
 from headrace.data.loader import Micro
@@ -106,7 +106,7 @@ def test_torchs_own_stands_in_the_kernels_place_on_a_gpu(
         head = ChunkedCrossEntropy(chunk_tokens=64, native=native)
         assert isinstance(head.supports(gpu), Supported)
         plan = build.plan.replaced(techniques={head.name(): head})
-        assert predict(plan, replace(gpu, plan=plan)).sizes["loss_by_kernels"] == by_kernels
+        assert make_ledger(plan, replace(gpu, plan=plan)).sizes["loss_by_kernels"] == by_kernels
     whole = ChunkedCrossEntropy(chunk_tokens=128, native=True).supports(gpu)
     assert isinstance(whole, Unsupported) and "cuts nothing" in whole.reason
     head = ChunkedCrossEntropy(chunk_tokens=64, native=True)
@@ -137,7 +137,7 @@ def test_torchs_own_is_foreseen_to_hold_a_chunk_once(make_tiny: Make) -> None:
     given = build.plan.techniques["chunked_cross_entropy"]
     heads = [given.model_copy(update={"native": native}) for native in (False, True)]
     plain, own = (
-        predict(build.plan.replaced(techniques={head.name(): head}), build.context)
+        make_ledger(build.plan.replaced(techniques={head.name(): head}), build.context)
         for head in heads
     )
     vocab = plain.sizes["vocab"]

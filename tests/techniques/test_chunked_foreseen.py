@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import make_context
 from headrace.cli.app import catalogue
 from headrace.costs.ledger import Ledger
@@ -30,7 +30,7 @@ def ledger_of(vocab: int, dim: int, **techniques: dict[str, Any]) -> Ledger:
         },
         context={"catalogue": catalogue()},
     )
-    return predict(plan, make_context(plan, torch.device("cpu")))
+    return make_ledger(plan, make_context(plan, torch.device("cpu")))
 
 
 def peak_bytes(vocab: int, dim: int) -> int:

@@ -15,7 +15,7 @@ from pieces import ring_of
 from headrace.assemble.build import make_context
 from headrace.assemble.sockets import Work
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.costs.count import trunk_ledger
+from headrace.costs.count import baseline_ledger
 from headrace.costs.ledger import Ledger
 from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.plan import MeshConfig, Plan
@@ -162,7 +162,7 @@ def test_a_mask_carries_documents_only_where_they_are_asked_for() -> None:
 def ledger_of(plan: Plan, length: int, ranks: int, **keys: Any) -> Ledger:
     """Return the baseline's ledger on a mesh of so many context ranks."""
     model = plan.model.model_copy(update={"vocab": 300, **keys})
-    ledger = trunk_ledger(model, rows=3, length=length, precision="bf16", device="cuda")
+    ledger = baseline_ledger(model, rows=3, length=length, precision="bf16", device="cuda")
     return replace(ledger, sizes={**ledger.sizes, "context_ranks": ranks})
 
 

@@ -11,7 +11,7 @@ import torch
 from tiny import report, tensors
 from torch import Tensor
 
-from headrace.assemble.build import make_build, predict
+from headrace.assemble.build import make_build, make_ledger
 from headrace.assemble.context import make_context
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
@@ -272,7 +272,7 @@ def test_sizes_are_tried_from_large_to_small(
         device = torch.device("cpu")
         return make_build(plan, prepare(plan), World(), device, tell=told.append)
 
-    most = predict(plan, make_context(plan, torch.device("cpu"))).peak()[1]
+    most = make_ledger(plan, make_context(plan, torch.device("cpu"))).peak()[1]
     monkeypatch.setattr(dynamic_batch, "fits", fits)
     monkeypatch.setattr(dynamic_batch, "free_bytes", lambda device: int(most / 2.5))
     build = made(plan)

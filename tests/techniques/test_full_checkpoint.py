@@ -9,7 +9,7 @@ from pieces import gradients
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
@@ -124,7 +124,7 @@ def test_the_work_again_is_predicted(
             step(build, batch(build), 0)
         products = counter.get_flop_counts()["Global"]
         counted.append(sum(n for op, n in products.items() if "attention" not in str(op)))
-        ledger = predict(build.plan, build.context)
+        ledger = make_ledger(build.plan, build.context)
         attention = ledger.sizes["attention_flops"] / every if more else 0.0
         told.append(ledger.flops.get("recompute", 0.0) - attention)
     tokens = build.plan.batch.tokens

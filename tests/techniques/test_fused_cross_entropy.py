@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from house import Variant
 from torch import Tensor
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import check_supported
 from headrace.assemble.filled import check_active
 from headrace.core.errors import ConfigError
@@ -175,7 +175,9 @@ def test_the_predicted_peak_is_the_traced(
         with tracked:
             step(build, micros[1], 1)
         peaks.append(tracked.peak_bytes()["Total"])
-        assert predict(build.plan, build.context).peak()[1] == pytest.approx(peaks[-1], rel=0.02)
+        assert make_ledger(build.plan, build.context).peak()[1] == pytest.approx(
+            peaks[-1], rel=0.02
+        )
     assert peaks[0] < peaks[1]
 
 

@@ -178,10 +178,10 @@ def test_liger_refuses_without_its_package(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("kind", (FusedRmsNorm, LigerKernels))
 def test_predicts_what_a_norm_keeps(kind: Any, tiny_plan: Callable[..., Plan]) -> None:
     """A block has two norms: each keeps input and result in bf16, and one fp32 number per row."""
-    from headrace.costs.count import trunk_ledger
+    from headrace.costs.count import baseline_ledger
 
     plan = tiny_plan("model.vocab=300")
-    trunk = trunk_ledger(plan.model, rows=2, length=16, precision="bf16", device="cuda")
+    trunk = baseline_ledger(plan.model, rows=2, length=16, precision="bf16", device="cuda")
     edited = kind().predict(trunk)
     dim, tokens = plan.model.dim, 32
 

@@ -13,7 +13,7 @@ import test_predicts as traced
 import torch
 import torch.nn.functional as F
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
 from headrace.costs.ledger import Ledger
@@ -134,7 +134,7 @@ def test_the_peak_does_not_grow(precision: str, head: Any, beside: Any) -> None:
 
 def on_a_gpu(*techniques: Any) -> Ledger:
     plan = sized("bf16", *techniques).replaced(device="cuda")
-    return predict(plan, house.context_on("cuda", plan))
+    return make_ledger(plan, house.context_on("cuda", plan))
 
 
 @pytest.mark.parametrize("head", ["fused_cross_entropy", "chunked_cross_entropy"])

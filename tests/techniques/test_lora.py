@@ -13,7 +13,7 @@ import torch
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
-from headrace.costs.count import trunk_ledger
+from headrace.costs.count import baseline_ledger
 from headrace.data.loader import Micro
 from headrace.model.lora import LoraLinear, adapted_ledger, linears_of
 from headrace.plan.technique import Unsupported
@@ -60,7 +60,7 @@ def test_targets_name_linears_by_their_ends(make_tiny: Make) -> None:
         make_tiny('techniques.lora.targets=["mlp.up"]')
     assert "mlp.gate_up" in caught.value.remedy.text
     with pytest.raises(ConfigError, match=r"mixer\.bcx.*mixer\.qkv"):
-        baseline = trunk_ledger(build.config, rows=1, length=8, precision="fp32", device="cpu")
+        baseline = baseline_ledger(build.config, rows=1, length=8, precision="fp32", device="cpu")
         adapted_ledger(baseline, "lora", ["mixer.bcx"], 2, None)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pieces import gradients
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
 from headrace.cli.app import catalogue
@@ -99,7 +99,7 @@ def test_the_prediction_falls_with_the_fraction(make_tiny: Make) -> None:
     kept, work = [], []
     for budget in ((), (f"{ON}=0.6",), (f"{ON}=0.3",), (f"{ON}=0.01",)):
         build = make_tiny(COMPILE, *budget)
-        ledger = predict(build.plan, build.context)
+        ledger = make_ledger(build.plan, build.context)
         kept.append(ledger.at("loss"))
         work.append(ledger.flops.get("recompute", 0.0))
     assert kept == sorted(kept, reverse=True) and kept[0] > kept[-1]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import make_context
 from headrace.assemble.sockets import Build
 from headrace.core.errors import UnsupportedError
@@ -136,7 +136,7 @@ BESIDE = {
 
 
 def memory_of(plan: Plan) -> dict[str, float]:
-    ledger = predict(plan, make_context(plan, torch.device("cpu")))
+    ledger = make_ledger(plan, make_context(plan, torch.device("cpu")))
     return {name: line.bytes for name, line in ledger.memory.items()}
 
 
@@ -212,7 +212,7 @@ def test_its_products_and_what_is_left_to_adamw_are_foreseen(
     tiny_plan: Callable[..., Plan],
 ) -> None:
     plain, plan = tiny_plan(), tiny_plan("techniques.muon={}")
-    before, ledger = (predict(p, make_context(p, torch.device("cpu"))) for p in (plain, plan))
+    before, ledger = (make_ledger(p, make_context(p, torch.device("cpu"))) for p in (plain, plan))
     named = {name: nn.Parameter(torch.randn(m.shape)) for name, m in ledger.updates("muon").items()}
     for p in named.values():
         p.grad = torch.randn_like(p)
@@ -224,7 +224,7 @@ def test_its_products_and_what_is_left_to_adamw_are_foreseen(
     pieces = {n: w for n, w in ledger.work.items() if n.startswith("update/muon_")}
     products = [piece for piece in pieces.values() if piece.kind == "product"]
     assert counter.get_total_flops() == sum(2 * prod(p.sizes) * p.count for p in products)
-    launched = sum(piece.count * piece.kernels for piece in pieces.values())
+    launched = sum(piece.launches(1) / piece.launch for piece in pieces.values())
     assert launched == pytest.approx(kernels.count, rel=0.1)
     numbers = sum(p.numel() for p in named.values())
     left, all_ = (one.work["update/optimizer"].bytes for one in (ledger, before))

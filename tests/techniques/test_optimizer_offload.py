@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import make_context
 from headrace.costs.ledger import DERIVED
 from headrace.optim.adamw import make_adamw
@@ -205,7 +205,7 @@ def test_the_host_s_update_is_foreseen_and_others_stay_on_the_device(
 ) -> None:
     def foreseen(*words: str) -> Any:
         plan = tiny_plan(*words)
-        return predict(plan, make_context(plan, torch.device("cpu")))
+        return make_ledger(plan, make_context(plan, torch.device("cpu")))
 
     offload, muon = "techniques.optimizer_offload={}", "techniques.muon={}"
     plain, ledger = foreseen(), foreseen(offload)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
 from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
@@ -125,7 +125,7 @@ def test_what_the_remedies_say_works(tiny_plan: Callable[..., Plan]) -> None:
 
 def ledger_of(plan: Plan, ranks: int, micros: int) -> Ledger:
     """The baseline's, with what the technique asks of it."""
-    ledger = predict(plan, make_context(plan, CPU))
+    ledger = make_ledger(plan, make_context(plan, CPU))
     return replace(ledger, sizes={**ledger.sizes, "pipeline_ranks": ranks, "micro_batches": micros})
 
 
@@ -189,7 +189,7 @@ def test_the_rank_that_needs_most_is_found_when_all_techniques_have_edited(
         "model.ffn=64",
     ]
     plans = [tiny_plan(*given, *more) for more in ([], [f"techniques.{saves}={{}}"])]
-    plain, saved = (predict(plan, make_context(plan, CPU)) for plan in plans)
+    plain, saved = (make_ledger(plan, make_context(plan, CPU)) for plan in plans)
     assert "logits" not in plain.memory and "embed.weight" in plain.matrices
     assert "logits" in saved.memory and "head.weight" in saved.matrices
     assert saved.peak()[1] < plain.peak()[1]
@@ -213,7 +213,7 @@ def test_a_rank_holds_the_weights_that_are_predicted(
     for rank in (0, 1):
         build = make_tiny(*UNEVEN[uneven], f"model.layers={layers}")
         ledger = replace(
-            predicted := predict(build.plan, build.context),
+            predicted := make_ledger(build.plan, build.context),
             sizes={**predicted.sizes, "pipeline_ranks": 2.0, "pipeline_rank": float(rank)},
         )
         one = PipelineParallel().predict(ledger)
@@ -246,5 +246,5 @@ def test_stages_without_a_loss_and_without_times_are_predicted(
     given = [f"techniques.{beside}", "techniques.torch_compile={}", "mesh.pipeline=2"]
     plan = tiny_plan(*given, "techniques.pipeline_parallel={}", "model.layers=4")
     gpu = elsewhere(make_context(plan, CPU), "NVIDIA H200")
-    ends = predict(plan.replaced(model=plan.model.model_copy(update={"layers": 40})), gpu)
-    assert ends.peak()[1] > predict(plan, gpu).peak()[1] > 0
+    ends = make_ledger(plan.replaced(model=plan.model.model_copy(update={"layers": 40})), gpu)
+    assert ends.peak()[1] > make_ledger(plan, gpu).peak()[1] > 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import make_context
 from headrace.assemble.sockets import Build, Work
 from headrace.core.errors import ConfigError
@@ -227,10 +227,10 @@ def test_the_scores_that_prefixes_add_are_foreseen(tiny_plan: Callable[..., Any]
     ]
     causal = allowed(MaskSpec(), Rows(places), length).sum().item()
     plan = tiny_plan(f"techniques.prefix_lm.tokens={most}", f"data.sequence_length={length}")
-    work = predict(plan, make_context(plan, torch.device("cpu"))).work
+    work = make_ledger(plan, make_context(plan, torch.device("cpu"))).work
     wanted = sum(seen) / len(seen) / causal
     for phase in ("forward", "backward"):
-        assert work[f"attention/{phase}"].seen == pytest.approx(wanted, rel=0.02)
+        assert work[f"attention/{phase}"].mask.seen == pytest.approx(wanted, rel=0.02)
 
 
 @pytest.mark.gpu

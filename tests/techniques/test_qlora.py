@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import make_context
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
@@ -104,7 +104,7 @@ def test_weights_are_foreseen_to_be_made_whole_in_both_passes(
 ) -> None:
     def foreseen(*words: str) -> Ledger:
         plan = tiny_plan("model.precision=bf16", *words)
-        return predict(plan, make_context(plan, torch.device("cpu")))
+        return make_ledger(plan, make_context(plan, torch.device("cpu")))
 
     name = "techniques.qlora"
     lora, ledger = foreseen("techniques.lora.rank=2"), foreseen(f"{name}={{rank=2, base='{base}'}}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, UnsupportedError
@@ -196,7 +196,7 @@ def test_the_work_again_is_predicted(make_tiny: Make, batch: Batch, share: str) 
         with FlopCounterMode(display=False) as counter:
             step(build, batch(build), 0)
         counted.append(counter.get_total_flops())
-        told = predict(build.plan, build.context).flops.get("recompute", 0.0)
+        told = make_ledger(build.plan, build.context).flops.get("recompute", 0.0)
     assert (counted[1] - counted[0]) / build.plan.batch.tokens == pytest.approx(told, rel=1e-6)
 
 

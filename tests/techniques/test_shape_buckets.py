@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build, Work
 from headrace.core.errors import ConfigError, RunError, UnsupportedError
@@ -174,6 +174,6 @@ def test_gradients_are_predicted_to_be_summed(
 ) -> None:
     context = make_tiny().context
     plan = tiny_plan(*LENGTHS, f"techniques.{NAME}.multiple=8")
-    line = predict(plan, context).memory["gradients"]
+    line = make_ledger(plan, context).memory["gradients"]
     assert line.instants == ("always",)
-    assert line.bytes == predict(tiny_plan(*LENGTHS), context).memory["gradients"].bytes
+    assert line.bytes == make_ledger(tiny_plan(*LENGTHS), context).memory["gradients"].bytes

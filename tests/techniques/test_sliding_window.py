@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import make_context
 from headrace.assemble.sockets import Build
 from headrace.inference.sample import generate
@@ -152,10 +152,12 @@ def test_windows_are_foreseen_where_they_are(
         "data.sequence_length=1024",
         "batch.tokens=1024",
     )
-    work = predict(plan, make_context(plan, torch.device("cpu"))).work
+    work = make_ledger(plan, make_context(plan, torch.device("cpu"))).work
     for piece in (work["attention/forward"], work["attention/backward"]):
-        assert piece.masked == share
-        assert piece.seen == pytest.approx(15 / 36)  # blocks of 128: the diagonal and one below
+        assert piece.mask.layers == share
+        assert piece.mask.seen == pytest.approx(
+            15 / 36
+        )  # blocks of 128: the diagonal and one below
 
 
 def test_a_window_that_limits_nothing_is_refused(tiny_plan: Callable[..., Any]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import make_context
 from headrace.assemble.sockets import Build
 from headrace.cli.app import catalogue
@@ -125,7 +125,7 @@ def test_the_work_of_a_mean_step_is_foreseen(
 
     def foreseen(*given: str) -> Ledger:
         plan = tiny_plan("model.layers=4", *given, *more)
-        return predict(plan, make_context(plan, torch.device("cpu")))
+        return make_ledger(plan, make_context(plan, torch.device("cpu")))
 
     ours, baselines = foreseen(RATE), foreseen()
     blocks = baselines.sizes["block_flops"] + baselines.sizes["attention_flops"]

@@ -11,7 +11,7 @@ import pytest
 import test_predicts as traced
 import torch
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.sockets import Build
 from headrace.data.loader import Micro
 from headrace.model.head import IGNORED, Vocabulary
@@ -114,14 +114,14 @@ def test_kernels_make_it_in_passing(head: str) -> None:
     plain = traced.plan_of(house.Variant(head)).replaced(device="cuda")
     termed = plain.replaced(techniques={**plain.techniques, "z_loss": ZLoss()})
     context = house.context_on("cuda", termed)
-    without, found = predict(plain, context), predict(termed, context)
+    without, found = make_ledger(plain, context), make_ledger(termed, context)
     fact = {"other_objective": without.sizes["other_objective"]}
     assert replace(found, sizes={**found.sizes, **fact}) == without
     assert isinstance(plain.techniques[head].supports(context), house.Supported)
     chunks = house.Variant("chunked_cross_entropy", {"fused": False}).technique()
     alone = {"chunked_cross_entropy": chunks}
     grown, less = (
-        predict(plain.replaced(techniques=on), context).memory["logits"].bytes
+        make_ledger(plain.replaced(techniques=on), context).memory["logits"].bytes
         for on in ({**alone, "z_loss": ZLoss()}, alone)
     )
     assert grown > 1.5 * less

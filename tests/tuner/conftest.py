@@ -137,12 +137,12 @@ class Machine:
         return found
 
     def proposal(self, plan: Plan, predicted_s: float | None, fits: str = "yes") -> Any:
-        """A plan with its foresight."""
-        seen = SimpleNamespace(
-            step_s=predicted_s, peak_bytes=self.peak(plan), capacity_bytes=self.room_bytes,
-            fits=fits,
-        )  # fmt: skip
-        return SimpleNamespace(plan=plan, foresight=seen)
+        """A plan with its prediction."""
+        memory = SimpleNamespace(
+            peak_bytes=self.peak(plan), capacity_bytes=self.room_bytes, fits=fits
+        )
+        seen = SimpleNamespace(time=SimpleNamespace(step_s=predicted_s), memory=memory)
+        return SimpleNamespace(plan=plan, prediction=seen)
 
     def sources(
         self, whole: Sequence[Any], *, start_s: float | None = None, names: Sequence[str] = ()

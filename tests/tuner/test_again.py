@@ -144,9 +144,8 @@ def test_two_plans_share_a_process_where_both_fit(made: Callable[..., Any]) -> N
     run = made()
 
     def needs(peak_bytes: float) -> Any:
-        return SimpleNamespace(
-            foresight=SimpleNamespace(peak_bytes=peak_bytes, capacity_bytes=100.0)
-        )
+        memory = SimpleNamespace(peak_bytes=peak_bytes, capacity_bytes=100.0)
+        return SimpleNamespace(prediction=SimpleNamespace(memory=memory))
 
     assert run.together(needs(50.0), needs(40.0)) and not run.together(needs(50.0), needs(41.0))
 

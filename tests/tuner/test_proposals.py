@@ -114,7 +114,7 @@ def test_what_shares_a_word_with_what_was_cut_comes_last(made: Callable[..., Mad
     at.pool.late(ab)
     assert at.pool.cut == {B}
     assert at.order()[0] is ac
-    assert at.pool.take() is None and abc.foresight.step_s == 0.4
+    assert at.pool.take() is None and abc.prediction.time.step_s == 0.4
 
 
 def test_a_guess_counts_less_for_what_compiles_and_for_what_rounds(
@@ -150,7 +150,7 @@ def test_what_buys_memory_alone_is_left_out_where_there_is_plenty(
     made: Callable[..., Made], words: str, fits: str, waits: bool
 ) -> None:
     at = made()
-    at.pool.best.foresight.fits = fits  # type: ignore[misc]
+    at.pool.best.prediction.memory.fits = fits  # type: ignore[misc]
     one = at.proposal(words, 0.9)
     at.pool.add([one], whole=True)
     assert at.order() == [one] * waits
@@ -200,7 +200,7 @@ def ordered(plan: Plan, change: Change, machine: Any, every: list[str], step_s: 
     def candidate(words: str) -> Any:
         changes = tuple(words.split())
         made = machine.proposal(change(plan, *changes), None)
-        return SimpleNamespace(changes=changes, plan=made.plan, foresight=made.foresight)
+        return SimpleNamespace(changes=changes, plan=made.plan, prediction=made.prediction)
 
     start = machine.proposal(plan, None)
     found = sorted(map(candidate, every), key=lambda one: learning_order(start, one, step_s))

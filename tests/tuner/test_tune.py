@@ -221,7 +221,7 @@ def test_the_real_order_of_a_cpu_begins_with_a_needless_checkpoint(
     context = make_context(slow, choose_device(slow))
     found = proposals.sources("time", context, Rates.assumed("cpu"), catalogue())
     start, others = found.whole(slow)
-    assert start.foresight.step_s is None
+    assert start.prediction.time.step_s is None
     pool = Pool(slow, start, guess_s=found.guess_s)
     pool.add([*others, *found.single(slow)], whole=False)
     taken = []

@@ -16,7 +16,7 @@ from headrace.cli.app import catalogue
 from headrace.costs.machine import Machine as Rates
 from headrace.plan.plan import Plan
 from headrace.predict.candidates import Asking
-from headrace.predict.foresight import Foresight
+from headrace.predict.prediction import Prediction
 from headrace.predict.sweep import sweep
 from headrace.tuner import proposals, turns
 from headrace.tuner.judge import Rules
@@ -40,22 +40,22 @@ def H200(Machine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     class Foreseen(Machine):
         def __init__(self, start: Plan) -> None:
             super().__init__({}, room_bytes=139 * GIB, build_s=8.0)
-            self.compile_s, self.seen = {"torch_compile": 45.0}, dict[str, Foresight]()
+            self.compile_s, self.seen = {"torch_compile": 45.0}, dict[str, Prediction]()
             self.context = elsewhere(make_context(start, torch.device("cpu")), GPU)
             self.asking = Asking(start, self.context, Rates.assumed(GPU), catalogue())
             monkeypatch.setattr(turns, "time", SimpleNamespace(time=self.clock))
 
-        def foresee(self, plan: Plan) -> Foresight:
+        def predict(self, plan: Plan) -> Prediction:
             if (key := fingerprint(plan)) not in self.seen:
-                self.seen[key] = self.asking.answer(plan).foresight
+                self.seen[key] = self.asking.answer(plan).prediction
             return self.seen[key]
 
         def step_s(self, plan: Plan) -> float:
             off = sum(random.Random(name).gauss(0, OFF) for name in plan.techniques)
-            return (self.foresee(plan).step_s or 0.0) * (1 + off)
+            return (self.predict(plan).time.step_s or 0.0) * (1 + off)
 
         def peak(self, plan: Plan) -> float:
-            return self.foresee(plan).peak_bytes
+            return self.predict(plan).memory.peak_bytes
 
     return Foreseen
 

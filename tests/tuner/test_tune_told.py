@@ -95,7 +95,7 @@ def test_what_is_predicted_stands_in_the_unit_of_what_is_measured_beside_it(
     machine = Machine({FAST: 1.1, SLOW[0]: 1.5, SLOW[1]: 4.4},
                       bytes={FAST: 0.5, SLOW[0]: 0.6, SLOW[1]: 0.2})  # fmt: skip
     whole = [machine.proposal(change(plan, f"+{FAST}"), 1.25)]
-    whole[0].foresight.peak_bytes = 0.4e6
+    whole[0].prediction.memory.peak_bytes = 0.4e6
     sources = machine.sources(whole, start_s=1.0, names=SLOW)
     tuned = tune(plan, "memory", 60, sources, machine.measure, CUDA, clock=machine.clock)
     row = next(step for step in tuned.path if step.changes == (f"+{FAST}",))

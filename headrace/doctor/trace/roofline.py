@@ -26,7 +26,7 @@ import torch
 
 from headrace import probes
 from headrace.core.errors import UnsupportedError
-from headrace.costs.machine import ANCHOR_PRODUCT, Machine
+from headrace.costs.machine import ANCHOR_MATMUL, Machine
 from headrace.doctor.trace.file import Event, Operation
 from headrace.doctor.trace.kernels import FASTER, family_of
 from headrace.doctor.trace.limits import NEAR_ROOF, WELL
@@ -138,8 +138,8 @@ class Roof:
 
     def peak(self, precision: str) -> float:
         """Return the highest rate of matmuls, in FLOP/s."""
-        m, n, k = ANCHOR_PRODUCT
-        anchor = 2.0 * m * n * k / self.machine.product_s(precision, m, n, k)
+        m, n, k = ANCHOR_MATMUL
+        anchor = 2.0 * m * n * k / self.machine.matmul_s(precision, m, n, k)
         known = next(p for p in self.machine.products if p.precision == precision)
         return max(anchor, *(p.flops / p.seconds for p in known.points or ()), 0.0)
 
@@ -193,9 +193,9 @@ class Roof:
             precision = "tf32"
         count = prod(batch)
         flops = 2.0 * count * m * n * k
-        shape_s = self.machine.product_s(precision, m, n, k)
+        shape_s = self.machine.matmul_s(precision, m, n, k)
         if count > 1:  # as one product of more rows: many small ones fill the device together
-            shape_s = min(count * shape_s, self.machine.product_s(precision, count * m, n, k))
+            shape_s = min(count * shape_s, self.machine.matmul_s(precision, count * m, n, k))
         return flops, flops / self.peak(precision), shape_s
 
     def _attention(self, operation: Operation) -> tuple[float, float, float]:

@@ -21,7 +21,7 @@ from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.count import block_linears
 from headrace.costs.ledger import DERIVED, Ledger
-from headrace.costs.work import Phase, Work
+from headrace.costs.work import Phase, Stream
 from headrace.kernels.quantized_weight import QuantizedWeight, quantize, quantized_bytes
 from headrace.model.lora import (
     LoraLinear,
@@ -148,13 +148,12 @@ class Qlora(Technique[Build]):
         if (cast := work.pop("weight_cast/forward", None)) is not None:
             left = 1 - sum(chosen) / sum(every.values())
             if left > 0:
-                work["weight_cast/forward"] = replace(cast, bytes=left * cast.bytes)
+                work["weight_cast/forward"] = cast.with_bytes(lambda bytes: left * bytes)
         eager, kernels, fused = WHOLE[self.base]
         phases: tuple[Phase, ...] = ("forward", "backward")
         for phase in phases:
-            work[f"whole_weight/{phase}"] = Work(
+            work[f"whole_weight/{phase}"] = Stream(
                 phase,
-                "stream",
                 sizes["layers"],
                 eager * sum(chosen),
                 kernels * len(chosen),

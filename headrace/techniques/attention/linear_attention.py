@@ -38,7 +38,7 @@ from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import Remedy, mend
 from headrace.costs.chunk_work import chunk_flops, chunked
-from headrace.costs.count import FP32, held_in
+from headrace.costs.count import FP32, instants_of
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.kernels import fla, gated_delta, linear_attention
 from headrace.kernels.launches import since
@@ -282,7 +282,7 @@ class LinearAttention(Technique[Build]):
             ledger = ledger.with_line(name, replace(line, bytes=line.bytes + FP32 * copies * more))
         for layer in range(layers):
             for name, count in self._kept(sizes, f"{layer}/qk_norm" in ledger.memory)[0].items():
-                ledger = ledger.with_line(f"{layer}/{name}", Line(count, held_in(layer), layer))
+                ledger = ledger.with_line(f"{layer}/{name}", Line(count, instants_of(layer), layer))
         how = self.rule, self.kernels, self._chunks(sizes)[0]
         forward, backward = (layers * flops for flops in chunk_flops(sizes, *how))
         old = sizes["attention_flops"]

@@ -22,7 +22,7 @@ from pydantic import Field
 from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
-from headrace.costs.count import FP32, held_in
+from headrace.costs.count import FP32, instants_of
 from headrace.costs.decoder_work import capped
 from headrace.costs.ledger import Ledger, Line
 from headrace.model.attention import weights
@@ -104,7 +104,7 @@ class LogitSoftCap(Technique[Build]):
         ledger = replace(ledger, sizes={**sizes, "mask_copy": 0.0})
         for layer in range(int(sizes["layers"])) if sizes.get("scores", 1) else ():
             kept = self._kept(ledger, layer)
-            ledger = ledger.with_line(f"{layer}/scores", Line(kept, held_in(layer), layer))
+            ledger = ledger.with_line(f"{layer}/scores", Line(kept, instants_of(layer), layer))
         return ledger
 
     def _kept(self, ledger: Ledger, layer: int) -> float:

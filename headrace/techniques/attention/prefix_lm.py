@@ -29,7 +29,7 @@ from torch import Tensor
 from headrace.assemble.sockets import Build, Work
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
-from headrace.costs.count import held_in
+from headrace.costs.count import instants_of
 from headrace.costs.decoder_work import masked
 from headrace.costs.ledger import Ledger, Line
 from headrace.data.loader import Micro
@@ -125,7 +125,7 @@ class PrefixLm(Technique[Build]):
         sizes = ledger.sizes
         ledger = ledger.with_line("mask", Line(sizes["mask"], ("loss", "turn", "backward")))
         for layer in range(int(sizes["layers"])):
-            line = Line(sizes["mask_copy"], held_in(layer), layer)
+            line = Line(sizes["mask_copy"], instants_of(layer), layer)
             ledger = ledger.with_line(f"{layer}/mask_copy", line)
         # A prefix adds half of its square to half of the row's; the mean square is a third.
         return masked(ledger, 1.0, 1 + (self.tokens / sizes["length"]) ** 2 / 3, extra=LOOKED_UP)

@@ -30,9 +30,9 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import Remedy, mend
-from headrace.costs.count import FP32, held_in
+from headrace.costs.count import FP32, instants_of
 from headrace.costs.ledger import Ledger, Line, Matrix
-from headrace.costs.work import CUSTOM, Phase, Work
+from headrace.costs.work import CUSTOM, Matmul, Phase, Stream, Work
 from headrace.kernels.launches import since
 from headrace.model.attention import Shared
 from headrace.model.convolution import LAUNCH, CausalConvolution, libraries
@@ -203,7 +203,7 @@ class ShortConvolution(Technique[Build]):
             ledger = ledger.with_line(name, replace(line, bytes=line.bytes + FP32 * copies * more))
         for layer in chosen:
             for name, count in self._kept(sizes).items():
-                ledger = ledger.with_line(f"{layer}/{name}", Line(count, held_in(layer), layer))
+                ledger = ledger.with_line(f"{layer}/{name}", Line(count, instants_of(layer), layer))
             cast = ledger.memory.get(f"{layer}/weight_cast")
             if cast is not None:
                 count = cast.bytes + 2 * (4 * dim * dim - less + self.taps * dim)
@@ -240,7 +240,7 @@ class ShortConvolution(Technique[Build]):
         outs = {"mixer.qkv": 3 * dim, "mixer.out": dim}
         for name, piece in ledger.work.items():
             linear, _, what = name.partition("/")
-            if linear in outs and piece.kind == "product":
+            if linear in outs and isinstance(piece, Matmul):
                 outer = outs[linear]
                 shape = {
                     "result": (tokens, outer, dim),
@@ -252,15 +252,13 @@ class ShortConvolution(Technique[Build]):
                 more[name] = replace(piece, count=piece.count * left)
         stream = sizes["activation_bytes"] * tokens * dim
         for phase, (eager, kernels, fused) in GATES.items():
-            more[f"gates/{phase}"] = Work(
-                phase, "stream", chosen, eager * stream, kernels, fused * stream
-            )
+            more[f"gates/{phase}"] = Stream(phase, chosen, eager * stream, kernels, fused * stream)
         filters: Mapping[Phase, float] = {
             "forward": FILTERED * stream,
             "backward": CONVOLVED * tokens * dim,
         }
         for phase, bytes in filters.items():
-            more[f"convolution/{phase}"] = Work(phase, "stream", chosen, bytes, launch=CUSTOM)
+            more[f"convolution/{phase}"] = Stream(phase, chosen, bytes, launch=CUSTOM)
         return replace(ledger, work={**ledger.work, **more})
 
     def _kept(self, sizes: Mapping[str, float]) -> dict[str, float]:

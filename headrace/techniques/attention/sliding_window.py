@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.assemble.sockets import Build
 from headrace.core.remedy import mend
-from headrace.costs.count import held_in
+from headrace.costs.count import instants_of
 from headrace.costs.decoder_work import masked
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import TILE
@@ -110,7 +110,7 @@ class SlidingWindow(Technique[Build]):
             ledger = ledger.with_line("mask", line)
             for layer in range(int(sizes["layers"])):
                 if not spec.is_open(layer):
-                    copied = Line(sizes["mask_copy"] / sizes["rows"], held_in(layer), layer)
+                    copied = Line(sizes["mask_copy"] / sizes["rows"], instants_of(layer), layer)
                     ledger = ledger.with_line(f"{layer}/mask_copy", copied)
         masks = 2 if self.between else 1
         count, length = int(sizes["layers"]), int(sizes["length"])

@@ -22,7 +22,7 @@ from pydantic import Field
 from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
-from headrace.costs.count import held_in
+from headrace.costs.count import instants_of
 from headrace.costs.decoder_work import masked
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import TILE
@@ -127,7 +127,7 @@ class SparseAttention(Technique[Build]):
         line = Line(sizes["mask"] / sizes["rows"], ("loss", "turn", "backward"))
         ledger = ledger.with_line("mask", line)
         for layer in range(int(sizes["layers"])):
-            copied = Line(sizes["mask_copy"] / sizes["rows"], held_in(layer), layer)
+            copied = Line(sizes["mask_copy"] / sizes["rows"], instants_of(layer), layer)
             ledger = ledger.with_line(f"{layer}/mask_copy", copied)
         return ledger
 

@@ -29,6 +29,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger, Line
+from headrace.costs.work import HostWork
 from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import (
     Card,
@@ -123,7 +124,7 @@ class CudaGraphs(Technique[Build]):
         # What is compiled is recorded, and that is both passes.
         ledger = ledger.reworked(
             lambda _, piece: replace(
-                piece, recorded=piece.phase != "optimizer" and piece.kind != "host"
+                piece, recorded=piece.phase != "optimizer" and not isinstance(piece, HostWork)
             )
         )
         if ledger.sizes.get("micro_batches", 1) <= 1 or "gradients" not in ledger.memory:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
-from headrace.costs.count import held_in
+from headrace.costs.count import instants_of
 from headrace.costs.decoder_work import masked
 from headrace.costs.ledger import Ledger, Line
 from headrace.data.loader import Micro
@@ -56,7 +56,7 @@ class DocumentPacking(Technique[Build]):
         sizes = ledger.sizes
         ledger = ledger.with_line("mask", Line(sizes["mask"], ("loss", "turn", "backward")))
         for layer in range(int(sizes["layers"])):
-            line = Line(sizes["mask_copy"], held_in(layer), layer)
+            line = Line(sizes["mask_copy"], instants_of(layer), layer)
             ledger = ledger.with_line(f"{layer}/mask_copy", line)
         return masked(ledger, 1.0, None)
 

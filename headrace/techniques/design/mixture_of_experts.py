@@ -25,7 +25,7 @@ from headrace.core.errors import RefusalKind
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
 from headrace.core.strict import Wrong
-from headrace.costs.count import FP32, held_in
+from headrace.costs.count import FP32, instants_of
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.kernels.grouped_linear import OLDEST
 from headrace.model.moe import ExpertLayer
@@ -176,7 +176,7 @@ class MixtureOfExperts(Technique[Build]):
             kept["router"] += FP32 * tokens * dim  # the router's own copy of the input
         for layer in range(layers):
             for name, count in kept.items():
-                ledger = ledger.with_line(f"{layer}/{name}", Line(count, held_in(layer), layer))
+                ledger = ledger.with_line(f"{layer}/{name}", Line(count, instants_of(layer), layer))
         work = layers * (self.top_k * one + router - dense)
         ledger = ledger.with_flops("forward", 2 * work).with_flops("backward", 4 * work)
         facts = {

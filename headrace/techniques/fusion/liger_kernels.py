@@ -141,7 +141,9 @@ class LigerKernels(Technique[Build]):
         rows = NORM_ROW * sizes["tokens"]
         return ledger.reworked(
             lambda name, piece: (
-                replace(piece, bytes=max(piece.bytes, rows)) if name == "norms/backward" else piece
+                piece.with_bytes(lambda bytes: max(bytes, rows))
+                if name == "norms/backward"
+                else piece
             )
         )
 

@@ -25,7 +25,7 @@ from headrace.core.errors import RefusalKind
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger, Line
-from headrace.costs.work import Work
+from headrace.costs.work import Matmul, Stream, Work
 from headrace.kernels.autocast import compute_dtype
 from headrace.kernels.chunked_loss import chunked_loss, has_native, native_loss
 from headrace.kernels.cross_entropy_objective import kernel_arguments
@@ -248,16 +248,14 @@ class ChunkedCrossEntropy(Technique[Build]):
 
         def edit(name: str, piece: Work) -> Work | None:
             what, _, part = name.partition("/")
-            if what == "head":
+            if isinstance(piece, Matmul) and what == "head":
                 return replace(piece, phase="forward", count=chunks, sizes=matmuls[part])
             if what == "loss":
-                bytes, fused = piece.bytes / chunks, piece.fused
-                fused = None if fused is None else fused / chunks
-                return replace(piece, phase="forward", count=chunks, bytes=bytes, fused=fused)
+                return replace(piece.divided(chunks), phase="forward", count=chunks)
             return None if name == "head_cast/backward" else piece
 
         # Beyond what a matmul in half precision writes: the sum is read, and written in fp32.
-        added = Work("forward", "stream", chunks, ADDED * V * D)
+        added = Stream("forward", chunks, ADDED * V * D)
         ledger = ledger.reworked(edit)
         return replace(ledger, work={**ledger.work, "head/sum": added})
 

@@ -24,7 +24,7 @@ from pydantic import Field
 from headrace.assemble.sockets import Build
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
-from headrace.costs.work import Work
+from headrace.costs.work import Stream, Work
 from headrace.kernels.cross_entropy_objective import Smoothed
 from headrace.model.head import IGNORED
 from headrace.plan.technique import Card, Context, Doubt, Evidence, Stage, Supported, Technique
@@ -77,7 +77,9 @@ class LabelSmoothing(Technique[Build]):
 
         def edit(name: str, piece: Work) -> Work:
             what, _, part = name.partition("/")
-            if what != "loss" or part not in PASSES or piece.fused is None:
+            if what != "loss" or part not in PASSES or not isinstance(piece, Stream):
+                return piece
+            if piece.fused is None:
                 return piece
             bytes, kernels = PASSES[part]
             more = bytes * logits / piece.count

@@ -25,7 +25,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.remedy import mend
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger
-from headrace.costs.work import Work
+from headrace.costs.work import Stream, Work
 from headrace.kernels.cross_entropy_objective import WithZLoss
 from headrace.model.head import IGNORED
 from headrace.plan.symptoms import LoopChange
@@ -106,7 +106,7 @@ class ZLoss(Technique[Build]):
         sizes, more = ledger.sizes, dict[str, Work]()
         logits = sizes["tokens"] * sizes["vocab"] / sizes.get("tensor_ranks", 1)
         for part, (bytes, kernels) in PASSES.items():
-            if (loss := ledger.work.get(f"loss/{part}")) is not None:
+            if isinstance(loss := ledger.work.get(f"loss/{part}"), Stream):
                 one = logits / loss.count
                 piece = replace(
                     loss, bytes=bytes * one, kernels=kernels, fused=sizes["activation_bytes"] * one

@@ -27,7 +27,7 @@ from headrace.core.remedy import mend
 from headrace.core.units import divisors
 from headrace.costs.count import block_linears
 from headrace.costs.ledger import Ledger
-from headrace.costs.work import Work
+from headrace.costs.work import Stream, Work
 from headrace.kernels.blockwise_8bit import (
     BLOCK,
     SLICE_NUMBERS,
@@ -230,7 +230,7 @@ class Adamw8bit(Technique[Build]):
 
     def _reworked(self, name: str, piece: Work) -> Work:
         """Price the update by its compiled kernel; the uncompiled one was never measured."""
-        if name != "update/optimizer":
+        if name != "update/optimizer" or not isinstance(piece, Stream):
             return piece
         why = "" if self.compiled is not False else "adamw_8bit uncompiled was never timed"
         return replace(piece.whole(piece.bytes / 28 * SEARCHED), unknown=why)

@@ -36,7 +36,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.remedy import mend
 from headrace.costs.count import holds_casts
 from headrace.costs.ledger import Ledger, Line
-from headrace.costs.work import Work
+from headrace.costs.work import Matmul, Phase, Stream, Work
 from headrace.plan.technique import (
     Card,
     Context,
@@ -135,9 +135,10 @@ class ChunkedMLP(Technique[Build]):
         sizes, size = ledger.sizes, ledger.sizes["activation_bytes"]
         piece_tokens = int(min(sizes["tokens"], self.chunk_tokens))
         pieces, layers = sizes["tokens"] / piece_tokens, sizes["layers"]
-        around, more = 2 * size * sizes["tokens"] * sizes["dim"], {}
-        for phase in ("forward", "backward"):
-            more[f"mlp_pieces/{phase}"] = Work(phase, "stream", layers, around, fused=around)
+        around, more = 2 * size * sizes["tokens"] * sizes["dim"], dict[str, Work]()
+        phases: tuple[Phase, ...] = ("forward", "backward")
+        for phase in phases:
+            more[f"mlp_pieces/{phase}"] = Stream(phase, layers, around, fused=around)
         for name, piece in ledger.work.items():
             linear, _, what = name.partition("/")
             if linear in (first, "mlp.down"):
@@ -148,6 +149,7 @@ class ChunkedMLP(Technique[Build]):
                     "input": (piece_tokens, *ends),
                     "weight": (ends[1], ends[0], piece_tokens),
                 }
+                assert isinstance(piece, Matmul)
                 more[name] = replace(piece, count=piece.count * pieces, sizes=shapes[what])
                 if name == f"{first}/result":
                     more[f"{first}/again"] = replace(more[name], phase="recompute")
@@ -160,8 +162,8 @@ class ChunkedMLP(Technique[Build]):
                         more[name], more[f"{linear}/earlier"] = last, earlier
                 if what == "weight" and pieces > 1:
                     added = 3 * size * inner * outer
-                    more[f"{linear}/sum"] = Work(
-                        "backward", "stream", layers * (pieces - 1), added, fused=added
+                    more[f"{linear}/sum"] = Stream(
+                        "backward", layers * (pieces - 1), added, fused=added
                     )
             elif name == "activation/forward":
                 more["activation/again"] = replace(piece, phase="recompute")

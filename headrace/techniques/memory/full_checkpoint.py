@@ -108,7 +108,7 @@ class FullCheckpoint(Technique[Build]):
             ledger.without(drop)
             .with_line("recompute", one)
             .with_host("full_checkpoint/blocks", part * sizes["layers"], RERUN)
-            .again(
+            .recompute(
                 lambda piece: {"mlp.down/result": 0.0, LAST: 0.0, "residual_out/forward": 0.0}.get(
                     piece, 0.0 if piece.endswith("/last") else part
                 )

@@ -26,7 +26,7 @@ from torch import Tensor
 from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
-from headrace.costs.count import trunk_ledger
+from headrace.costs.count import baseline_ledger
 from headrace.costs.ledger import Ledger, Line
 from headrace.plan.technique import (
     Card,
@@ -123,7 +123,7 @@ class MemoryBudget(Technique[Build]):
                 return 0.0
             return rerun_share.get(name, 0.0) if name == "attention" or "." in name else 1.0
 
-        ledger = ledger.again(share).with_flops("recompute", recomputed)
+        ledger = ledger.recompute(share).with_flops("recompute", recomputed)
         # The loss is a graph of its own, whose largest result are the logits.
         head = ("head/result", "loss/forward") if sizes.get("compiled_loss") else ()
         more = {
@@ -245,7 +245,7 @@ def _nodes(root: Any) -> Iterator[Any]:
 def _eager_bytes(build: Build) -> float:
     """Return what the plain baseline keeps of a micro-batch uncompiled, by its ledger."""
     plan = build.plan
-    ledger = trunk_ledger(
+    ledger = baseline_ledger(
         build.config,
         rows=plan.micro_rows,
         length=plan.data.sequence_length,

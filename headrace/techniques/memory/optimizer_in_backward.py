@@ -25,6 +25,7 @@ from headrace.assemble.sockets import Build, Pass, Route
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger, Line
+from headrace.costs.work import Stream
 from headrace.optim.adamw import make_adamw
 from headrace.parallel.layout import local_of
 from headrace.plan.plan import OptimizerConfig
@@ -152,7 +153,11 @@ class OptimizerInBackward(Technique[Build]):
         ledger = replace(ledger, memory={**ledger.memory, **lines})
         return ledger.without(["head_weight_gradient"]).reworked(
             # Squares of each gradient are added up when it comes; none is scaled.
-            lambda name, piece: piece.whole(piece.bytes / 3) if name == "clip/optimizer" else piece
+            lambda name, piece: (
+                piece.whole(piece.bytes / 3)
+                if name == "clip/optimizer" and isinstance(piece, Stream)
+                else piece
+            )
         )
 
     def apply(self, build: Build) -> None:

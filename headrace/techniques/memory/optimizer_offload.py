@@ -29,7 +29,7 @@ from headrace.assemble.sockets import Build, Route
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.ledger import DERIVED, Ledger
-from headrace.costs.work import Work
+from headrace.costs.work import HostCopy, Stream
 from headrace.optim.adamw import make_adamw
 from headrace.parallel.layout import local_of
 from headrace.plan.plan import OptimizerConfig
@@ -286,10 +286,10 @@ class OptimizerOffload(Technique[Build]):
         """
         alone = 2 * min(self.chunk_mib * 2**20, FP32 * numbers)
         work = dict(ledger.work)
-        work["update/host"] = Work(
-            "optimizer", "host link", 1, HOSTED * numbers + alone, launch=LAUNCHED * numbers
+        work["update/host"] = HostCopy(
+            "optimizer", 1, HOSTED * numbers + alone, launch=LAUNCHED * numbers
         )
-        if (piece := work.pop("update/optimizer", None)) is not None:
+        if isinstance(piece := work.pop("update/optimizer", None), Stream):
             left = piece.bytes - 7 * FP32 * numbers
             if left > 1:  # others' on the device
                 work["update/optimizer"] = replace(piece, bytes=left)

@@ -225,7 +225,7 @@ class SelectiveCheckpoint(Technique[Build]):
             ledger = ledger.with_line(f"{layer}/residual", replace(line, bytes=entered))
             for name in sorted({"out", "down"} & kept):  # products that the residual adds up
                 ledger = ledger.with_line(f"{layer}/{name}", replace(line, bytes=added))
-        ledger = ledger.again(partial(self._rerun_share, ledger.sizes, chosen, len(layers)))
+        ledger = ledger.recompute(partial(self._rerun_share, ledger.sizes, chosen, len(layers)))
         one = dropped / max(1, len(chosen))
         ledger = ledger.with_line("recompute", Line(one, ("turn", "backward")))
         blocks = ledger.sizes["layers"] * len(chosen) / max(1, len(layers))  # not copies in flight

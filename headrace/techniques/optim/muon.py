@@ -23,7 +23,7 @@ from headrace.assemble.sockets import Build, Route
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.ledger import DERIVED, Ledger
-from headrace.costs.work import Work, collective
+from headrace.costs.work import Matmul, Stream, Work, collective
 from headrace.kernels.orthogonalize import STEPS, orthogonalize
 from headrace.model.fusion import Fusion, fusions
 from headrace.parallel.layout import local_of
@@ -269,7 +269,7 @@ def _worked(ledger: Ledger, mine: float) -> Ledger:
     if not taken:
         return ledger
     parts = sum(batches.values()) - count
-    more = {
+    more: dict[str, Work] = {
         "momentum": _stream(1, MOMENTUM[0] * mine, MOMENTUM[1] * count),
         "written": _stream(1, WRITTEN[0] * mine, WRITTEN[1] * count),
     }
@@ -290,12 +290,11 @@ def _worked(ledger: Ledger, mine: float) -> Ledger:
             ("product", long, narrow),
         ):
             shapes = (many * narrow, columns, terms)
-            more[f"{name}/{what}"] = Work(
+            more[f"{name}/{what}"] = Matmul(
                 "optimizer",
-                "product",
                 STEPS,
-                sizes=shapes,
-                precision="bf16" if sizes["on_gpu"] else "fp32",
+                shapes,
+                "bf16" if sizes["on_gpu"] else "fp32",
             )
     if sizes.get("slices", 1.0) > 1:
         whole = FP32 * sum(prod(m.shape) for m in taken.values())
@@ -304,15 +303,15 @@ def _worked(ledger: Ledger, mine: float) -> Ledger:
         why = "what ranks send each other of the matrices that muon takes whole was not counted"
         more = {name: replace(piece, unknown=why) for name, piece in more.items()}
     work = {**ledger.work, **{f"update/muon_{name}": piece for name, piece in more.items()}}
-    if (left := work.get("update/optimizer")) is not None:
+    if isinstance(left := work.get("update/optimizer"), Stream):
         rest = max(0.0, left.bytes - 7 * FP32 * mine)
         work["update/optimizer"] = replace(left, bytes=rest)
     return replace(ledger, work=work, sizes={**sizes, DERIVED: 1.0})
 
 
-def _stream(count: float, bytes: float, kernels: float) -> Work:
+def _stream(count: float, bytes: float, kernels: float) -> Stream:
     """Return a stream of the update."""
-    return Work("optimizer", "stream", count, bytes, kernels)
+    return Stream("optimizer", count, bytes, kernels)
 
 
 def _pieces(name: str, shape: tuple[int, ...], sizes: Mapping[str, float]) -> list[tuple[int, ...]]:

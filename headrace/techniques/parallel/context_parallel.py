@@ -30,7 +30,7 @@ from headrace.core.remedy import Remedy, mend
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.links import COMMUNICATORS
-from headrace.costs.work import Phase, collective
+from headrace.costs.work import Attention, Matmul, Phase, Stream, collective
 from headrace.costs.work import Work as Piece
 from headrace.model.mask import MaskSpec, Rows
 from headrace.parallel.ring import Ring, RingMask, ring_attention
@@ -203,19 +203,19 @@ class ContextParallel(Technique[Build]):
 def _part(name: str, piece: Piece, sizes: Mapping[str, float]) -> Piece:
     """Cut a piece of whole rows to a rank's tokens of them."""
     left, what = 1 / sizes["context_ranks"], name.partition("/")[0]
-    if piece.kind == "product":
+    if isinstance(piece, Matmul):
         place = 2 if name.endswith("/weight") else 0
         ends = list(piece.sizes)
         ends[place] = min(ends[place], int(sizes["tokens"] * left))  # fewer chunks, if it was one
         count = piece.count * left * piece.sizes[place] / ends[place]
         return replace(piece, count=count, sizes=tuple(ends))
-    if piece.kind == "attention":
+    if isinstance(piece, Attention):
         rows, heads, kv_heads, length, features = piece.sizes
         part = (rows, heads, kv_heads, int(length * left), features)
         return replace(piece, sizes=part, reach=int(sizes["context_ranks"]))
     if name == "head/sum":  # of the output matrix's gradient, once a chunk
         return replace(piece, count=max(1.0, piece.count * left))
-    if piece.kind != "stream" or what in WEIGHT_WORK:
+    if not isinstance(piece, Stream) or what in WEIGHT_WORK:
         return piece
     table = FP32 * sizes["embedding"] if name == "embedding/backward" else 0.0
     fused = None if piece.fused is None else piece.fused * left
@@ -235,12 +235,12 @@ def _round(work: Mapping[str, Piece], sizes: Mapping[str, float]) -> dict[str, P
         "forward": MERGED * queries * blocks,
         "backward": ADDED * (queries + numbers) * blocks,
     }
-    pieces = {
-        f"attention/joined_{phase}": Piece(phase, "stream", layers, bytes, 2 * (1 + others))
+    pieces: dict[str, Piece] = {
+        f"attention/joined_{phase}": Stream(phase, layers, bytes, 2 * (1 + others))
         for phase, bytes in joined.items()
     }
     for name, piece in work.items():
-        if piece.kind == "attention":
+        if isinstance(piece, Attention):
             pieces[f"{name}/others"] = replace(piece, count=piece.count * others / 2, causal=False)
     keys, gradients = sizes["activation_bytes"] * numbers, FP32 * numbers
     sends: dict[str, tuple[Phase, float, float]] = {

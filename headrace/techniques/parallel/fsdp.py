@@ -26,7 +26,7 @@ from headrace.core.remedy import mend
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Instant, Ledger, Line
 from headrace.costs.links import Operation
-from headrace.costs.work import Beside, Phase, Work, collective
+from headrace.costs.work import Beside, Phase, Stream, Work, collective
 from headrace.parallel.layout import is_dtensor
 from headrace.plan.technique import (
     Card,
@@ -148,7 +148,7 @@ class Fsdp(Technique[Build]):
             what = name.partition("/")[0]
             if piece.phase == "optimizer" and what != "count":
                 if name not in SUMMED:
-                    yield name, replace(piece, bytes=piece.bytes / sizes["shard_ranks"])
+                    yield name, piece.with_bytes(lambda bytes: bytes / sizes["shard_ranks"])
             elif not (narrow and what in CASTS):
                 yield name, piece
         layers, (blocks, outside) = max(1.0, sizes["layers"]), self._gathered(ledger)
@@ -173,7 +173,7 @@ class Fsdp(Technique[Build]):
                 )
                 # Gathered weights are copied out of one buffer, gradients into one.
                 copies = count / (sizes["micro_batches"] if once else 1)
-                yield f"shards/{name}_copy", Work(phase, "stream", copies, 2 * each)
+                yield f"shards/{name}_copy", Stream(phase, copies, 2 * each)
 
     def _gathered(self, ledger: Ledger) -> tuple[float, float]:
         """Return the bytes of all blocks when they are gathered, and of what is outside."""

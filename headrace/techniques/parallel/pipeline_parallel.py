@@ -26,7 +26,7 @@ from headrace.assemble.sockets import Build, Work, auxiliary_loss
 from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.remedy import mend
 from headrace.core.units import divisors
-from headrace.costs.count import FP32, held_in
+from headrace.costs.count import FP32, instants_of
 from headrace.costs.decoder_work import LEARNED
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.costs.links import COMMUNICATORS
@@ -144,7 +144,7 @@ class PipelineParallel(Technique[Build]):
         ]
         for copy in range(-(-here * visits // self.chunks)):
             # A micro-batch in flight is as many blocks more, held while another goes backward.
-            instants = held_in(copy) if copy < here else ("loss", "turn", "backward")
+            instants = instants_of(copy) if copy < here else ("loss", "turn", "backward")
             for name, line in blocks[copy % here].items():
                 memory[f"{copy}/{name}"] = Line(line.bytes, instants, copy)
         matrices = self._matrices(ledger, mine, first=rank == 0, last=last)
@@ -176,7 +176,7 @@ class PipelineParallel(Technique[Build]):
         """
         stream = sizes["residual"] * sizes["stream_bytes"] / sizes["activation_bytes"]
         ahead, back = self.chunks - (rank == ranks - 1), self.chunks - (rank == 0)
-        sends = {
+        sends: dict[str, Piece] = {
             "border/forward": collective(sizes, AXIS, "forward", "send", stream, ahead),
             "border/backward": collective(sizes, AXIS, "backward", "send", stream, back),
         }
@@ -255,14 +255,14 @@ class _Stage:
         if name.startswith(("head", "loss")):
             return piece if self.last else None
         if name.startswith(LEARNED):
-            return replace(piece, bytes=piece.bytes * self.learned) if self.learned else None
+            return piece.with_bytes(lambda bytes: bytes * self.learned) if self.learned else None
         if name.startswith("count/"):
             return piece
         share = self.here / self.layers
         if name.startswith("norms/"):
             share = (2 * self.here + self.last) / (2 * self.layers + 1)
         if piece.phase == "optimizer":
-            return replace(piece, bytes=piece.bytes * share)
+            return piece.with_bytes(lambda bytes: bytes * share)
         return replace(piece, count=piece.count * share)
 
 

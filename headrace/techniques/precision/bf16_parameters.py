@@ -30,7 +30,7 @@ from headrace.assemble.sockets import Build, Route
 from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
-from headrace.costs.work import CUSTOM_COMPILED, Work
+from headrace.costs.work import CUSTOM_COMPILED, Stream, Work
 from headrace.kernels.adamw import KERNEL, Noise, Update, adamw_, biases
 from headrace.kernels.bf16_weight import joined, keys_at, keys_of, places, round_with_noise_, split_
 from headrace.kernels.launches import COUNTS
@@ -384,6 +384,8 @@ def _reworked(name: str, piece: Work, adds_up: bool, master: bool) -> Work | Non
         return None
     if name in ("weight_cast/backward", "head_cast/backward") and not adds_up:
         return None
+    if not isinstance(piece, Stream):
+        return piece
     if name == "clip/optimizer":  # the norm alone, in bf16 as slow; the update multiplies
         return piece.whole(piece.bytes / 3)
     if name == "update/optimizer":  # of 28 bytes a number: weight, gradient, moments and the rest

@@ -32,7 +32,7 @@ from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.count import holds_casts
 from headrace.costs.ledger import Ledger
-from headrace.costs.work import Phase, Work
+from headrace.costs.work import Matmul, Phase, Stream
 from headrace.plan.technique import (
     Card,
     Context,
@@ -151,9 +151,8 @@ class Float8Linear(Technique[Build]):
             for phase, each in passes.items():
                 moved = each * (tokens * inner + inner * outer)
                 moved += (READ + 2 * CAST) * tokens * outer if phase == "backward" else 0.0
-                casts[f"{name}/casts_{phase}"] = Work(
+                casts[f"{name}/casts_{phase}"] = Stream(
                     phase,
-                    "stream",
                     layers,
                     moved,
                     fused=TURNED * moved if whole else None,
@@ -162,7 +161,7 @@ class Float8Linear(Technique[Build]):
         ledger = ledger.reworked(
             lambda name, piece: (
                 replace(piece, precision="fp8")
-                if name.partition("/")[0] in fits and piece.kind == "product"
+                if name.partition("/")[0] in fits and isinstance(piece, Matmul)
                 else piece
             )
         )

@@ -23,6 +23,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
+from headrace.costs.work import Attention, Matmul
 from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import (
     Card,
@@ -101,7 +102,11 @@ class Tf32(Technique[Build]):
     def predict(self, ledger: Ledger) -> Ledger:
         """Price matmuls of fp32 numbers at TF32's rate; memory stays."""
         return ledger.reworked(
-            lambda _, w: replace(w, precision="tf32") if w.precision == "fp32" else w
+            lambda _, piece: (
+                replace(piece, precision="tf32")
+                if isinstance(piece, Matmul | Attention) and piece.precision == "fp32"
+                else piece
+            )
         )
 
     def apply(self, build: Build) -> None:

@@ -9,27 +9,27 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import foresight
+import foresight as planner
 import parts
 import pytest
 import residuals
 import torch
 from scoring import compute
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.app import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.allocator import MIB, Allocator, OutOfMemory
 from headrace.costs.machine import Machine
 from headrace.costs.reserved import RESTS, reserve, workspace_bytes
-from headrace.costs.work import step_time
+from headrace.costs.step import step_time
 from headrace.plan.plan import Plan
-from headrace.predict.foresight import FEW, TIGHT, foresee, told
 from headrace.predict.intervals import STEP
+from headrace.predict.page import format_prediction
+from headrace.predict.prediction import FEW, TIGHT, MemoryPrediction, predict
 
 ROOT = Path(__file__).parents[2]
-
 H200 = Machine.assumed("NVIDIA H200")
 WORKSPACE = workspace_bytes((9, 0))
 
@@ -104,7 +104,7 @@ def test_what_is_free_goes_back_before_memory_is_out() -> None:
 @pytest.mark.parametrize("changes", [(), ("torch_compile",), ("bf16_parameters",)])
 def test_a_replay_holds_what_the_ledger_says_and_little_more(changes: tuple[str, ...]) -> None:
     plan, context = on_h200("1b", without=list(changes))
-    ledger = predict(plan, context)
+    ledger = make_ledger(plan, context)
     free = reserve(ledger, capacity=math.inf, workspace=WORKSPACE)
     peak = ledger.peak()[1] + WORKSPACE
     assert free.allocated == pytest.approx(peak, rel=0.002)
@@ -131,16 +131,16 @@ def test_what_ran_fits_and_what_ran_out_of_memory_does_not(receipts: list[Any]) 
     assert len(full) >= 4
     for row in full:
         plan = residuals.plan_of(row)
-        assert foresee(plan, residuals.on_device(plan), H200).fits == "no", row["technique"]
+        assert predict(plan, residuals.on_device(plan), H200).memory.fits == "no", row["technique"]
 
 
 def test_segments_that_grow_reserve_less() -> None:
     (plan, context), (grows, there) = on_h200("1b"), on_h200("1b", with_=["expandable_segments"])
-    plain, less = foresee(plan, context, H200), foresee(grows, there, H200)
-    assert plain.reserved_bytes and less.reserved_bytes
-    rests = [seen.owners[RESTS] for seen in (plain, less)]
-    assert less.peak_bytes - rests[1] == pytest.approx(plain.peak_bytes - rests[0])
-    assert less.peak_bytes < less.reserved_bytes < 0.99 * plain.reserved_bytes
+    plain, less = predict(plan, context, H200), predict(grows, there, H200)
+    assert plain.memory.reserved_bytes and less.memory.reserved_bytes
+    rests = [seen.memory.owners[RESTS] for seen in (plain, less)]
+    assert less.memory.peak_bytes - rests[1] == pytest.approx(plain.memory.peak_bytes - rests[0])
+    assert less.memory.peak_bytes < less.memory.reserved_bytes < 0.99 * plain.memory.reserved_bytes
 
 
 def test_a_run_in_its_own_process_holds_the_libraries_workspaces(receipts: list[Any]) -> None:
@@ -151,34 +151,39 @@ def test_a_run_in_its_own_process_holds_the_libraries_workspaces(receipts: list[
 
 def test_nothing_is_said_to_fit_above_93_percent() -> None:
     plan, context = on_h200("1b")
-    found = foresee(plan, context, H200)
-    assert found.reserved_bytes and found.fits == "yes"
-    assert found.peak_bytes < found.reserved_bytes < 1.05 * found.peak_bytes
-    assert found.instants[found.peak_at] == found.peak_bytes == max(found.instants.values())
-    assert found.instants["forward"] < found.instants["loss"]
-    assert sum(found.owners.values()) == pytest.approx(found.peak_bytes)
+    found = predict(plan, context, H200)
+    assert found.memory.reserved_bytes and found.memory.fits == "yes"
+    assert found.memory.peak_bytes < found.memory.reserved_bytes < 1.05 * found.memory.peak_bytes
+    assert (
+        found.memory.instants[found.memory.peak_at]
+        == found.memory.peak_bytes
+        == max(found.memory.instants.values())
+    )
+    assert found.memory.instants["forward"] < found.memory.instants["loss"]
+    assert sum(found.memory.owners.values()) == pytest.approx(found.memory.peak_bytes)
 
-    def on(capacity: float) -> Any:
-        return foresee(plan, context, replace(
-            H200, memory_bytes=int(capacity) + H200.context_bytes
-        ))  # fmt: skip
+    def on(capacity: float) -> MemoryPrediction:
+        machine = replace(H200, memory_bytes=int(capacity) + H200.context_bytes)
+        return predict(plan, context, machine).memory
 
-    assert on(1.01 * found.reserved_bytes / TIGHT).fits == "yes"
-    assert on(0.99 * found.peak_bytes / TIGHT).fits == "tight"
-    near = on(1.001 * found.peak_bytes)
-    assert near.fits == "tight" and near.reserved_bytes <= near.capacity_bytes
-    assert on(0.99 * found.peak_bytes).fits == "no"
-    assert "torch's allocator would reserve " in told(plan, found)
+    assert on(1.01 * found.memory.reserved_bytes / TIGHT).fits == "yes"
+    assert on(0.99 * found.memory.peak_bytes / TIGHT).fits == "tight"
+    near = on(1.001 * found.memory.peak_bytes)
+    assert (
+        near.fits == "tight" and near.reserved_bytes and near.reserved_bytes <= near.capacity_bytes
+    )
+    assert on(0.99 * found.memory.peak_bytes).fits == "no"
+    assert "torch's allocator would reserve " in format_prediction(plan, found)
 
 
 def test_scores_that_no_kernel_spares_do_not_fit() -> None:
     fp32 = ("model.precision=fp32", "batch.micro_sequences=4")
     names = [*on_h200("1b")[0].techniques]
     plan, context = on_h200("1b", *fp32, without=names)
-    assert predict(plan, context).peak()[1] < 100 * 2**30
-    assert foresee(plan, context, H200).fits == "no"  # it ran out of memory
+    assert make_ledger(plan, context).peak()[1] < 100 * 2**30
+    assert predict(plan, context, H200).memory.fits == "no"  # it ran out of memory
     plan, context = on_h200("1b", *fp32, "model.kv_heads=32", without=names)
-    assert foresee(plan, context, H200).fits == "yes"
+    assert predict(plan, context, H200).memory.fits == "yes"
 
 
 # --- intervals -------------------------------------------------------------------------------
@@ -215,9 +220,9 @@ def test_steps_in_fp32_are_foreseen_and_claim_no_interval() -> None:
         )
         rate, ratio = (row["metrics"][m]["value"] for m in ("tokens_per_s", "speed_ratio"))
         for plan, measured in ((fast, rate), (slow, rate / ratio)):
-            seen = foresee(plan, residuals.on_device(plan), H200)
-            assert seen.tokens_per_s == pytest.approx(measured, rel=0.04)
-            assert "fp32" in seen.no_interval and not seen.between
+            seen = predict(plan, residuals.on_device(plan), H200)
+            assert seen.time.tokens_per_s == pytest.approx(measured, rel=0.04)
+            assert "fp32" in seen.time.no_interval and seen.time.step_between is None
 
 
 @pytest.mark.parametrize(
@@ -234,16 +239,19 @@ def test_steps_that_few_rows_tell_are_foreseen_and_claim_no_interval(
     for row in rows:
         plan = residuals.plan_of(row)
         context = residuals.on_device(plan)
-        ledger = predict(plan, context)
+        ledger = make_ledger(plan, context)
         foreseen = step_time(ledger.work, H200, ledger.sizes["micro_batches"]).step_s
         measured = plan.batch.tokens / row["metrics"]["tokens_per_s"]["value"]
         assert foreseen == pytest.approx(measured, rel=off), row["knobs"]
         try:
-            seen = foresee(plan, context, H200)
+            seen = predict(plan, context, H200)
         except UnsupportedError:  # a package that is not installed here
             continue
-        assert seen.step_s == foreseen and (seen.no_interval, seen.between) == (FEW, {})
-        assert "no interval: too few steps" in told(plan, seen)
+        assert seen.time.step_s == foreseen and (seen.time.no_interval, seen.time.step_between) == (
+            FEW,
+            None,
+        )
+        assert "no interval: too few steps" in format_prediction(plan, seen)
 
 
 def test_an_update_that_most_of_launches_is_foreseen() -> None:
@@ -251,24 +259,24 @@ def test_an_update_that_most_of_launches_is_foreseen() -> None:
     (row,) = (r for r in rows if r["rows"] == 32 and "muon" in r["techniques"])
     words = ["goal.steps=500", "batch.tokens=32768", "model.vocab=16384"]
     plan, context = on_h200("novels", *words, with_=["muon"])
-    seen, plain = (foresee(p, context, H200) for p in (plan, on_h200("novels", *words)[0]))
+    seen, plain = (predict(p, context, H200) for p in (plan, on_h200("novels", *words)[0]))
     measured = plan.batch.tokens / row["metrics"]["tokens_per_s"]["value"]
-    assert seen.step_s == pytest.approx(measured, rel=0.05) and seen.no_interval == FEW
-    assert seen.host_s > 1.7 * plain.host_s and not plain.no_interval
+    assert seen.time.step_s == pytest.approx(measured, rel=0.05) and seen.time.no_interval == FEW
+    assert seen.time.host_s > 1.7 * plain.time.host_s and not plain.time.no_interval
 
 
 def test_attention_that_was_not_timed_in_fp32_is_not_foreseen() -> None:
     wide = ("-bf16_parameters", "-cudnn_attention", "+flex_attention", "model.precision=fp32")
     plan = residuals._changed("160m", wide)
-    seen = foresee(plan, residuals.on_device(plan), H200)
-    assert seen.step_s is None and "flex attention was not timed in fp32" in seen.unknown
+    seen = predict(plan, residuals.on_device(plan), H200)
+    assert seen.time.step_s is None and "flex attention was not timed in fp32" in seen.time.unknown
 
 
 # --- the held-out experiment -----------------------------------------------------------------
 
 
 def test_the_list_is_what_was_asked_for() -> None:
-    every = list(foresight.configurations())
+    every = list(planner.configurations())
     assert len({one.id for one in every}) == len(every) > 200
     choices: dict[str, list[Any]] = {}
     for one in every:
@@ -327,36 +335,36 @@ def test_predictions_then_outcomes_then_picks(
         told = ["foresight.py", *words, "--list", f"{tmp_path / 'list.toml'}"]
         folders = ["--results", str(tmp_path), "--missing", str(tmp_path), "--here"]
         monkeypatch.setattr(sys, "argv", [*told, *folders])
-        foresight.main()
+        planner.main()
 
     def steady(*given: Any, **how: Any) -> Any:  # a CPU's own pace is no matter of this
         found = take(*given, **how)
         return replace(found, seconds=[0.012 for _ in found.seconds])
 
-    take = foresight.fresh_steps
-    monkeypatch.setattr(foresight, "fresh_steps", steady)
-    monkeypatch.setattr(foresight, "WARM", 1)
-    monkeypatch.setattr(foresight, "TIMED", 1)
+    take = planner.fresh_steps
+    monkeypatch.setattr(planner, "fresh_steps", steady)
+    monkeypatch.setattr(planner, "WARM", 1)
+    monkeypatch.setattr(planner, "TIMED", 1)
     go("predict")
     go("predict")
-    rows = foresight.known(tmp_path)
+    rows = planner.known(tmp_path)
     assert [row["kind"] for row in rows] == ["prediction"] * 4
     assert {row["says"] for row in rows} == {"yes"} and not any(row["risky"] for row in rows)
     assert [row["step_s"] is None for row in rows] == [False, False, True, True]
     go("picks")
     assert not (tmp_path / "picks.jsonl").exists()
     go("measure", "--part", "2/2")
-    assert len(foresight.known(tmp_path)) == 4  # its only choice falls to the first
+    assert len(planner.known(tmp_path)) == 4  # its only choice falls to the first
     go("measure", "--part", "1/2", "--first")
     go("predict", "--calibrated")
     first, told = [
-        r for r in foresight.known(tmp_path) if r["kind"] == "outcome" or r["tier"] != "no_gpu"
+        r for r in planner.known(tmp_path) if r["kind"] == "outcome" or r["tier"] != "no_gpu"
     ]
     assert (first["id"], told["id"]) == ("tiny-16x4/recipe", "tiny-16x4/full")
-    assert (first["timed"], told["tier"]) == (foresight.ENOUGH, "after_20_steps")
+    assert (first["timed"], told["tier"]) == (planner.ENOUGH, "after_20_steps")
     assert told["calibrated_by"] == "tiny"
     go("measure")
-    outcomes = [row for row in foresight.known(tmp_path) if row["kind"] == "outcome"]
+    outcomes = [row for row in planner.known(tmp_path) if row["kind"] == "outcome"]
     assert [row["id"] for row in outcomes] == ["tiny-16x4/recipe", "tiny-16x4/full"]
     assert all(row["step_s"] and row["fits"] for row in outcomes)
     go("picks")

@@ -16,16 +16,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.assemble.build import predict, predict_each
+from headrace.assemble.build import make_ledger, make_ledgers
 from headrace.assemble.context import check_supported, precision_of
 from headrace.core.command import again_without
 from headrace.core.errors import UnsupportedError
-from headrace.core.units import format_bytes, format_count, format_seconds
+from headrace.costs.constants import number
 from headrace.costs.host import UNPROBED
-from headrace.costs.ledger import DERIVED, WORDS, Ledger
+from headrace.costs.ledger import DERIVED, Ledger
 from headrace.costs.machine import Machine
-from headrace.costs.reserved import Footprint, as_held
-from headrace.costs.work import StepTime
+from headrace.costs.reserved import Footprint, make_footprint
+from headrace.costs.step import StepTime
 from headrace.inference.load import read_recorded_plan, resolve_run
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context
@@ -39,12 +39,12 @@ from headrace.predict.intervals import (
     Between,
     Tier,
     Widening,
+    step_between,
     widening,
     workload,
 )
 
-TIGHT = 0.93
-"""Of the memory that is left beside the driver's: above it, pieces that nothing fits may decide."""
+TIGHT = number("tight_share")
 KINDS = {"product": "matrix products", "attention": "attention", "stream": "memory traffic",
          "host link": "the host link", "collective": "exposed communication",
          "wait": "waiting for other ranks' layers",
@@ -59,104 +59,164 @@ IDLE = (LAUNCHES, DATA, EDGE, KINDS["wait"])
 
 
 @dataclass(frozen=True)
-class Foresight:
-    """A plan's prediction.
+class RatesUsed:
+    """Name what a prediction rests on.
 
     Args:
-        device: on which.
-        rates: "datasheet" or "probes": where the machine's rates are from.
-        rates_say: what is assumed, or how they were measured.
-        peak_bytes, peak_at: allocated, and when in a step.
-        owners: the lines held then, summed over layers, the largest first, and the libraries'.
-        capacity_bytes: the device's memory without what the driver and libraries hold.
-        fits: "yes", "tight" or "no".
-        step_s: seconds of a steady step; None where it is not predicted.
-        parts_s: all of it, by kind of work, the update apart, and what the device waits for.
-        tokens_per_s: None likewise.
-        hours, dollars: to the goal, without compiling, evaluation and checkpoints, or with them
-            by a run's clock; None where no budget of the goal tells.
-        unknown: why no time is predicted.
-        instants: allocated at each instant of a step.
-        reserved_bytes: at most, by the allocator; None where it is no GPU's.
-        tier, basis: what the time rests on, and what its intervals do.
-        between: 80% intervals of step_s, tokens_per_s, hours and dollars where there are any.
-        no_interval: why the step's time has none.
-        widening: how much wider intervals are than those of steps that were compared, and why.
-        until: what ends the run, in words.
-        steps: that fit until then, as `hours` counts them; None where that is not known.
-        context_bytes: what the driver and libraries hold beside `capacity_bytes`.
-        buffers_bytes: likewise what communication between ranks holds.
-        between_ranks: where numbers of several ranks are from; "" for one.
+        device: the device's name.
+        source: where the device's rates are from, "datasheet" or "probes".
+        says: what is assumed, or how the rates were measured.
+        between_ranks: where numbers of several ranks are from; "" for one rank.
         calibrated_by: the plan whose measured steps moved the prediction; "" without.
-        host_s: of a step, what the host takes to launch it and does besides; 0 without a time.
-        work_s: what the device works in a step, by kind; what it does again, and the update, apart.
+        tier: what the prediction was given: a datasheet, probes, or measured steps.
+        basis: what its intervals stand for.
+        widening: how much wider they are than those of steps that were compared, and why.
     """
 
     device: str
-    rates: str
-    rates_say: str
+    source: str
+    says: str
+    between_ranks: str = ""
+    calibrated_by: str = ""
+    tier: Tier = "no_gpu"
+    basis: Basis = "no_gpu"
+    widening: Widening = EXACT
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """Hold what a plan is predicted to need of a device's memory, in bytes.
+
+    Args:
+        peak_bytes: bytes that are allocated at most.
+        peak_at: the instant of a step at which they are.
+        owners: bytes of the lines at that instant, summed over layers, the largest first, and of
+            libraries.
+        instants: bytes that are allocated at each instant of a step.
+        capacity_bytes: the device's memory without what the driver and communicators hold.
+        fits: "yes", "tight" or "no".
+        reserved_bytes: bytes that torch's allocator reserves at most; None where the device is no
+            GPU.
+        context_bytes: bytes that the driver and libraries hold beside `capacity_bytes`.
+        buffers_bytes: bytes that communication between ranks holds beside it.
+    """
+
     peak_bytes: float
     peak_at: str
     owners: dict[str, float]
+    instants: dict[str, float]
     capacity_bytes: float
     fits: str
-    step_s: float | None
-    parts_s: dict[str, float]
-    tokens_per_s: float | None
-    hours: float | None
-    dollars: float | None
-    unknown: str
-    instants: dict[str, float] = field(default_factory=dict)
     reserved_bytes: float | None = None
-    tier: Tier = "no_gpu"
-    basis: Basis = "no_gpu"
-    between: dict[str, Between] = field(default_factory=dict)
-    no_interval: str = ""
-    widening: Widening = EXACT
-    until: str = ""
-    steps: int | None = None
     context_bytes: float = 0.0
     buffers_bytes: float = 0.0
-    between_ranks: str = ""
-    calibrated_by: str = ""
-    host_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class TimePrediction:
+    """Hold how long a steady step of a plan is predicted to take, in seconds.
+
+    Args:
+        step_s: seconds of a step; None where no time is predicted.
+        tokens_per_s: tokens a second; None where no time is predicted.
+        parts_s: all of the step by kind of work, the update apart, and what the device waits for.
+        work_s: what the device works by kind; what it does again, and the update, apart.
+        host_s: what the host takes to launch the step, and does besides; 0 without a time.
+        step_between: the 80% interval of `step_s`, where there is one.
+        rate_between: the 80% interval of `tokens_per_s`, where there is one.
+        unknown: why no time is predicted.
+        no_interval: why the step's time has no interval.
+    """
+
+    step_s: float | None
+    tokens_per_s: float | None
+    parts_s: dict[str, float] = field(default_factory=dict)
     work_s: dict[str, float] = field(default_factory=dict)
+    host_s: float = 0.0
+    step_between: Between | None = None
+    rate_between: Between | None = None
+    unknown: str = ""
+    no_interval: str = ""
 
     @property
     def waits_for_launches(self) -> bool:
-        """Whether the host is foreseen to be slower than the device."""
+        """Return whether the host is predicted to be slower than the device."""
         return LAUNCHES in self.parts_s
 
     @property
     def device_s(self) -> float:
-        """Of a step, what the device works and moves; 0 where no time is predicted."""
+        """Return the seconds of a step that the device works and moves; 0 without a time."""
         idle = (LAUNCHES, DATA, EDGE)
         return sum(spent_s for name, spent_s in self.parts_s.items() if name not in idle)
 
     def shares(self) -> dict[str, float]:
-        """Of a step, by part, the largest first; none where no time is predicted."""
+        """Return the share of a step that each part takes, the largest first."""
         return {
             name: spent_s / self.step_s for name, spent_s in self.parts_s.items() if self.step_s
         }
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
+
+@dataclass(frozen=True)
+class RunPrediction:
+    """Hold when a run is predicted to end, and what it costs until then.
+
+    Hours and dollars leave out compiling, evaluation and checkpoints, unless a run's clock tells
+    them.
+
+    Args:
+        until: what ends the run, in words.
+        steps: steps that fit until then; None where that is not known.
+        hours: hours until then; None where no budget of the goal tells.
+        dollars: the price of those hours; None without one.
+        hours_between: the 80% interval of `hours`, where there is one.
+        dollars_between: the 80% interval of `dollars`, where there is one.
+    """
+
+    until: str = ""
+    steps: int | None = None
+    hours: float | None = None
+    dollars: float | None = None
+    hours_between: Between | None = None
+    dollars_between: Between | None = None
 
 
-def _held(each: list[Ledger], context: Context) -> Footprint:
+@dataclass(frozen=True)
+class Prediction:
+    """Hold what a plan is predicted to need and to take on a machine."""
+
+    rates: RatesUsed
+    memory: MemoryPrediction
+    time: TimePrediction
+    run: RunPrediction
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every number as JSON values, in one table."""
+        table = asdict(self)
+        rates, time, run = table["rates"], table["time"], table["run"]
+        rates |= {"rates": rates.pop("source"), "rates_say": rates.pop("says")}
+        intervals = {
+            "step_s": time.pop("step_between"),
+            "tokens_per_s": time.pop("rate_between"),
+            "hours": run.pop("hours_between"),
+            "dollars": run.pop("dollars_between"),
+        }
+        between = {name: ends for name, ends in intervals.items() if ends is not None}
+        return {**rates, **table["memory"], **time, **run, "between": between}
+
+
+def _footprint(each: list[Ledger], context: Context) -> Footprint:
     """Return what the rank that holds most holds where it runs."""
     most = max(each, key=lambda one: one.peak()[1])
-    return as_held(most, context.device, context.precision, context.capability)
+    return make_footprint(most, context.device, context.precision, context.capability)
 
 
-def foresee(
+def predict(
     plan: Plan,
     context: Context,
     machine: Machine,
     calibration: Calibration | None = None,
     curve: Curve | None = None,
-) -> Foresight:
+) -> Prediction:
     """What a plan would take on a machine.
 
     Args:
@@ -170,13 +230,9 @@ def foresee(
         ConfigError, UnsupportedError: a technique cannot run there, or two clash.
     """
     check_supported(list(plan.techniques.values()), context)
-    each = predict_each(plan, context)
-    held = _held(each, context)
-    ledger, cuda, more = held.ledger, context.device == "cuda", sum(held.beside.values())
-    instant, peak_bytes = ledger.peak()
-    buffers = ranks.buffers_bytes(ledger) if cuda else 0
-    left = machine.memory_bytes - machine.context_bytes - buffers
-    fits, reserved = _room(held, left)
+    each = make_ledgers(plan, context)
+    footprint = _footprint(each, context)
+    memory = _memory(footprint, machine, on_gpu=context.device == "cuda")
     time, unknown = _time(plan, context, each, machine)
     tier: Tier = "after_probes" if machine.source == "probes" else "no_gpu"
     basis: Basis = "on_cpu" if context.device == "cpu" else tier
@@ -186,30 +242,80 @@ def foresee(
         set_by = calibration.plan
         if calibration.tells(time):  # else the device's rates decide now, and not these steps
             tier = "after_20_steps"
-            alike = calibration.workload == workload(plan, context, ledger)
+            alike = calibration.workload == workload(plan, context, footprint.ledger)
             same: Basis = "same_workload" if alike else tier
             basis = basis if context.device == "cpu" else same
-    no_interval = "" if time is None else _no_interval(context, ledger, time)
+    no_interval = "" if time is None else _no_interval(context, footprint.ledger, time)
     wider = widening(machine, basis)
-    known, price = None if no_interval else basis, plan.hardware.dollars_per_hour
-    until, hours, between = ending(plan, step_s, known, curve, wider.times)
-    if hours is not None and price is not None and (ends := between.get("hours")):
-        between["dollars"] = Between(price * ends.low, price * ends.high)
-    return Foresight(
-        device=machine.name, rates=machine.source, rates_say=machine.says,
-        peak_bytes=peak_bytes + more, peak_at=instant,
-        owners=dict(ledger.owners()) | held.beside, capacity_bytes=left, fits=fits,
-        step_s=step_s, parts_s={} if time is None or step_s is None else _parts(time, step_s),
-        tokens_per_s=None if step_s is None else plan.batch.tokens / step_s, hours=hours,
-        dollars=None if hours is None or price is None else hours * price, unknown=unknown,
-        instants={name: bytes + more for name, bytes in ledger.instants().items()},
-        reserved_bytes=reserved, tier=tier, basis=basis, between=between,
-        no_interval=no_interval, until=until, widening=wider,
-        steps=None if hours is None or step_s is None else int(3600 * hours / step_s + 1e-6),
-        context_bytes=machine.context_bytes, calibrated_by=set_by, buffers_bytes=buffers,
-        between_ranks=ranks.told(plan.mesh.ranks, machine, buffers) if cuda else "",
-        host_s=time.host_s if time else 0.0, work_s=time.work_s if time else {},
-    )  # fmt: skip
+    ends = None if no_interval or step_s is None else step_between(step_s, basis, wider.times)
+    rates = RatesUsed(
+        device=machine.name,
+        source=machine.source,
+        says=machine.says,
+        between_ranks=""
+        if context.device != "cuda"
+        else ranks.format_sources(plan.mesh.ranks, machine, memory.buffers_bytes),
+        calibrated_by=set_by,
+        tier=tier,
+        basis=basis,
+        widening=wider,
+    )
+    taken = TimePrediction(None, None, unknown=unknown)
+    if time is not None and step_s is not None:
+        taken = _taken(plan, time, step_s, ends, no_interval)
+    return Prediction(rates, memory, taken, _run(plan, step_s, ends, curve))
+
+
+def _taken(
+    plan: Plan, time: StepTime, step_s: float, ends: Between | None, no_interval: str
+) -> TimePrediction:
+    """Return the prediction of a step that takes `step_s`, between its `ends`."""
+    tokens = plan.batch.tokens
+    return TimePrediction(
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        parts_s=_parts(time, step_s),
+        work_s=time.work_s,
+        host_s=time.host_s,
+        step_between=ends,
+        rate_between=ends and Between(tokens / ends.high, tokens / ends.low),
+        no_interval=no_interval,
+    )
+
+
+def _memory(footprint: Footprint, machine: Machine, *, on_gpu: bool) -> MemoryPrediction:
+    """Return what a plan needs of the memory of a machine."""
+    ledger, beside = footprint.ledger, sum(footprint.beside.values())
+    buffers = ranks.buffers_bytes(ledger) if on_gpu else 0
+    capacity = machine.memory_bytes - machine.context_bytes - buffers
+    instant, peak_bytes = ledger.peak()
+    fits, reserved = _room(footprint, capacity)
+    return MemoryPrediction(
+        peak_bytes=peak_bytes + beside,
+        peak_at=instant,
+        owners=dict(ledger.owners()) | footprint.beside,
+        instants={name: bytes + beside for name, bytes in ledger.instants().items()},
+        capacity_bytes=capacity,
+        fits=fits,
+        reserved_bytes=reserved,
+        context_bytes=machine.context_bytes,
+        buffers_bytes=buffers,
+    )
+
+
+def _run(
+    plan: Plan, step_s: float | None, ends: Between | None, curve: Curve | None
+) -> RunPrediction:
+    """Return when a run ends by the time of its steps, and what it costs until then."""
+    until, hours, between = ending(plan, step_s, ends, curve)
+    price = plan.hardware.dollars_per_hour
+    if hours is None:
+        return RunPrediction(until, hours_between=between)
+    steps = None if step_s is None else int(3600 * hours / step_s + 1e-6)
+    if price is None:
+        return RunPrediction(until, steps, hours, hours_between=between)
+    dollars_between = between and Between(price * between.low, price * between.high)
+    return RunPrediction(until, steps, hours, hours * price, between, dollars_between)
 
 
 def calibrated(plan: Plan, context: Context, machine: Machine, measured: Measured) -> Calibration:
@@ -219,7 +325,7 @@ def calibrated(plan: Plan, context: Context, machine: Machine, measured: Measure
         ConfigError: measured and predicted are too far apart to be of one plan and device.
         UnsupportedError: no time of the plan is predicted.
     """
-    ledger = predict(plan, context)
+    ledger = make_ledger(plan, context)
     time, unknown = _time(plan, context, [ledger], machine)
     if plan.mesh.ranks > 1:
         time, unknown = None, "its steps are those of several ranks"
@@ -319,79 +425,3 @@ def _parts(time: StepTime, step_s: float) -> dict[str, float]:
         if phase != "optimizer" or kind == "collective":
             found[KINDS[kind]] = found.get(KINDS[kind], 0.0) + spent_s
     return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-# --- for a reader ----------------------------------------------------------------------------
-
-
-def told(plan: Plan, found: Foresight) -> str:
-    """The prediction for a reader."""
-    owners = ", ".join(f"{n} {format_bytes(b)}" for n, b in list(found.owners.items())[:4])
-    fits = {"yes": "it fits", "tight": "it fits tightly", "no": "it does not fit"}[found.fits]
-    rates = {"datasheet": "rates assumed from its datasheet; `headrace probe` measures them",
-             "probes": "rates measured by probes"}[found.rates]  # fmt: skip
-    rates += f"; set by measured steps of {found.calibrated_by}" if found.calibrated_by else ""
-    held = "" if found.reserved_bytes is None else (
-        f"; torch's allocator would reserve {format_bytes(found.reserved_bytes)}"
-    )  # fmt: skip
-    instants = ", ".join(
-        f"{format_bytes(found.instants[name])} {words}"
-        for name, words in WORDS.items()
-        if name in found.instants
-    )
-    driver = f", beside the CUDA context's {format_bytes(found.context_bytes)}"
-    lines = [
-        f"{plan.name} on {found.device}" + (f" ({rates})" if found.step_s else ""), "",
-        f"memory: {fits}: {format_bytes(found.peak_bytes)} of "
-        f"{format_bytes(found.capacity_bytes)}{driver if found.context_bytes else ''}, "
-        f"{WORDS[found.peak_at]}{held}",
-        f"  most of it: {owners}", f"  through a step: {instants}",
-        *([found.between_ranks] if found.between_ranks else []),
-    ]  # fmt: skip
-    if found.step_s is None:
-        return "\n".join([*lines, f"time: not predicted: {found.unknown}", *_end_told(plan, found)])
-    parts = ", ".join(f"{name} {share:.0%}" for name, share in found.shares().items())
-    step, rate = format_seconds(found.step_s), format_count(found.tokens_per_s or 0)
-    ends, rates = found.between.get("step_s"), found.between.get("tokens_per_s")
-    time = f"time, if it fitted: {step}" if found.fits == "no" else f"time: {step}"
-    if ends is None or rates is None:
-        said = [f"{time} a step, {rate} tokens/s", f"  no interval: {found.no_interval}"]
-    else:
-        said = [
-            f"{time} a step ({format_seconds(ends.low)} to {format_seconds(ends.high)}), "
-            f"{rate} tokens/s ({format_count(rates.low)} to {format_count(rates.high)})",
-            f"  in brackets: where 80% of {STEP[found.basis].n} {STEP[found.basis].says}"
-            f"{_wider(found.widening)}",
-        ]
-    return "\n".join([*lines, *said, f"  where it goes: {parts}", *_end_told(plan, found)])
-
-
-def _wider(found: Widening) -> str:
-    """Say how much wider an interval is, and why."""
-    if found.times == 1:
-        return ""
-    return f", each end {found.times:g} times as far: {found.why}"
-
-
-def _end_told(plan: Plan, found: Foresight) -> list[str]:
-    """When the run ends, what fits until then, and what it costs."""
-    until = f"until {found.until}{', if it fitted' if found.fits == 'no' else ''}"
-    if found.hours is None:
-        return [until] if found.until else []
-    last, told = found.until.rpartition("; at the latest ")[2], []
-    ends, price = found.between.get("hours"), found.between.get("dollars")
-    wide = ends is not None and ends.low < ends.high
-    if wide or not last.endswith(" minutes"):
-        told.append(format_seconds(3600 * found.hours))
-        if ends is not None and wide:
-            told[-1] += (
-                f" ({format_seconds(3600 * ends.low)} to {format_seconds(3600 * ends.high)})"
-            )
-    if found.steps is not None and not last.startswith("step "):
-        tokens = format_count(found.steps * plan.batch.tokens)
-        told.append(f"room for {format_count(found.steps)} steps, {tokens} tokens")
-    if found.dollars is not None:
-        told.append(f"${found.dollars:,.2f}")
-        if price is not None and price.low < price.high:
-            told[-1] += f" (${price.low:,.2f} to ${price.high:,.2f})"
-    return [f"{until}{': ' if told else ''}{', '.join(told)}"]

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.assemble.build import predict, predict_each
+from headrace.assemble.build import make_ledger, make_ledgers
 from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.app import catalogue
 from headrace.costs.ledger import Ledger
 from headrace.costs.machine import Machine
+from headrace.costs.step import step_time
 from headrace.costs.work import (
     CHOSEN,
     COMPILED,
@@ -27,10 +28,9 @@ from headrace.costs.work import (
     RERUN,
     SLOW_HOST,
     UNFUSED,
-    step_time,
 )
 from headrace.plan.plan import Plan
-from headrace.predict.foresight import foresee
+from headrace.predict.prediction import predict
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -58,7 +58,7 @@ def plan_of(*words: str) -> Plan:
 def ledger_of(*words: str) -> Ledger:
     """Of that plan."""
     plan = plan_of(*words)
-    return predict(plan, on_h200(plan))
+    return make_ledger(plan, on_h200(plan))
 
 
 def launches(ledger: Ledger) -> float:
@@ -87,9 +87,9 @@ def test_steps_that_waited_for_launches_take_as_long_as_foreseen() -> None:
         words = [w for w in words if w != "--host"]
         at = words.index("--longest")
         plan = kernel_gaps.plan_from(kernel_gaps.parser().parse_args(words[:at] + words[at + 2 :]))
-        seen = foresee(plan, on_h200(plan), H200)
-        assert seen.waits_for_launches and seen.step_s is not None
-        assert 1e3 * seen.step_s == pytest.approx(milliseconds(row, "step"), rel=0.025)
+        seen = predict(plan, on_h200(plan), H200)
+        assert seen.time.waits_for_launches and seen.time.step_s is not None
+        assert 1e3 * seen.time.step_s == pytest.approx(milliseconds(row, "step"), rel=0.025)
 
 
 def rows_of_two() -> list[dict[str, Any]]:
@@ -119,16 +119,16 @@ def test_a_host_is_as_slow_as_the_slowest_that_was_seen() -> None:
     rows = (json.loads(x) for x in (ROOT / "results/forecasts.jsonl").read_text().splitlines())
     (naive_s,) = {r["before_s"] for r in rows if r.get("workload") == "400m naive"}
     plan = forecasts.planted(ROOT / "benchmarks/plans/400m.toml", "naive")
-    seen = foresee(plan, on_h200(plan), H200)
-    assert naive_s > 1.5 * seen.device_s, "it waited for launches"
-    slower.append(naive_s / seen.host_s)
+    seen = predict(plan, on_h200(plan), H200)
+    assert naive_s > 1.5 * seen.time.device_s, "it waited for launches"
+    slower.append(naive_s / seen.time.host_s)
     assert pytest.approx(max(slower), rel=0.05) == SLOW_HOST
 
 
 def foresee_two(*words: str) -> float:
     """Seconds of the trunk's step in rows of two."""
     plan = plan_of("batch.micro_sequences=2", *words)
-    step_s = foresee(plan, on_h200(plan), H200).step_s
+    step_s = predict(plan, on_h200(plan), H200).time.step_s
     assert step_s
     return step_s
 
@@ -142,7 +142,7 @@ def test_python_sees_what_an_eager_block_saves_and_a_compiled_one_does_not(
     """Beside it, what runs again is launched again."""
     trunk, on = launches(ledger_of()), launches(ledger_of(f"+{name}"))
     forward = sum(
-        p.count * p.kernels * p.launch for n, p in ledger_of().work.items()
+        p.launches(1) for n, p in ledger_of().work.items()
         if p.phase == "forward" and not n.startswith(("head", "loss", "embedding"))
     )  # fmt: skip
     again = on - trunk - LAYERS * each
@@ -190,7 +190,7 @@ def test_ranks_of_a_pipeline_run_their_own_blocks_again(name: str) -> None:
     """Once for each micro-batch, however many are in flight."""
     words = (f"+{name}", "+pipeline_parallel", "mesh.pipeline=2", "batch.micro_sequences=1")
     plan = plan_of(*words)
-    each = predict_each(plan, on_h200(plan))
+    each = make_ledgers(plan, on_h200(plan))
     assert [ledger.work[f"{name}/blocks"].count for ledger in each] == [LAYERS / 2] * 2
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.assemble.build import predict
+from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.app import catalogue
 from headrace.core.errors import HeadraceError
@@ -25,7 +25,7 @@ def foreseen(pair: tuple[str, ...], *, recipe: bool) -> Ledger | None:
         words += [f"+{name}" for name in pair if not (recipe and name in ON)]
         plan = parse(words).plan(TEXT, catalogue())
         context = elsewhere(make_context(plan, torch.device("cpu")), "NVIDIA H200")
-        return predict(plan, context)
+        return make_ledger(plan, context)
     except HeadraceError:
         return None
 
@@ -33,7 +33,9 @@ def foreseen(pair: tuple[str, ...], *, recipe: bool) -> Ledger | None:
 def below_nothing(ledger: Ledger) -> list[str]:
     """Names of lines and pieces that are negative."""
     lines = [name for name, line in ledger.memory.items() if line.bytes < -1]
-    return lines + [n for n, piece in ledger.work.items() if min(piece.count, piece.bytes) < 0]
+    return lines + [
+        n for n, piece in ledger.work.items() if min(piece.count, getattr(piece, "bytes", 0.0)) < 0
+    ]
 
 
 def test_a_cast_is_taken_out_once() -> None:

@@ -9,21 +9,23 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from headrace.assemble.build import predict, predict_each
+from headrace.assemble.build import make_ledger, make_ledgers
 from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.app import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import COMMUNICATOR_BYTES, NODE, Link, assumed, collective_s, says, sent
 from headrace.costs.machine import Machine
-from headrace.costs.rates import Moved, Stream
-from headrace.costs.work import CONTENTION, EDGE_S, Work, collective, step_time
+from headrace.costs.rates import StreamPoint, StreamRates
+from headrace.costs.step import step_time
+from headrace.costs.work import CONTENTION, EDGE_S, Collective, Matmul, collective
 from headrace.parallel.pipeline import bubble
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Card, Catalogue, Stage, Supported, Technique
 from headrace.predict.calibration import Calibration
-from headrace.predict.foresight import KINDS, Foresight, foresee, told
 from headrace.predict.layouts import layouts
+from headrace.predict.page import format_prediction
+from headrace.predict.prediction import KINDS, Prediction, predict
 from headrace.predict.sweep import sweep
 
 H200 = Machine.assumed("NVIDIA H200")
@@ -42,14 +44,14 @@ def plan_of(shape: str, *overrides: str, with_: tuple[str, ...] = (), **how: Any
     )
 
 
-def seen(plan: Plan, machine: Machine = H200) -> Foresight:
-    return foresee(plan, elsewhere(make_context(plan, torch.device("cpu")), machine.name), machine)
+def seen(plan: Plan, machine: Machine = H200) -> Prediction:
+    return predict(plan, elsewhere(make_context(plan, torch.device("cpu")), machine.name), machine)
 
 
 def linked(bytes_per_s: float = 360e9, call_s: float = 15e-6, ranks: int = NODE) -> Machine:
     """An H200 whose every link is as fast."""
     links = (
-        replace(x, ranks=ranks, stream=Stream(call_s, bytes_per_s)) for x in assumed(H200.name)
+        replace(x, ranks=ranks, stream=StreamRates(call_s, bytes_per_s)) for x in assumed(H200.name)
     )
     return replace(H200, links=tuple(links))
 
@@ -84,9 +86,9 @@ def test_a_ring_sends_what_its_formula_says(operation: Any, share: float) -> Non
 
 
 def test_a_link_is_known_for_as_many_ranks_as_it_was_measured_over() -> None:
-    points = (Moved(2**10, 1e-5), Moved(2**20, 1e-3))
-    two = Link("all_reduce", 2, Stream(1e-5, 1e9, points))
-    four = Link("all_reduce", 4, Stream(1e-5, 5e8))
+    points = (StreamPoint(2**10, 1e-5), StreamPoint(2**20, 1e-3))
+    two = Link("all_reduce", 2, StreamRates(1e-5, 1e9, points))
+    four = Link("all_reduce", 4, StreamRates(1e-5, 5e8))
     known = (four, two)
     assert collective_s(known, "x", "all_reduce", 2**20, 2) == pytest.approx(1e-3)
     assert collective_s(known, "x", "all_reduce", 2**20, 3) == pytest.approx(1e-5 + 2**20 / 5e8)
@@ -113,7 +115,7 @@ def test_assumed_links_are_of_their_datasheets(name: str, faster: str, source: s
 
 
 def test_what_kernels_hide_counts_by_contention_alone() -> None:
-    compute = Work("forward", "product", 4, sizes=(4096, 4096, 4096))
+    compute = Matmul("forward", 4, (4096, 4096, 4096))
     compute_s, machine = compute.seconds(H200), linked(call_s=1e-9)
     sizes = {"shard_ranks": 2.0, "shard_reach": 2.0}
 
@@ -139,28 +141,28 @@ def test_what_kernels_hide_counts_by_contention_alone() -> None:
 
 def test_a_time_is_told_with_its_parts_and_without_an_interval(plan: Plan) -> None:
     found = seen(plan)
-    assert found.step_s and found.parts_s[EXPOSED] > 0 and not found.between
-    assert sum(found.parts_s.values()) == pytest.approx(found.step_s)
-    assert "no step of several GPUs was measured" in found.no_interval
-    text = told(plan, found)
+    assert found.time.step_s and found.time.parts_s[EXPOSED] > 0 and found.time.step_between is None
+    assert sum(found.time.parts_s.values()) == pytest.approx(found.time.step_s)
+    assert "no step of several GPUs was measured" in found.time.no_interval
+    text = format_prediction(plan, found)
     assert "exposed communication" in text and "between 4 ranks: 360 GB/s" in text
     assert "assumed: 80% of 450 GB/s (NVLink 4" in text and "no interval" in text
-    assert json.loads(json.dumps(found.plain()))["between_ranks"]
+    assert json.loads(json.dumps(found.to_dict()))["between_ranks"]
 
 
 def test_a_link_twice_as_fast_halves_what_is_exposed(plan: Plan) -> None:
     one, two = (seen(plan, linked(360e9 * f, 15e-6 / f)) for f in (1, 2))
-    assert one.step_s and two.step_s and two.step_s < one.step_s
-    overlaps = any(w.beside for w in ledger_of(plan).work.values())
-    ratio = two.parts_s[EXPOSED] / one.parts_s[EXPOSED]
+    assert one.time.step_s and two.time.step_s and two.time.step_s < one.time.step_s
+    overlaps = any(isinstance(w, Collective) and w.beside for w in ledger_of(plan).work.values())
+    ratio = two.time.parts_s[EXPOSED] / one.time.parts_s[EXPOSED]
     assert ratio == pytest.approx(0.5, rel=1e-6) if not overlaps else 0.2 < ratio <= 0.5 + 1e-9
-    for name, spent_s in one.parts_s.items():
+    for name, spent_s in one.time.parts_s.items():
         if name not in (EXPOSED, WAIT, "waiting for launches"):
-            assert two.parts_s[name] == pytest.approx(spent_s)
+            assert two.time.parts_s[name] == pytest.approx(spent_s)
 
 
 def ledger_of(plan: Plan) -> Ledger:
-    return predict(plan, elsewhere(make_context(plan, torch.device("cpu")), H200.name))
+    return make_ledger(plan, elsewhere(make_context(plan, torch.device("cpu")), H200.name))
 
 
 @pytest.mark.parametrize("name", PARALLEL)
@@ -170,9 +172,9 @@ def test_more_ranks_send_for_a_larger_share_of_the_step(name: str) -> None:
     for ranks in (2, 4):
         plan = plan_of("160m", layout.replace("4", str(ranks)), *more, with_=with_)
         found = seen(plan)
-        assert found.step_s
-        lost = found.parts_s[EXPOSED] + found.parts_s.get(WAIT, 0.0)
-        shares.append(lost / found.step_s)
+        assert found.time.step_s
+        lost = found.time.parts_s[EXPOSED] + found.time.parts_s.get(WAIT, 0.0)
+        shares.append(lost / found.time.step_s)
     assert 0 < shares[0] < shares[1] < 1, shares
 
 
@@ -182,9 +184,13 @@ def test_ranks_share_the_work(name: str) -> None:
     overrides, with_ = PARALLEL[name]
     alone = seen(plan_of("160m", *overrides[1:]))
     four = seen(plan_of("160m", *overrides, with_=with_))
-    assert alone.step_s and four.step_s and alone.step_s / 4 < four.step_s < alone.step_s
+    assert (
+        alone.time.step_s
+        and four.time.step_s
+        and alone.time.step_s / 4 < four.time.step_s < alone.time.step_s
+    )
     for kind in ("matrix products", "attention"):
-        share = four.parts_s[kind] / alone.parts_s[kind]
+        share = four.time.parts_s[kind] / alone.time.parts_s[kind]
         # The slowest stage has the head as well; blocks of few tokens are slower.
         least, most = (0.2, 0.5) if name == "pipeline" else (0.245, 0.4)
         assert least < share < most, (kind, share)
@@ -194,12 +200,12 @@ def test_stages_together_do_what_one_rank_does() -> None:
     overrides, with_ = PARALLEL["pipeline"]
     plan, alone = plan_of("160m", *overrides, with_=with_), plan_of("160m", overrides[1])
     context = elsewhere(make_context(plan, torch.device("cpu")), H200.name)
-    each = predict_each(plan, context)
+    each = make_ledgers(plan, context)
     assert len(each) == 4
     for name, piece in ledger_of(alone).work.items():
         stages = [ledger.work[name] for ledger in each if name in ledger.work]
-        moved = sum(one.count * max(1.0, one.bytes) for one in stages)
-        assert moved == pytest.approx(piece.count * max(1.0, piece.bytes)), name
+        moved = sum(one.count * max(1.0, getattr(one, "bytes", 0.0)) for one in stages)
+        assert moved == pytest.approx(piece.count * max(1.0, getattr(piece, "bytes", 0.0))), name
 
 
 def test_a_pipeline_waits_as_its_bubble_says() -> None:
@@ -210,10 +216,10 @@ def test_a_pipeline_waits_as_its_bubble_says() -> None:
             f'techniques.pipeline_parallel={{schedule="{how}", chunks={chunks}}}',
         )  # fmt: skip
         found, micros = seen(plan), plan.rows_per_step // rows
-        assert found.step_s
-        sent_s = found.parts_s[EXPOSED]
-        passes_s = found.step_s - EDGE_S - found.parts_s["the update"]
-        share = found.parts_s[WAIT] / passes_s
+        assert found.time.step_s
+        sent_s = found.time.parts_s[EXPOSED]
+        passes_s = found.time.step_s - EDGE_S - found.time.parts_s["the update"]
+        share = found.time.parts_s[WAIT] / passes_s
         assert share == pytest.approx(bubble(4, micros, chunks), rel=0.01), sent_s
 
 
@@ -223,10 +229,10 @@ def test_fsdp_hides_its_gathers_and_tensor_parallel_nothing() -> None:
     for found, name in ((fsdp, "fsdp"), (tensor, "tensor")):
         plan = plan_of("1b", *PARALLEL[name][0], with_=PARALLEL[name][1])
         ledger = ledger_of(plan)
-        pieces = [w for w in ledger.work.values() if w.kind == "collective"]
+        pieces = [w for w in ledger.work.values() if isinstance(w, Collective)]
         whole_s = sum(w.seconds(H200) * (1 if w.last or w.phase == "optimizer" else
                       ledger.sizes["micro_batches"]) for w in pieces)  # fmt: skip
-        share = found.parts_s[EXPOSED] / whole_s
+        share = found.time.parts_s[EXPOSED] / whole_s
         assert share == pytest.approx(1) if name == "tensor" else share < 0.45, (name, share)
 
 
@@ -234,23 +240,27 @@ def test_buffers_of_communicators_are_told_and_taken_from_the_memory() -> None:
     alone, plan = seen(plan_of("160m")), plan_of("160m", "mesh.tensor=2", "mesh.data=2",
                                                   with_=("tensor_parallel",))  # fmt: skip
     found = seen(plan)
-    assert not alone.buffers_bytes and not alone.between_ranks
-    assert found.buffers_bytes == 3 * COMMUNICATOR_BYTES  # the world's, data's and tensor's
-    assert found.capacity_bytes == alone.capacity_bytes - found.buffers_bytes
-    assert "communication buffers 576.0 MiB, assumed: 3 communicators" in told(plan, found)
-    full = replace(H200, memory_bytes=int(found.peak_bytes + H200.context_bytes + 2**20))
-    assert seen(plan, full).fits == "no" and seen(plan, replace(full, memory_bytes=int(
-        full.memory_bytes + found.buffers_bytes))).fits != "no"  # fmt: skip
+    assert not alone.memory.buffers_bytes and not alone.rates.between_ranks
+    assert found.memory.buffers_bytes == 3 * COMMUNICATOR_BYTES  # the world's, data's and tensor's
+    assert found.memory.capacity_bytes == alone.memory.capacity_bytes - found.memory.buffers_bytes
+    assert "communication buffers 576.0 MiB, assumed: 3 communicators" in format_prediction(
+        plan, found
+    )
+    full = replace(H200, memory_bytes=int(found.memory.peak_bytes + H200.context_bytes + 2**20))
+    assert seen(plan, full).memory.fits == "no" and seen(plan, replace(full, memory_bytes=int(
+        full.memory_bytes + found.memory.buffers_bytes))).memory.fits != "no"  # fmt: skip
 
 
 def test_nodes_that_nobody_joined_have_no_time() -> None:
     plan = plan_of("160m", "mesh.data=16", with_=("fsdp",))
     found = seen(plan)
-    assert found.step_s is None and "16 ranks" in found.unknown and found.peak_bytes
-    assert "network" in found.unknown
-    assert seen(plan, linked(ranks=16)).step_s
+    assert (
+        found.time.step_s is None and "16 ranks" in found.time.unknown and found.memory.peak_bytes
+    )
+    assert "network" in found.time.unknown
+    assert seen(plan, linked(ranks=16)).time.step_s
     within = plan_of("160m", "mesh.data=2", "mesh.tensor=4", with_=("tensor_parallel",))
-    assert seen(within).step_s
+    assert seen(within).time.step_s
 
 
 @pytest.mark.parametrize(
@@ -265,17 +275,19 @@ def test_what_nobody_counted_has_no_time(
     overrides: tuple[str, ...], with_: tuple[str, ...], says: str
 ) -> None:
     found = seen(plan_of("1b", *overrides, with_=with_))
-    assert found.step_s is None and says in found.unknown and found.peak_bytes
+    assert found.time.step_s is None and says in found.time.unknown and found.memory.peak_bytes
 
 
 def test_one_devices_steps_say_nothing_of_what_is_sent(plan: Plan) -> None:
     context = elsewhere(make_context(plan, torch.device("cpu")), H200.name)
     phases = ("forward", "recompute", "backward", "optimizer")
     slower = Calibration(dict.fromkeys(phases, 1.5), 0.0, "other", 20)  # type: ignore[arg-type]
-    one, two = foresee(plan, context, H200), foresee(plan, context, H200, slower)
-    assert one.parts_s[EXPOSED] == pytest.approx(two.parts_s[EXPOSED])
-    assert two.parts_s["matrix products"] == pytest.approx(1.5 * one.parts_s["matrix products"])
-    assert not two.between
+    one, two = predict(plan, context, H200), predict(plan, context, H200, slower)
+    assert one.time.parts_s[EXPOSED] == pytest.approx(two.time.parts_s[EXPOSED])
+    assert two.time.parts_s["matrix products"] == pytest.approx(
+        1.5 * one.time.parts_s["matrix products"]
+    )
+    assert two.time.step_between is None
 
 
 # --- layouts ---------------------------------------------------------------------------------
@@ -305,7 +317,7 @@ def test_a_sweep_ranks_hundreds_of_layouts_and_sets() -> None:
     meshes = {tuple(c.plan.mesh.model_dump().values()) for c in found.ranked}
     assert len(found.ranked) > 120 and len(meshes) > 8, (len(found.ranked), meshes)
     assert all(c.plan.mesh.ranks == 8 for c in found.ranked)
-    times = [c.foresight.step_s for c in found.ranked if c.foresight.fits == "yes"]
+    times = [c.prediction.time.step_s for c in found.ranked if c.prediction.memory.fits == "yes"]
     assert times == sorted(times, key=lambda s: s or 0.0)
 
 
@@ -336,7 +348,7 @@ def test_a_technique_that_lands_later_enters_by_its_own_predict() -> None:
     found = seen(plan)
     a_gibibyte_s = collective_s((), H200.name, "all_to_all", 2**29, 2)
     micros = plan.rows_per_step // plan.micro_rows
-    assert found.parts_s[EXPOSED] == pytest.approx(micros * a_gibibyte_s, rel=0.1)
+    assert found.time.parts_s[EXPOSED] == pytest.approx(micros * a_gibibyte_s, rel=0.1)
     start = Plan.read(text, known, overrides=["mesh.data=2"])
     assert ("mesh.data=1", "mesh.tensor=2", "+chatty") in {
         words for words, _ in layouts(start, known, near=True)

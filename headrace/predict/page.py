@@ -1,0 +1,98 @@
+"""A prediction as a reader sees it: what `headrace plan` prints."""
+
+from headrace.core.units import format_bytes, format_count, format_seconds
+from headrace.costs.ledger import WORDS
+from headrace.plan.plan import Plan
+from headrace.predict.intervals import STEP, Widening
+from headrace.predict.prediction import MemoryPrediction, Prediction
+
+FITS = {"yes": "it fits", "tight": "it fits tightly", "no": "it does not fit"}
+SOURCES = {
+    "datasheet": "rates assumed from its datasheet; `headrace probe` measures them",
+    "probes": "rates measured by probes",
+}
+
+
+def format_prediction(plan: Plan, found: Prediction) -> str:
+    """Return the prediction of a plan for a reader."""
+    rates = SOURCES[found.rates.source]
+    if found.rates.calibrated_by:
+        rates += f"; set by measured steps of {found.rates.calibrated_by}"
+    head = f"{plan.name} on {found.rates.device}" + (f" ({rates})" if found.time.step_s else "")
+    lines = [head, "", *_format_memory(found.memory)]
+    if found.rates.between_ranks:
+        lines.append(found.rates.between_ranks)
+    return "\n".join([*lines, *_format_time(found), *_format_end(plan, found)])
+
+
+def _format_memory(memory: MemoryPrediction) -> list[str]:
+    """Return the lines of a page on memory."""
+    owners = ", ".join(f"{n} {format_bytes(b)}" for n, b in list(memory.owners.items())[:4])
+    instants = ", ".join(
+        f"{format_bytes(memory.instants[name])} {words}"
+        for name, words in WORDS.items()
+        if name in memory.instants
+    )
+    size = f"{format_bytes(memory.peak_bytes)} of {format_bytes(memory.capacity_bytes)}"
+    if memory.context_bytes:
+        size += f", beside the CUDA context's {format_bytes(memory.context_bytes)}"
+    size += f", {WORDS[memory.peak_at]}"
+    if memory.reserved_bytes is not None:
+        size += f"; torch's allocator would reserve {format_bytes(memory.reserved_bytes)}"
+    return [
+        f"memory: {FITS[memory.fits]}: {size}",
+        f"  most of it: {owners}",
+        f"  through a step: {instants}",
+    ]
+
+
+def _format_time(found: Prediction) -> list[str]:
+    """Return the lines of a page on the time of a step."""
+    time, basis = found.time, STEP.get(found.rates.basis)
+    if time.step_s is None:
+        return [f"time: not predicted: {time.unknown}"]
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in time.shares().items())
+    step, rate = format_seconds(time.step_s), format_count(time.tokens_per_s or 0)
+    begin = "time, if it fitted:" if found.memory.fits == "no" else "time:"
+    ends, rates = time.step_between, time.rate_between
+    if ends is None or rates is None or basis is None:
+        lines = [f"{begin} {step} a step, {rate} tokens/s", f"  no interval: {time.no_interval}"]
+    else:
+        lines = [
+            f"{begin} {step} a step ({format_seconds(ends.low)} to {format_seconds(ends.high)}), "
+            f"{rate} tokens/s ({format_count(rates.low)} to {format_count(rates.high)})",
+            f"  in brackets: where 80% of {basis.n} {basis.says}{_wider(found.rates.widening)}",
+        ]
+    return [*lines, f"  where it goes: {parts}"]
+
+
+def _wider(found: Widening) -> str:
+    """Say how much wider an interval is, and why."""
+    if found.times == 1:
+        return ""
+    return f", each end {found.times:g} times as far: {found.why}"
+
+
+def _format_end(plan: Plan, found: Prediction) -> list[str]:
+    """Return when the run ends, what fits until then, and what it costs."""
+    run = found.run
+    until = f"until {run.until}{', if it fitted' if found.memory.fits == 'no' else ''}"
+    if run.hours is None:
+        return [until] if run.until else []
+    last, facts = run.until.rpartition("; at the latest ")[2], list[str]()
+    ends, price = run.hours_between, run.dollars_between
+    wide = ends is not None and ends.low < ends.high
+    if wide or not last.endswith(" minutes"):
+        hours = format_seconds(3600 * run.hours)
+        if ends is not None and wide:
+            hours += f" ({format_seconds(3600 * ends.low)} to {format_seconds(3600 * ends.high)})"
+        facts.append(hours)
+    if run.steps is not None and not last.startswith("step "):
+        tokens = format_count(run.steps * plan.batch.tokens)
+        facts.append(f"room for {format_count(run.steps)} steps, {tokens} tokens")
+    if run.dollars is not None:
+        dollars = f"${run.dollars:,.2f}"
+        if price is not None and price.low < price.high:
+            dollars += f" (${price.low:,.2f} to ${price.high:,.2f})"
+        facts.append(dollars)
+    return [f"{until}{': ' if facts else ''}{', '.join(facts)}"]
