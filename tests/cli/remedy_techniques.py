@@ -108,7 +108,7 @@ TECHNIQUES = {
         "techniques.fp16_loss_scaling.patience=1",
         fake=no_scale_fits,
     ),
-    "techniques/memory/dynamic_batch:Size.shrink#1": Case(SIZED, fake=one_row_too_many),
+    "techniques/memory/dynamic_batch:MicroBatchSize.shrink#1": Case(SIZED, fake=one_row_too_many),
     "techniques/memory/dynamic_batch:DynamicBatch.first_rows#1": Case(
         f"{SIZED} {LONG}", fake=little_memory
     ),

@@ -107,7 +107,7 @@ def test_a_prediction_is_told_in_words_of_everyday() -> None:
         f"of {format_bytes(found.memory.capacity_bytes)}, {driver}, {WORDS[found.memory.peak_at]}"
         in text
     )
-    assert "in brackets: where 80% of 294 measured steps of H200s lay, each foreseen" in text
+    assert "in brackets: where 80% of 294 measured steps of H200s lay" in text
     assert "so wide" not in text and "not looked at" not in text and "if it fitted" not in text
     assert "CUDA" not in format_prediction(
         plan, replace(found, memory=replace(found.memory, context_bytes=0))
