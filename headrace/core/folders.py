@@ -59,7 +59,7 @@ def refuse_absent(path: Path, key: str, *, folder: bool = True) -> None:
             "Face Hub"
         )
         download = f"hf download {path} --local-dir {path.name}, then {key}={path.name}"
-        remedy = Remedy(text=download) if near is None else remedy | download
+        remedy = Remedy(remedy.changes, download if near is None else f"{remedy}; or {download}")
     elif near is None:
         missing = next(one for one in (*reversed(path.parents), path) if not _exists(one))
         told += f": {missing.parent.resolve()} has no {missing.name}"
