@@ -76,7 +76,7 @@ def test_refuses_through_the_command_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context, answer = refusals(name)[0]
-    monkeypatch.setattr("headrace.assemble.build.make_context", lambda *_: context)
+    monkeypatch.setattr("headrace.train.train.make_context", lambda *_: context)
     file = tmp_path / "plan.toml"
     file.write_text(house.make_plan(directory=str(tmp_path / "runs")).to_toml())
     ended = CliRunner().invoke(app, ["train", str(file), "--with", name, "--json"])

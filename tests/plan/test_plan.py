@@ -41,7 +41,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "a knob of none": (
         ("techniques.fused_cross_entropy.a=1",),
         ("'techniques.fused_cross_entropy.a'; techniques.fused_cross_entropy has no knobs",),
-        "techniques.fused_cross_entropy={}",
+        "'techniques.fused_cross_entropy={}'",
     ),
     "a knob's range": (("techniques.muon.lr=-1",), ("techniques.muon.lr = -1",), ""),
     "a knob's choice": (
