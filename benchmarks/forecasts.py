@@ -39,7 +39,7 @@ import torch
 
 from headrace.assemble.context import choose_device, elsewhere, make_context
 from headrace.cli.app import catalogue
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, RefusalKind
 from headrace.costs.machine import Machine
 from headrace.doctor.findings import KIND_OF, Finding
 from headrace.doctor.forecast import Measured
@@ -275,7 +275,7 @@ class Bench:
         try:
             plan = changed(self.base, row["remedy"].split(), CATALOGUE)
         except HeadraceError as error:
-            return Reading(refused=str(error))
+            return Reading(refused=str(error), refusal=RefusalKind.OTHER)
         return self.time(plan, row["remedy"])
 
     def time(self, plan: Plan, name: str = "(base)") -> Reading:

@@ -199,7 +199,7 @@ class Call:
             self.book.write(SAID, run, **found.facts)
             first = found.facts["first"]
             told = f"{found.facts['verdict']}; {' '.join(first['change']) if first else 'nothing'}"
-        elif found.is_late:
+        elif found.timed_out:
             told = f"{found.refused}, no row"
         else:
             self.book.write(SAID, run, refused=found.refused)
@@ -261,7 +261,7 @@ class Call:
             )
             if crew.closed:
                 return
-            if found.is_late:
+            if found.timed_out:
                 break
             stage = found.evidence.get(STAGE)
             if stage == BEGUN:

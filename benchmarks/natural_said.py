@@ -37,7 +37,7 @@ from headrace.predict.prediction import at
 from headrace.train import train
 from headrace.train.run_folder import RunFolder
 from headrace.train.session import Session
-from headrace.tuner.kinds import kind_of
+from headrace.tuner.effects import effect_of
 from headrace.tuner.readings import (
     Reading,
     device_weights,
@@ -272,10 +272,10 @@ def _choice(asking: Asking, candidate: Candidate) -> Choice:
     kind = MICRO if words and all(word.startswith(f"{MICRO}=") for word in words) else ""
     if any(w[0] == "+" and ATTENDS in plan.techniques[w[1:]].claims for w in words):
         kind = ATTENDS
-    learns = kind_of(asking.start, plan) == "learning"
+    learns = effect_of(asking.start, plan) == "learning"
     return Choice(
         words, candidate.prediction.memory.peak_bytes, _expected(asking, plan), kind, learns
-    )  # fmt: skip
+    )
 
 
 def _expected(asking: Asking, plan: Plan) -> float | None:
@@ -293,7 +293,7 @@ def worth(asking: Asking, candidate: Candidate, expected: float | None) -> bool:
         or any(SLOW_TO_COMPILE in w for w in words)
     ):
         return False
-    if kind_of(asking.start, candidate.plan) == "learning":
+    if effect_of(asking.start, candidate.plan) == "learning":
         return False
     if (known := _by_precision(asking, candidate)) is not None:
         return known

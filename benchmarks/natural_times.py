@@ -30,12 +30,12 @@ from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.predict.candidates import Words
 from headrace.train import train
-from headrace.tuner.kinds import kind_of
+from headrace.tuner.effects import effect_of
 from headrace.tuner.readings import BEHIND as WAITED
 from headrace.tuner.readings import (
     LEFT_BYTES,
-    Clock,
     Reading,
+    StepClock,
     flags_of,
     opened,
     read,
@@ -117,7 +117,7 @@ class Timed:
 
     def run(self, blocks: int, steps: int) -> None:
         """Time blocks, after a step that fills the queue of the device."""
-        clock = Clock(self.build.device)
+        clock = StepClock(self.build.device)
         with self._own():
             self._step()
             clock.mark()
@@ -266,7 +266,7 @@ class _Measuring:
                 self.best = max(self.best, 1 + gain["value"])
                 self.write(
                     side.words,
-                    equality=kind_of(self.plan, side.plan),
+                    equality=effect_of(self.plan, side.plan),
                     gain=gain,
                     before_s=median(side.beside),
                     after_s=median(side.seconds),

@@ -20,8 +20,8 @@ from headrace.cli.app import catalogue
 from headrace.core.errors import HeadraceError
 from headrace.plan.plan import Plan
 from headrace.train import train
-from headrace.tuner.readings import Clock, Reading, counted, opened, peak, read
-from headrace.tuner.short import of_length
+from headrace.tuner.brief_training import of_length
+from headrace.tuner.readings import Reading, StepClock, counted, opened, peak, read
 
 ATTENTION = "attention"
 """The key of what `attention_of` tells in a reading's evidence."""
@@ -139,7 +139,7 @@ def run_whole(plan: Plan, *, steps: int) -> Reading:
 
     def go(found: Reading) -> None:
         with fresh_cache(), opened(plan, text=True) as (build, micros):
-            before, clock = counters["stats"]["unique_graphs"], Clock(build.device)
+            before, clock = counters["stats"]["unique_graphs"], StepClock(build.device)
             if build.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             clock.mark()

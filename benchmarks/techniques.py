@@ -44,8 +44,8 @@ import receipts
 from sides import ATTENTION, GRAPHS, Side, attention_of, run_whole, short, sides
 
 from headrace.cli.app import catalogue
+from headrace.tuner.brief_training import train_steps
 from headrace.tuner.readings import Reading, time_steps
-from headrace.tuner.short import train_steps
 from headrace.tuner.worker import Worker
 
 BASES = ("trunk", "recipe")

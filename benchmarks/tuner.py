@@ -41,7 +41,7 @@ from headrace.plan.changes import parse
 from headrace.plan.plan import Plan
 from headrace.tuner.command import tune_command
 from headrace.tuner.judge import Rules, compare
-from headrace.tuner.pairs import ACCEPT, Size, measure_with
+from headrace.tuner.pairs import ACCEPT, SampleSize, measure_with
 from headrace.tuner.path import Tuned
 from headrace.tuner.store import fingerprint
 from headrace.tuner.worker import Worker
@@ -197,7 +197,7 @@ def tune(
         context=context,
         machine=machine,
         folder=folder,
-        tell=lambda line: print(line, flush=True),
+        note=lambda line: print(line, flush=True),
         in_process=args.here,
     ), machine
 
@@ -242,7 +242,7 @@ def beside_candidates(
                 continue
             device = choose_device(plan)
             rules = Rules(device=device.type, precision=make_context(plan, device).precision)
-            size = Size(steps=args.steps, rounds=3, block_s=BLOCK_S)
+            size = SampleSize(steps=args.steps, rounds=3, block_s=BLOCK_S)
             compared = compare(
                 plan,
                 tuned,

@@ -39,14 +39,15 @@ from headrace.data.ingest import prepare
 from headrace.plan.changes import changed, difference
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
+from headrace.tuner.brief_training import train_steps
+from headrace.tuner.effects import effect_of
 from headrace.tuner.equality import BATCHES
 from headrace.tuner.judge import Compared, Rules
 from headrace.tuner.judge import Verdict as Judged
-from headrace.tuner.kinds import kind_of
 from headrace.tuner.pairs import measure_with
-from headrace.tuner.proposals import Pool, Proposal, Sources, sources
-from headrace.tuner.running import LONGEST, Run
-from headrace.tuner.short import train_steps
+from headrace.tuner.pool import Pool
+from headrace.tuner.proposals import Proposal, Sources, sources
+from headrace.tuner.running import LONGEST, Tuning
 from headrace.tuner.store import Store, fingerprint, here
 from headrace.tuner.worker import Worker
 
@@ -157,7 +158,7 @@ def trials_of(start: Start) -> list[Trial]:
     trials: dict[str, Trial] = {}
     of_kind = {"exact": 0, "approximate": 0}
     for proposal in [*wholes, *start.sources.single(start.plan)]:
-        kind = kind_of(start.plan, proposal.plan)
+        kind = effect_of(start.plan, proposal.plan)
         fewer = proposal.plan.micro_rows * FEWER_ROWS < rows
         if kind == "learning" or proposal.prediction.memory.fits == "no" or fewer:
             continue
@@ -228,7 +229,7 @@ class Bench:
         rules = Rules(device=start.context.device, precision=start.context.precision)
         measure = measure_with(self.worker)
         store = Store(None, here(choose_device(start.plan)))
-        run = Run(
+        run = Tuning(
             start.plan, rules, limit_s / LONGEST / 60, measure, store, _nobody, time.monotonic
         )
         run.start, run.pool = trial.first, Pool(start.plan, trial.first)
@@ -313,7 +314,7 @@ class Bench:
         steps = self.args.train_steps
         store = Store(self.args.folder / "trainings.jsonl", here(choose_device(plan)))
         what = {"train": fingerprint(plan), "steps": steps}
-        known = json.dumps([what, store.place], sort_keys=True) in store.found
+        known = json.dumps([what, store.place], sort_keys=True) in store.readings
         needed_s = 1.3 * steps * (step_s or 0.0) + self.args.ready_s
         if not known and self.left_s < needed_s:
             return [], f"about {needed_s:.0f} s are needed, {max(0.0, self.left_s):.0f} s are left"
@@ -337,7 +338,7 @@ class Bench:
             "threads": torch.get_num_threads(),
             "precision": trial.start.context.precision,
             "change": list(trial.change),
-            "equality": kind_of(trial.first.plan, trial.second.plan),
+            "equality": effect_of(trial.first.plan, trial.second.plan),
             "baseline_sha256": fingerprint(trial.first.plan),
             "plan_sha256": fingerprint(trial.second.plan),
         }

@@ -1,1 +1,1 @@
-"""What exists, in words: tables, cards and explanations made from the techniques themselves."""
+"""Render what exists: tables, cards and explanations made from the techniques themselves."""

@@ -1,4 +1,4 @@
-"""`headrace explain`: a technique's card, or a plan's sockets in order and what they will cost."""
+"""Explain a technique's card, or a plan's sockets in order and what they will cost."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +21,7 @@ from headrace.plan.technique import Catalogue, Context, Technique
 
 
 def explain_technique(technique: type[Technique[Any]]) -> tuple[dict[str, Any], str]:
-    """A technique's card, as data and as text."""
+    """Return a technique's card, as data and as text."""
     docs = meanings(technique)
     knobs = {
         name: {
@@ -53,7 +53,7 @@ def explain_technique(technique: type[Technique[Any]]) -> tuple[dict[str, Any], 
 
 
 def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
-    """A plan's sockets in order with who fills each, and its predicted memory and work.
+    """Return a plan's sockets in order with who fills each, and its predicted memory and work.
 
     Raises:
         ConfigError, UnsupportedError: a technique cannot run here, or two clash.
@@ -82,7 +82,7 @@ def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
     }
     lines = [f"{plan.name} on {context.device} in {context.precision}", "", "sockets in order:"]
     for socket, names in fillers.items():
-        base = [] if socket in COMPOSED else ["trunk"]
+        base = [] if socket in COMPOSED else ["baseline"]
         if socket == "parts.attend" and plan.attention == "measured":
             base = ['the fastest when the run starts (attention = "measured")']
         lines.append(f"  {socket:<18} {' + '.join(names or base) or '-'}")
@@ -129,20 +129,20 @@ def check_explained(
 
 
 def nothing_to_explain(what: str, known: Catalogue, plans: Iterable[str]) -> ConfigError:
-    """Return what is told of a word that is neither a plan nor a technique."""
+    """Return the error for a word that is neither a plan nor a technique."""
     run = Path("runs", what, "plan.toml")
-    told = f"{what!r} is no plan, recipe or technique"
+    message = f"{what!r} is no plan, recipe or technique"
     if what and run.is_file():
-        return ConfigError(f"{told}; it is a run", again((what, run), verb="explain"))
+        return ConfigError(f"{message}; it is a run", again((what, run), verb="explain"))
     near = alike(what, [*known.techniques, *plans])
     if method := told_of(what):
         message, first = method
         near = first if first in known.techniques else ""
-        told = message
+        message = message
     elif near:
-        told += f"; the nearest is {near}"
+        message += f"; the nearest is {near}"
     return ConfigError(
-        told,
+        message,
         again((what, near), verb="explain")
         if near
         else "headrace list for the techniques, headrace list --recipes for the recipes",

@@ -1,4 +1,4 @@
-"""`headrace explain PLAN --graph`: every graph, break and recompile, from torch's own records.
+"""List every graph, break and recompile of a plan, from torch's own records.
 
 A plan that compiles says nothing about how often: a break splits a graph and gives back to Python
 what lies between the pieces, and a guard that fails compiles the whole function again. torch keeps
@@ -37,11 +37,11 @@ from headrace.train.evaluate import evaluate
 from headrace.train.train import step
 
 MOST_ROWS = 2
-"""Rows of the batch that is tried: their number changes shapes, and not what is traced."""
+"""Most rows of the batch that is tried: their number changes shapes, and not what is traced."""
 LENGTH = "sequence_length"
-"""The value of the step that says how long its rows are, where they do not stay as they are."""
+"""Name of the step's value that says how long its rows are, where that varies."""
 RECORDS = 100_000
-"""Compilations that are kept; torch keeps 64 by itself."""
+"""Most compilations that are kept; torch keeps 64 by itself."""
 TORCH = str(Path(torch.__file__).parent)
 PLACE = re.compile(r'File "(.+)", line (\d+)')
 RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")
@@ -59,12 +59,13 @@ FIXES: Sequence[tuple[str, str]] = (
     ("___dict_contains", "give it all its attributes while the build is made"),
     ("len(", "hand in a list or dictionary of one length"),
     (" == ", "a number that changes belongs into a tensor"),
-)  # fmt: skip
-"""What a cause contains -> what mends it, where torch gives no hint of its own; first match."""
+)
+"""Part of torch's message -> what mends the cause, where torch gives no hint; the first match
+counts."""
 
 
 def explain_graphs(plan: Plan, progress: Progress | None = None) -> tuple[dict[str, Any], str]:
-    """Graphs, graph breaks and recompiles of a few steps and an evaluation, as data and as text.
+    """Return graphs, graph breaks and recompiles of a few steps, as data and as text.
 
     Args:
         plan: the run; its data is prepared as a run would, no run folder is made.
@@ -90,7 +91,7 @@ def explain_graphs(plan: Plan, progress: Progress | None = None) -> tuple[dict[s
     prepared = prepare(tried, progress=(progress or Progress()).task)
     with _all_records():
         build = make_build(tried, prepared, World(), device)
-        found = _watch(build)
+        recorded = _watch(build)
     value = {
         "name": plan.name,
         "device": device.type,
@@ -98,13 +99,13 @@ def explain_graphs(plan: Plan, progress: Progress | None = None) -> tuple[dict[s
         "rows": tried.micro_rows,
         "tokens_of_a_row": tried.data.sequence_length,
         "fullgraph": any(getattr(t, "fullgraph", False) for t in compiling),
-        **found,
+        **recorded,
     }
     return value, _as_text(value, compiling[0].name())
 
 
 def _tried(plan: Plan, compiling: Sequence[Technique[Any]]) -> Plan:
-    """The plan with one small micro-batch, as many steps as before, and with breaks allowed."""
+    """Return the plan with one small micro-batch, as many steps as before, and breaks allowed."""
     rows = min(MOST_ROWS, plan.micro_rows)
     tokens = rows * plan.data.sequence_length
     techniques = dict(plan.techniques)
@@ -132,7 +133,7 @@ def _all_records() -> Iterator[None]:
 
 
 def _watch(build: Build) -> dict[str, Any]:
-    """Take the steps and evaluate once; what torch recorded, by what it was recorded in."""
+    """Take the steps and evaluate once; return what torch recorded, by when it did."""
     from torch._dynamo import utils
 
     def take(index: int) -> None:
@@ -164,7 +165,7 @@ def _watch(build: Build) -> dict[str, Any]:
 
 
 def _steps(build: Build) -> list[int]:
-    """The first two steps, and the first of each later length of rows; counted from 0."""
+    """Return the first two steps, and the first of each later length of rows; counted from 0."""
     length = build.values.get(LENGTH, float)
     last = (build.plan.horizon_steps or 0) if LENGTH in build.values else 0
     return [0, 1, *(n for n in range(2, last) if length(n) != length(n - 1))]
@@ -175,114 +176,126 @@ def _seconds(record: Any) -> float:
 
 
 def _frame(when: str, record: Any) -> dict[str, Any]:
-    """Where a compiled function stands."""
+    """Return where a compiled function stands."""
     resumed = RESUMED.fullmatch(record.co_name or "?")
     name = f"{resumed[1]} after line {resumed[2]}" if resumed else record.co_name
     return {
-        "id": record.compile_id, "function": name, "file": record.co_filename,
-        "line": record.co_firstlineno, "when": when, "seconds": _seconds(record),
-    }  # fmt: skip
+        "id": record.compile_id,
+        "function": name,
+        "file": record.co_filename,
+        "line": record.co_firstlineno,
+        "when": when,
+        "seconds": _seconds(record),
+    }
 
 
 def _graphs(frames: Sequence[tuple[str, Any]], metrics: Sequence[tuple[str, Any]]) -> list[Any]:
-    """Every frame that became a graph, with the seconds of its backward graph beside its own."""
+    """Return every frame that became a graph, with the seconds of its backward graph."""
     backward: dict[str, float] = {}
     for _, record in metrics:
         if record.co_name is None and not record.fail_type:
             key = record.compile_id
             backward[key] = backward.get(key, 0.0) + _seconds(record)
     return [
-        _frame(when, record) | {
+        _frame(when, record)
+        | {
             "operations": record.graph_op_count,
             "backward_seconds": backward.get(record.compile_id, 0.0),
             "no_cuda_graph": record.cudagraph_skip_reason,
         }
         for when, record in frames
         if record.graph_op_count and not record.fail_type
-    ]  # fmt: skip
+    ]
 
 
 def _breaks(
     breaks: Sequence[tuple[str, Any]], frames: Sequence[tuple[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Every place that breaks a graph, once; seconds are those of tracing that began again."""
-    found: dict[tuple[str, int, str], dict[str, Any]] = {}
+    """Return every place that breaks a graph, once; seconds are those of repeated tracing."""
+    breaks_of: dict[tuple[str, int, str], dict[str, Any]] = {}
     for when, record in breaks:
         where = _own_line(record.user_stack)
-        cause, fix = _told(record.reason)
+        cause, fix = _cause_and_fix(record.reason)
         key = (where.filename, where.lineno or 0, cause)
-        entry = found.setdefault(
+        entry = breaks_of.setdefault(
             key,
             {
-                "file": where.filename, "line": where.lineno, "function": where.name,
-                "code": (where.line or "").strip(), "when": when, "count": 0,
-                "cause": cause, "fix": fix, "seconds": 0.0,
+                "file": where.filename,
+                "line": where.lineno,
+                "function": where.name,
+                "code": (where.line or "").strip(),
+                "when": when,
+                "count": 0,
+                "cause": cause,
+                "fix": fix,
+                "seconds": 0.0,
             },
-        )  # fmt: skip
+        )
         entry["count"] += 1
     for _, record in frames:
-        causes = {_told(reason)[0] for reason in record.restart_reasons or ()}
+        causes = {_cause_and_fix(reason)[0] for reason in record.restart_reasons or ()}
         same_file = [
-            e for e in found.values()
+            e
+            for e in breaks_of.values()
             if e["cause"] in causes and e["file"] == record.co_filename
-        ] or [e for e in found.values() if e["cause"] in causes]  # fmt: skip
+        ] or [e for e in breaks_of.values() if e["cause"] in causes]
         for entry in same_file:
             entry["seconds"] += (record.dynamo_time_before_restart_s or 0.0) / len(same_file)
-    return list(found.values())
+    return list(breaks_of.values())
 
 
 def _recompiles(frames: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """Frames of which a guard failed; torch tells which one, and in newer versions the line."""
-    found = []
+    """Return the frames of which a guard failed, with the guard and its line if known."""
+    recompiles = []
     for when, record in frames:
         if record.recompile_reason:
             cause, *more = record.recompile_reason.strip().splitlines()
             places = PLACE.findall("\n".join(more))
             guarded = f"{places[-1][0]}:{places[-1][1]}" if places else None
             entry = {"cause": cause.strip(), "guarded": guarded, "fix": _fix(cause)}
-            found.append(_frame(when, record) | entry)
-    return found
+            recompiles.append(_frame(when, record) | entry)
+    return recompiles
 
 
 def _uncompiled(metrics: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """Frames that torch gave up, and runs as plain Python.
+    """Return the frames that torch gave up, and runs as plain Python.
 
     A frame that was compiled too often has a record without a name; its number is that of the first
     one, and what mends it is what mends its last recompile.
     """
     named = {m.compile_id.split("/")[0]: m for _, m in metrics if m.co_name is not None}
-    found = []
+    uncompiled = []
     for when, record in metrics:
         if record.fail_type:
             number = (record.compile_id or "").split("/")[0]
-            cause, fix = _told(record.fail_reason or record.fail_type)
+            cause, fix = _cause_and_fix(record.fail_reason or record.fail_type)
             if record.recompile_reason:
                 last = record.recompile_reason.strip().splitlines()[0]
                 cause, fix = f"{cause} The last: {last}", _fix(last)
             own = {"id": record.compile_id, "seconds": _seconds(record)}
             place = _frame(when, named.get(number, record))
-            found.append({**place, **own, "cause": cause, "fix": fix})
-    return found
+            uncompiled.append({**place, **own, "cause": cause, "fix": fix})
+    return uncompiled
 
 
 def _own_line(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
-    """The innermost line that is not torch's."""
+    """Return the innermost line that is not torch's."""
     if not stack:
         return traceback.FrameSummary("?", 0, "?")
     own = [frame for frame in stack if not frame.filename.startswith(TORCH)]
     return (own or list(stack))[-1]
 
 
-def _told(reason: str) -> tuple[str, str]:
-    """A reason's cause, and the fix that torch hints at."""
+def _cause_and_fix(reason: str) -> tuple[str, str]:
+    """Return a reason's cause, and the fix that torch hints at."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    told: Mapping[str, list[str]] = {"Explanation": [], "Hint": []}
+    named: Mapping[str, list[str]] = {"Explanation": [], "Hint": []}
     for line in lines:
         kind, colon, text = line.partition(": ")
-        if colon and kind in told:
-            told[kind].append(text)
-    cause = " ".join([lines[0] if lines else "not told", *told["Explanation"]])
-    return cause, " ".join(told["Hint"]) or _fix(reason)
+        if colon and kind in named:
+            named[kind].append(text)
+    cause = " ".join([lines[0] if lines else "not told", *named["Explanation"]])
+    return cause, " ".join(named["Hint"]) or _fix(reason)
 
 
 def _fix(cause: str) -> str:
@@ -293,16 +306,17 @@ def _fix(cause: str) -> str:
 
 
 def _as_text(value: Mapping[str, Any], owner: str) -> str:
-    """For a person: counts, then each with its place, cause and fix."""
-    graphs, breaks, again = value["graphs"], value["breaks"], value["recompiles"]
+    """Render counts, then each entry with its place, cause and fix."""
+    graphs, breaks, recompiles = value["graphs"], value["breaks"], value["recompiles"]
     lines = [
         f"{value['name']} on {value['device']}, torch {value['torch']}: {_count(graphs, 'graph')}, "
-        f"{_count(breaks, 'graph break')}, {_count(again, 'recompile')}, "
+        f"{_count(breaks, 'graph break')}, {_count(recompiles, 'recompile')}, "
         f"{format_seconds(value['seconds'])} of compiling",
         f"(steps {', '.join(map(str, value['steps']))} of {value['rows']} x "
         f"{value['tokens_of_a_row']} tokens, and an evaluation)",
-        "", "graphs:",
-    ]  # fmt: skip
+        "",
+        "graphs:",
+    ]
     for graph in graphs:
         lines.append(
             f"  {_place(graph)}, {graph['operations']} operations, {graph['seconds']:.2f} s + "
@@ -311,8 +325,10 @@ def _as_text(value: Mapping[str, Any], owner: str) -> str:
         if graph["no_cuda_graph"]:
             lines.append(f"    no CUDA graph: {graph['no_cuda_graph']}")
     sections = (
-        ("graph breaks", breaks), ("recompiles", again), ("left to Python", value["uncompiled"]),
-    )  # fmt: skip
+        ("graph breaks", breaks),
+        ("recompiles", recompiles),
+        ("left to Python", value["uncompiled"]),
+    )
     for title, entries in sections:
         if not entries:
             continue
@@ -325,9 +341,10 @@ def _as_text(value: Mapping[str, Any], owner: str) -> str:
             lines += [f"    cause: {entry['cause']}", f"    fix:   {entry['fix']}"]
     if breaks and value["fullgraph"]:
         lines += [
-            "", f"fullgraph = true makes the first break an error: mend it, or accept breaks with "
+            "",
+            f"fullgraph = true makes the first break an error: mend it, or accept breaks with "
             f"techniques.{owner}.fullgraph=false",
-        ]  # fmt: skip
+        ]
     return "\n".join(lines)
 
 

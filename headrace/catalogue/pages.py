@@ -1,4 +1,4 @@
-"""The reference of the documentation, made from cards, families, recipes, plan keys and verbs.
+"""Make the reference of the documentation from cards, families, recipes, plan keys and verbs.
 
 Nothing here is written twice: a page says what the code's own fields and docstrings say, so a new
 technique has its page when its file is there. Pages are made when the documentation is built and
@@ -20,12 +20,12 @@ from headrace.core.strict import meanings
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Technique
 
-KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+TYPE_NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def reference(catalogue: Catalogue, recipes: Mapping[str, Path]) -> dict[str, str]:
-    """Markdown of every page by its path under the documentation's folder.
+    """Return the Markdown of every page by its path under the documentation's folder.
 
     Args:
         catalogue: techniques and families.
@@ -42,7 +42,7 @@ def reference(catalogue: Catalogue, recipes: Mapping[str, Path]) -> dict[str, st
 
 
 def card_path(technique: type[Technique[Any]]) -> str:
-    """Where a technique's page is."""
+    """Return where a technique's page is."""
     return f"reference/{technique.room}/{technique.name()}.md"
 
 
@@ -64,7 +64,7 @@ def _techniques(catalogue: Catalogue) -> str:
 
 
 def _card(technique: type[Technique[Any]]) -> str:
-    """A technique's page: its essay, its card, its sockets, its knobs."""
+    """Render a technique's page: its essay, its card, its sockets, its knobs."""
     name, card = technique.name(), technique.card
     essay = inspect.getdoc(inspect.getmodule(technique)) or technique.line()
     facts = {
@@ -84,7 +84,7 @@ def _card(technique: type[Technique[Any]]) -> str:
 
 
 def _plan() -> str:
-    """Every key of a plan, table by table."""
+    """Render every key of a plan, table by table."""
     lines = [
         "# Plan keys",
         "",
@@ -123,27 +123,33 @@ def _recipes(recipes: Mapping[str, Path]) -> str:
 
 
 def _keys(table: type[BaseModel], prefix: str) -> Iterator[str]:
-    """A table's keys as rows; tables inside of it have sections of their own."""
+    """Yield a table's keys as rows; tables inside of it have sections of their own."""
     says = meanings(table)
     rows = [
-        _row((f"`{prefix}.{name}`" if prefix else f"`{name}`", _type(info), _default(info),
-              says[name]))
+        _row(
+            (
+                f"`{prefix}.{name}`" if prefix else f"`{name}`",
+                _type(info),
+                _default(info),
+                says[name],
+            )
+        )
         for name, info in table.model_fields.items()
         if not (isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel))
-    ]  # fmt: skip
+    ]
     if rows:
         yield from ("| key | type | default | meaning |", "|---|---|---|---|", *rows)
 
 
 def _type(info: FieldInfo) -> str:
-    """A field's type in a reader's words, with its limits."""
+    """Render a field's type in a reader's words, with its limits."""
     return _with_limits(_words(info.annotation), info.metadata)
 
 
 def _words(kind: Any) -> str:
-    """A type as a reader writes its values."""
-    if kind in KINDS:
-        return KINDS[kind]
+    """Render a type as a reader writes its values."""
+    if kind in TYPE_NAMES:
+        return TYPE_NAMES[kind]
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         limits = [m for item in inner[1:] for m in getattr(item, "metadata", [item])]

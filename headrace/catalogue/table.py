@@ -1,10 +1,10 @@
-"""The catalogue as rows."""
+"""List the catalogue as rows."""
 
 from headrace.plan.technique import Catalogue
 
 
 def catalogue_rows(catalogue: Catalogue) -> list[dict[str, str]]:
-    """One row per technique: name, room, what it is."""
+    """Return one row per technique: name, room, what it is."""
     return [
         {
             "technique": name,

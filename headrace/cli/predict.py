@@ -38,7 +38,7 @@ def plan(
             from headrace.predict.ending import Curve
             from headrace.predict.prediction import after, predict
             from headrace.train.run_folder import RunFolder
-            from headrace.tuner.kinds import learns_otherwise, runs_otherwise
+            from headrace.tuner.effects import learns_otherwise, runs_otherwise
         wanted = named_plan(plan, overrides, with_, without, verb="plan")
         context, machine = place(wanted, device_name)
         measured = curve = None

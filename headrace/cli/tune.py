@@ -43,7 +43,7 @@ def tune(
         with loading():
             from headrace.cli.plans import named_plan, place
             from headrace.plan.technique import installed
-            from headrace.tuner.command import folder_of, told, tune_command
+            from headrace.tuner.command import folder_of, format_end, tune_command
         wanted = named_plan(plan, overrides, with_, without, verb="tune")
         context, machine = place(wanted)
         progress = make_progress(json)
@@ -57,15 +57,15 @@ def tune(
                 machine=machine,
                 seeds=seeds,
                 architecture=architecture,
-                tell=progress.note,
+                note=progress.note,
                 progress=progress,
             )
         finally:
             progress.close()
         if json:
-            show_json(tuned.plain())
+            show_json(tuned.to_dict())
         else:
-            print(told(tuned, folder_of(wanted)))
+            print(format_end(tuned, folder_of(wanted)))
 
 
 def ablate(
@@ -105,7 +105,7 @@ def ablate(
         finally:
             progress.close()
         if json:
-            show_json(found.plain(), found.exit_code)
+            show_json(found.to_dict(), found.exit_code)
         else:
             for title, head, rows in found.tables():
                 show_table(head, rows, title)

@@ -1,4 +1,4 @@
-"""The report: one self-contained page about a run, or about several side by side.
+"""Write the report: one self-contained page about a run, or about several side by side.
 
 It is made from the files that a run leaves behind and from nothing else, so it can be written again
 at any time and gives the same bytes. The page needs no network, no script and no font of its own:

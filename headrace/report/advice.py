@@ -1,4 +1,4 @@
-"""What the doctor would change, on a run's page: findings.json with its remedies."""
+"""Render what the doctor would change on a run's page, from findings.json with its remedies."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,28 +10,28 @@ from headrace.core.files import parse_json, shell
 from headrace.doctor.words.answer import SHARE_ENDS
 from headrace.plan.changes import parse
 from headrace.report.page import Safe, join, muted, section, table, tag
-from headrace.report.read import Table
+from headrace.report.run_files import Table
 from headrace.report.words import size
 
 MOST = 3
-"""Remedies of a finding that the page shows."""
+"""Most remedies of a finding that the page shows."""
 CHANGES = {"exact": "", "approximate": "; rounds otherwise", "learning": "; learns otherwise"}
 
 
-class Gain(Table):
-    """A step's time before over after, less 1, and its ends."""
+class GainRecord(Table):
+    """Hold the gain of a step's time, before over after, less 1, and the ends of its interval."""
 
     low: float
     value: float
     high: float
 
 
-class Remedy(Table):
-    """A change of the plan; see headrace.doctor.remedies."""
+class RemedyRecord(Table):
+    """Hold a change of the plan; see headrace.doctor.remedies."""
 
     change: tuple[Annotated[str, Field(min_length=1)], ...]
     what: str
-    gain: Gain | None
+    gain: GainRecord | None
     memory_bytes: float
     costs: str
     equality: Literal["exact", "approximate", "learning"]
@@ -39,16 +39,16 @@ class Remedy(Table):
     unknown: str = ""
 
 
-class Finding(Table):
-    """A verdict with its remedies, the best first."""
+class FindingRecord(Table):
+    """Hold a verdict with its remedies, the best first."""
 
     sentence: str
     evidence: str = ""
-    remedies: tuple[Remedy, ...] = ()
+    remedies: tuple[RemedyRecord, ...] = ()
 
 
 def remedies(folder: Path) -> Safe:
-    """A section with what to change; empty where the doctor found nothing to.
+    """Render a section with what to change; empty where there are no remedies.
 
     Raises:
         ConfigError: findings.json is damaged.
@@ -63,8 +63,10 @@ def remedies(folder: Path) -> Safe:
             for one in finding.remedies[:MOST]
         ]
         head = ("Change", "Forecast gain", "Memory", "Costs", "What it does")
-        parts += [tag("p", tag("strong", finding.sentence), f" {finding.evidence}"),
-                  table(f"Remedies: {finding.sentence}", head, rows, text=5)]  # fmt: skip
+        parts += [
+            tag("p", tag("strong", finding.sentence), f" {finding.evidence}"),
+            table(f"Remedies: {finding.sentence}", head, rows, text=5),
+        ]
     note = muted(
         "A gain is the time of a step before over after, less 1, on this run; the range holds 80% "
         f"of what such forecasts came to, but where it says {SHARE_ENDS}: of what the finding says "
@@ -73,11 +75,11 @@ def remedies(folder: Path) -> Safe:
     return section("What to change", join(parts), note)
 
 
-def _words(remedy: Remedy) -> Safe:
+def _words(remedy: RemedyRecord) -> Safe:
     return tag("code", " ".join(parse(remedy.change).command()))
 
 
-def _gain(remedy: Remedy) -> str:
+def _gain(remedy: RemedyRecord) -> str:
     if (gain := remedy.gain) is None:
         return f"not forecast: {remedy.unknown}"
     ends = f"{gain.low:+.1%} to {gain.high:+.1%}"
@@ -86,17 +88,17 @@ def _gain(remedy: Remedy) -> str:
     return f"{gain.value:+.1%} ({ends})"
 
 
-def _memory(remedy: Remedy) -> str:
+def _memory(remedy: RemedyRecord) -> str:
     sign = "+" if remedy.memory_bytes > 0 else "-"
     return f"{sign}{size(abs(remedy.memory_bytes))}" if remedy.memory_bytes else "as it is"
 
 
-def _read(file: Path) -> list[Finding]:
+def _read(file: Path) -> list[FindingRecord]:
     if not file.is_file():
         return []
     try:
         rows: list[dict[str, Any]] = parse_json(file.read_bytes())
-        return [Finding.model_validate(row) for row in rows]
+        return [FindingRecord.model_validate(row) for row in rows]
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{file} is damaged: {str(error).splitlines()[0]}",

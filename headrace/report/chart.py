@@ -34,8 +34,8 @@ STYLE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class Line:
-    """One curve.
+class ChartLine:
+    """Hold one curve of a chart.
 
     Args:
         x, y: [N] its points; NaN leaves a gap.
@@ -54,8 +54,8 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Axis:
-    """A chart's horizontal axis: its label and how a tick is written."""
+class ChartAxis:
+    """Hold a chart's horizontal axis: its label and how a tick is written."""
 
     label: str
     tick: Callable[[float], str]
@@ -63,10 +63,10 @@ class Axis:
 
 def line_chart(
     name: str,
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     *,
     label: str,
-    axis: Axis,
+    axis: ChartAxis,
     y_label: str,
     top: float | None = None,
     goal: float | None = None,
@@ -104,12 +104,12 @@ def line_chart(
 
 
 def _stand_in(colour: str) -> str:
-    """The hex colour that stands for a CSS variable while matplotlib draws."""
+    """Return the hex colour that stands for a CSS variable while matplotlib draws."""
     return f"#ab{NAMES.index(colour):02x}cd"
 
 
-def _draw(axes: Axes, line: Line) -> None:
-    """One curve with its band and marks."""
+def _draw(axes: Axes, line: ChartLine) -> None:
+    """Draw one curve with its band and marks."""
     colour = _stand_in(line.colour)
     if line.band is not None:
         axes.fill_between(line.x, *line.band, color=colour, alpha=0.22, lw=0)
@@ -124,8 +124,8 @@ def _draw(axes: Axes, line: Line) -> None:
     )
 
 
-def _dress(axes: Axes, axis: Axis, y_label: str) -> None:
-    """Labels, ticks, a quiet grid, and one line at the bottom."""
+def _dress(axes: Axes, axis: ChartAxis, y_label: str) -> None:
+    """Draw labels, ticks, a quiet grid, and one line at the bottom."""
     soft, grid = _stand_in("soft"), _stand_in("grid")
     axes.set_xlabel(axis.label, color=soft)
     axes.set_ylabel(y_label, color=soft)
@@ -141,7 +141,7 @@ def _dress(axes: Axes, axis: Axis, y_label: str) -> None:
 
 
 def _clean(svg: str, label: str) -> Safe:
-    """The bare <svg> element with CSS colours, page fonts and a text alternative."""
+    """Return the bare <svg> element with CSS colours, page fonts and a text alternative."""
     body = svg[svg.index("<svg") :]
     viewbox = re.search(r'viewBox="[^"]*"', body)
     assert viewbox is not None, "matplotlib always writes a viewBox"

@@ -1,4 +1,4 @@
-"""The page about several runs side by side; the first is what the others are measured against.
+"""Write the page about several runs side by side, measured against the first.
 
 Ratios are given only where both runs have the number. Losses are laid over each other in bits per
 byte, which tokenizers do not move; when a run was never evaluated, nothing comparable is left but
@@ -26,17 +26,17 @@ from headrace.report.page import (
     write_page,
 )
 from headrace.report.parts import COLOURS, phase_name, phase_stack, phases
-from headrace.report.read import Report, Run, read_run
+from headrace.report.run_files import Report, RunFiles, read_run
 from headrace.report.single import plain
 from headrace.report.words import bits, count, dollars, percent, seconds, size, verdict, whole
 
 DEFAULT_NAME = "comparison.html"
 """The page's name where the user gives none."""
 LIMIT = 8
-"""Runs on one page: as many as there are colours that can be told apart."""
+"""Most runs on one page: as many as there are colours that can be told apart."""
 
-Figure = tuple[str, Callable[[Report], float | None], Callable[[float | None], str]]
-FIGURES: tuple[Figure, ...] = (
+KeyFigure = tuple[str, Callable[[Report], float | None], Callable[[float | None], str]]
+FIGURES: tuple[KeyFigure, ...] = (
     ("Time to the goal", lambda r: r.goal.wall_s if r.goal.reached else None, seconds),
     ("Best validation, bits per byte", lambda r: r.best_bits_per_byte, bits),
     ("Wall time", lambda r: r.wall_s, seconds),
@@ -49,7 +49,7 @@ FIGURES: tuple[Figure, ...] = (
     ("Wasted tokens", lambda r: r.wasted_token_fraction, percent),
     ("Parameters", lambda r: r.parameters, count),
 )
-COST: Figure = ("Cost", lambda r: r.dollars, lambda v: "unknown" if v is None else dollars(v))
+COST: KeyFigure = ("Cost", lambda r: r.dollars, lambda v: "unknown" if v is None else dollars(v))
 
 
 def compare_reports(run_directories: Sequence[Path], output: Path) -> Path:
@@ -91,8 +91,8 @@ def compare_reports(run_directories: Sequence[Path], output: Path) -> Path:
     return write_page(Path(output), text)
 
 
-def _labels(runs: list[Run]) -> list[str]:
-    """One label per run: its name, with its folder where names repeat."""
+def _labels(runs: list[RunFiles]) -> list[str]:
+    """Return one label per run: its name, with its folder where names repeat."""
     names = [run.report.name for run in runs]
     return [
         f"{name} ({run.directory})" if names.count(name) > 1 else name
@@ -101,12 +101,12 @@ def _labels(runs: list[Run]) -> list[str]:
 
 
 def _mark(index: int, kind: str = "") -> Safe:
-    """A run's colour."""
+    """Return the mark of a run's colour."""
     return swatch(f"c{index}", kind)
 
 
-def _verdicts(runs: list[Run], names: list[str]) -> Safe:
-    """Each run's outcome in one sentence."""
+def _verdicts(runs: list[RunFiles], names: list[str]) -> Safe:
+    """Render each run's outcome in one sentence."""
     rows = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         ruling = verdict(run.report)
@@ -115,8 +115,8 @@ def _verdicts(runs: list[Run], names: list[str]) -> Safe:
     return section("Verdicts", table("Verdicts", ("Run", "Outcome", "In words"), rows, text=3))
 
 
-def _key_figures(runs: list[Run], names: list[str]) -> Safe:
-    """Key figures, one column per run."""
+def _key_figures(runs: list[RunFiles], names: list[str]) -> Safe:
+    """Render key figures, one column per run."""
     priced = any(run.report.dollars is not None for run in runs)
     rows = []
     for title, read, form in (*FIGURES, COST) if priced else FIGURES:
@@ -136,8 +136,8 @@ def _key_figures(runs: list[Run], names: list[str]) -> Safe:
     return section("Key figures", table("Key figures", ("", *heads), rows), muted(note))
 
 
-def _time(runs: list[Run], names: list[str]) -> Safe:
-    """Where each run's time went, on one scale."""
+def _time(runs: list[RunFiles], names: list[str]) -> Safe:
+    """Render where each run's time went, on one scale."""
     longest = max(sum(phases(run.report).values()) for run in runs)
     if not longest:
         return section("Where the time went", muted("Phases were not measured."))
@@ -151,8 +151,8 @@ def _time(runs: list[Run], names: list[str]) -> Safe:
     return section("Where the time went", *bars, marks, muted("Bars share one scale."))
 
 
-def _plan(run: Run, runs: list[Run]) -> dict[str, str]:
-    """The plan's keys and values, flat.
+def _plan(run: RunFiles, runs: list[RunFiles]) -> dict[str, str]:
+    """Return the plan's keys and values, flat.
 
     Args:
         run: whose plan it is.
@@ -175,13 +175,13 @@ def _plan(run: Run, runs: list[Run]) -> dict[str, str]:
         ) from None
 
 
-def _environment(run: Run) -> dict[str, str]:
-    """The environment's keys and values, flat."""
+def _environment(run: RunFiles) -> dict[str, str]:
+    """Return the environment's keys and values, flat."""
     return _flat(run.environment)
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested tables as dotted keys; an empty table (a technique with no knobs) is 'on'."""
+    """Return nested tables as dotted keys; an empty table (a technique with no knobs) is 'on'."""
     flat: dict[str, str] = {}
     for key, value in table.items():
         if isinstance(value, dict) and value:
@@ -192,7 +192,7 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _differences(title: str, tables: list[dict[str, str]], names: list[str]) -> Safe:
-    """The keys whose values are not the same in every run."""
+    """Render the keys whose values differ between runs."""
     keys = dict.fromkeys(key for values in tables for key in values)
     differ = [key for key in keys if len({values.get(key) for values in tables}) > 1]
     if not differ:

@@ -1,4 +1,4 @@
-"""The pair of loss charts, against time and against tokens, for one run or several.
+"""Draw the pair of loss charts, against time and against tokens, for one run or several.
 
 Both charts share one vertical axis. It is cut where the first steps would flatten the rest, and the
 page says how high they went. One run has a grey training curve with its range; of several, each has
@@ -7,10 +7,10 @@ a colour, thin for training and with points for validation.
 
 from collections.abc import Sequence
 
-from headrace.report.chart import Line, line_chart
+from headrace.report.chart import ChartLine, line_chart
 from headrace.report.curves import (
     Column,
-    Curve,
+    LossCurve,
     ceiling,
     time_axis,
     token_axis,
@@ -18,12 +18,12 @@ from headrace.report.curves import (
     validation_curve,
 )
 from headrace.report.page import Safe, figure, legend, muted, section, swatch, tag
-from headrace.report.read import Run
+from headrace.report.run_files import RunFiles
 from headrace.report.words import NOT_MEASURED, bits
 
 
-def loss_section(runs: Sequence[Run], names: Sequence[str]) -> Safe:
-    """The loss of one or more runs, with the goal and the limits that all of them share."""
+def loss_section(runs: Sequence[RunFiles], names: Sequence[str]) -> Safe:
+    """Render the loss of one or more runs, with the goal and the limits that all of them share."""
     if not any(len(run.metrics["loss"]) or run.report.evaluated for run in runs):
         return section("Loss", muted(f"The loss was {NOT_MEASURED}: no step was recorded."))
     in_bits = all(run.tokens_per_byte is not None for run in runs)
@@ -46,22 +46,22 @@ def loss_section(runs: Sequence[Run], names: Sequence[str]) -> Safe:
     return section("Loss", marks, body, muted(" ".join(notes)))
 
 
-def _shared(runs: Sequence[Run], key: str) -> float | None:
-    """What every run was asked for, or None when they differ."""
+def _shared(runs: Sequence[RunFiles], key: str) -> float | None:
+    """Return what every run was asked for, or None when they differ."""
     asked = {run.report.goal.asked.get(key) for run in runs}
     return asked.pop() if len(asked) == 1 else None
 
 
-def _curves(run: Run, column: Column, *, in_bits: bool) -> list[Curve]:
-    """A run's training curve, and its validation curve where there is one."""
+def _curves(run: RunFiles, column: Column, *, in_bits: bool) -> list[LossCurve]:
+    """Return a run's training curve, and its validation curve where there is one."""
     train = training_curve(run, column, in_bits=in_bits)
     return [train, validation_curve(run, column)] if in_bits else [train]
 
 
 def _marks(
-    runs: Sequence[Run], names: Sequence[str], *, in_bits: bool, goal: float | None
+    runs: Sequence[RunFiles], names: Sequence[str], *, in_bits: bool, goal: float | None
 ) -> list[tuple[Safe, str]]:
-    """The legend's entries."""
+    """Return the legend's entries."""
     if len(runs) > 1:
         marks = [(swatch(f"c{i}", "line"), name) for i, name in enumerate(names)]
     else:
@@ -71,8 +71,8 @@ def _marks(
     return marks + aim
 
 
-def _units(runs: Sequence[Run], *, in_bits: bool) -> str:
-    """What the vertical axes mean."""
+def _units(runs: Sequence[RunFiles], *, in_bits: bool) -> str:
+    """Render what the vertical axes mean."""
     if not in_bits:
         text = "Training loss in nats per token, because validation was not measured"
         several = "; it does not compare runs with different tokenizers" if len(runs) > 1 else ""
@@ -86,7 +86,7 @@ def _units(runs: Sequence[Run], *, in_bits: bool) -> str:
 
 
 def _chart(
-    runs: Sequence[Run],
+    runs: Sequence[RunFiles],
     names: Sequence[str],
     column: Column,
     *,
@@ -94,17 +94,17 @@ def _chart(
     goal: float | None,
     top: float | None,
 ) -> tuple[Safe, bool]:
-    """The loss against `column`, and whether a limit was drawn into it."""
+    """Draw the loss against `column`; return the chart and whether a limit was drawn into it."""
     pairs = [_curves(run, column, in_bits=in_bits) for run in runs]
     longest = max((float(c.x.max()) for pair in pairs for c in pair if len(c.x)), default=0.0)
     axis, unit = time_axis(longest) if column == "wall_s" else (token_axis(), 1.0)
-    lines: list[Line] = []
+    lines: list[ChartLine] = []
     for index, (train, *val) in enumerate(pairs):
         alone = len(runs) == 1
         band = (train.low, train.high) if alone else None
         colour = "c7" if alone else f"c{index}"
-        lines.append(Line(train.x / unit, train.y, colour, band=band, faint=in_bits))
-        lines += [Line(c.x / unit, c.y, f"c{index}", marks=True) for c in val]
+        lines.append(ChartLine(train.x / unit, train.y, colour, band=band, faint=in_bits))
+        lines += [ChartLine(c.x / unit, c.y, f"c{index}", marks=True) for c in val]
     budget = _shared(runs, "minutes" if column == "wall_s" else "tokens")
     limit = budget and budget * (60 if column == "wall_s" else 1)
     near = limit is not None and 0 < limit <= 1.2 * longest
@@ -123,14 +123,16 @@ def _chart(
 
 
 def _in_words(
-    runs: Sequence[Run], names: Sequence[str], goal: float | None, *, in_bits: bool
+    runs: Sequence[RunFiles], names: Sequence[str], goal: float | None, *, in_bits: bool
 ) -> str:
-    """What a loss chart shows, for those who cannot see it."""
+    """Render what a loss chart shows, for those who cannot see it."""
     if not in_bits:
         return "Training loss in nats per token."
     aim = f" The goal is {goal:g}." if goal is not None else ""
-    said = []
+    sentences = []
     for run, name in zip(runs, names, strict=True):
         first, last = run.report.evaluated[0], run.report.evaluated[-1]
-        said.append(f"{name} went from {bits(first.bits_per_byte)} to {bits(last.bits_per_byte)}")
-    return f"Validation in bits per byte: {'; '.join(said)}.{aim}"
+        sentences.append(
+            f"{name} went from {bits(first.bits_per_byte)} to {bits(last.bits_per_byte)}"
+        )
+    return f"Validation in bits per byte: {'; '.join(sentences)}.{aim}"

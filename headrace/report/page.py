@@ -1,4 +1,4 @@
-"""The page's bricks: tags that escape by default, cards, tables, bars, and the shell around them.
+"""Build a page: tags that escape by default, cards, tables, bars, and the document around them.
 
 Everything a user can name (runs, techniques, sources, generated text) reaches the page through
 `tag`, which escapes every string that is not already `Safe`. There is no other way in.
@@ -19,11 +19,11 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 class Safe(str):
-    """HTML that is already escaped."""
+    """Hold HTML that is already escaped."""
 
 
 def tag(name: str, *children: str, **attributes: str) -> Safe:
-    """One element. `class_` writes `class`, `aria_label` writes `aria-label`."""
+    """Return one element. `class_` writes `class`, `aria_label` writes `aria-label`."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"'
         for key, value in attributes.items()
@@ -32,22 +32,22 @@ def tag(name: str, *children: str, **attributes: str) -> Safe:
 
 
 def join(parts: Iterable[str]) -> Safe:
-    """Parts one after another, those that are not Safe escaped."""
+    """Join parts one after another, those that are not Safe escaped."""
     return Safe("".join(p if isinstance(p, Safe) else escape(p) for p in parts))
 
 
 def section(title: str, *body: str) -> Safe:
-    """A titled part of the page."""
+    """Return a titled part of the page."""
     return tag("section", tag("h2", title), *body)
 
 
 def muted(*text: str) -> Safe:
-    """A quiet line of explanation."""
+    """Return a quiet line of explanation."""
     return tag("p", *text, class_="muted")
 
 
 def cards(figures: Iterable[tuple[str, str, str]]) -> Safe:
-    """Key figures as (name, value, note)."""
+    """Render key figures as (name, value, note)."""
 
     def figure_of(value: str) -> Safe:
         return tag("dd", value, **({"class_": "absent"} if value == NOT_MEASURED else {}))
@@ -63,7 +63,7 @@ def cards(figures: Iterable[tuple[str, str, str]]) -> Safe:
 
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1) -> Safe:
-    """A table that scrolls in its own box.
+    """Render a table that scrolls in its own box.
 
     Args:
         title: what a screen reader calls it.
@@ -92,23 +92,23 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, tex
 
 
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Safe:
-    """Names and values as a two-column table of text."""
+    """Render names and values as a two-column table of text."""
     return table(title, ("Name", "Value"), list(pairs), text=2)
 
 
 def swatch(colour: str, kind: str = "") -> Safe:
-    """A small mark in a series' colour; `kind` is "", "line", "dash" or "dot"."""
+    """Return a small mark in a series' colour; `kind` is "", "line", "dash" or "dot"."""
     return tag("i", class_=f"swatch {kind}".strip(), style=f"--at:var(--{colour})")
 
 
 def legend(entries: Iterable[tuple[Safe, str]]) -> Safe:
-    """What the colours of a chart mean."""
+    """Render what the colours of a chart mean."""
     items = (tag("li", mark, name) for mark, name in entries)
     return tag("ul", *items, class_="legend")
 
 
 def stack(label: str, shares: Iterable[tuple[str, float]], *, width: float = 1.0) -> Safe:
-    """A stacked bar of (colour, share of the whole), `width` of the line long."""
+    """Render a stacked bar of (colour, share of the whole), `width` of the line long."""
     parts = (
         tag("span", style=f"width:{share:.3%};background:var(--{colour})")
         for colour, share in shares
@@ -120,18 +120,18 @@ def stack(label: str, shares: Iterable[tuple[str, float]], *, width: float = 1.0
 
 
 def bar(share: float, colour: str) -> Safe:
-    """A single bar, `share` of its cell long; decoration beside a number."""
+    """Render a single bar, `share` of its cell long; decoration beside a number."""
     fill = tag("span", style=f"width:{min(share, 1.0):.2%};background:var(--{colour})")
     return tag("div", fill, class_="bar", aria_hidden="true")
 
 
 def figure(title: str, chart: str) -> Safe:
-    """A chart under its title."""
+    """Render a chart under its title."""
     return tag("figure", tag("figcaption", tag("strong", title)), chart)
 
 
 def page(title: str, *body: str) -> str:
-    """The whole document."""
+    """Return the whole document."""
     head = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'

@@ -1,4 +1,4 @@
-"""The middle of a run's page: where time and memory went, and what the techniques did."""
+"""Render the middle of a run's page: where time and memory went, and what the techniques did."""
 
 import warnings
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ import numpy as np
 
 from headrace.core.units import format_count
 from headrace.report.page import Safe, bar, join, muted, section, stack, swatch, table, tag
-from headrace.report.read import PHASES, Report, Run
+from headrace.report.run_files import PHASES, Report, RunFiles
 from headrace.report.words import NOT_MEASURED, percent, seconds, size, whole
 
 COLOURS = dict(zip(PHASES, ("c4", "c0", "c5", "c3", "c1", "c6", "c2", "soft"), strict=True))
@@ -20,14 +20,14 @@ STATES: dict[bool | None, tuple[str, str]] = {
 
 
 def phases(report: Report) -> dict[str, float]:
-    """Measured seconds by phase in the order of a step, with what no phase accounts for last."""
+    """Return measured seconds by phase in the order of a step, and what no phase has last."""
     spent = {name: s for name in PHASES if (s := report.phase_s.get(name)) is not None}
     rest = (report.wall_s or 0.0) - sum(spent.values())
     return {**spent, REST: rest} if spent and rest > 0 else spent
 
 
 def phase_stack(report: Report, *, width: float = 1.0) -> Safe:
-    """The stacked bar of a run's phases."""
+    """Render the stacked bar of a run's phases."""
     spent = phases(report)
     total = sum(spent.values()) or 1.0
     words = ", ".join(f"{phase_name(k)} {percent(v / total)}" for k, v in spent.items())
@@ -36,12 +36,12 @@ def phase_stack(report: Report, *, width: float = 1.0) -> Safe:
 
 
 def phase_name(phase: str) -> str:
-    """'communication_exposed' -> 'communication'."""
+    """Return the name that the page shows: 'communication_exposed' -> 'communication'."""
     return phase.partition("_")[0]
 
 
-def step_time(run: Run) -> Safe:
-    """Where the wall time went, by phase."""
+def step_time(run: RunFiles) -> Safe:
+    """Render where the wall time went, by phase."""
     report = run.report
     spent = phases(report)
     if not spent:
@@ -64,19 +64,19 @@ def step_time(run: Run) -> Safe:
     )
 
 
-def _median(run: Run, phase: str) -> str:
-    """The median seconds of a phase in one step, where metrics.jsonl has them."""
+def _median(run: RunFiles, phase: str) -> str:
+    """Return the median seconds of a phase in one step, where metrics.jsonl has them."""
     column = run.metrics.get(f"{phase}_s")
     if column is None:
         return ""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # all NaN: told as not measured
+        warnings.simplefilter("ignore", RuntimeWarning)  # all NaN is rendered as not measured
         middle = float(np.nanmedian(column)) if len(column) else np.nan
     return seconds(middle if np.isfinite(middle) else None)
 
 
 def _input_wait(report: Report) -> str:
-    """How long steps waited for data."""
+    """Render how long steps waited for data."""
     wait = report.input_wait
     return (
         f"Waiting for data took {seconds(wait.p50_s)} in the middle step and "
@@ -87,11 +87,11 @@ def _input_wait(report: Report) -> str:
 
 STATE_LINES = ("parameters", "gradients", "optimizer")
 WORK_LINE = "activations, logits and work"
-"""All other lines together: the kinds that a measurement can tell apart."""
+"""Name of all other lines together, which a measurement cannot tell apart."""
 
 
 def memory(report: Report) -> Safe:
-    """Peak memory by named line, predicted against measured."""
+    """Render peak memory by named line, predicted against measured."""
     lines = {line.name: line.bytes for line in report.memory_lines or ()}
     measured = report.memory_measured or {}
     work = {name: value for name, value in lines.items() if name not in STATE_LINES}
@@ -128,13 +128,13 @@ def memory(report: Report) -> Safe:
 def _pair(
     name: str, predicted: Mapping[str, float | None], measured: Mapping[str, float | None]
 ) -> tuple[str, str]:
-    """A line's two cells."""
-    before = size(predicted[name]) if name in predicted else "not predicted"
-    return before, "" if name.startswith("of which ") else size(measured.get(name))
+    """Return a line's two cells."""
+    predicted_text = size(predicted[name]) if name in predicted else "not predicted"
+    return predicted_text, "" if name.startswith("of which ") else size(measured.get(name))
 
 
 def _ratio(predicted: float | None, measured: float | None) -> str:
-    """How far the prediction was off."""
+    """Render how far the prediction was off."""
     if not predicted or not measured:
         return ""
     off = predicted / measured - 1
@@ -142,10 +142,10 @@ def _ratio(predicted: float | None, measured: float | None) -> str:
 
 
 def techniques(report: Report) -> Safe:
-    """Every technique of the plan with the proof that it was in force, and torch's own choice."""
+    """Render every technique of the plan with its evidence, and torch's own attention kernels."""
     beside = join((_own_attention(report), _first_step(report)))
     if not report.techniques:
-        return section("Techniques", muted("None: this run is the plain trunk."), beside)
+        return section("Techniques", muted("None: this run is the plain baseline."), beside)
     rows = []
     for name, record in report.techniques.items():
         tone, word = STATES[record.active]
@@ -163,7 +163,7 @@ def techniques(report: Report) -> Safe:
 
 
 def _own_attention(report: Report) -> Safe:
-    """The kernels of attention where no technique computed it."""
+    """Render the kernels of attention where no technique computed it."""
     if report.attention is None or not report.attention.detail:
         return join(())
     detail = report.attention.detail
@@ -173,17 +173,17 @@ def _own_attention(report: Report) -> Safe:
 
 
 def _first_step(report: Report) -> Safe:
-    """How far it was from the plain trainer's, and what of it was not compared."""
-    found = report.guard
-    if found is None:
+    """Render how far it was from the plain trainer's, and what of it was not compared."""
+    guard = report.guard
+    if guard is None:
         return join(())
-    if not found.compared:
-        return muted(f"The first step was not compared with the plain trainer's: {found.why}.")
-    told = (
+    if not guard.compared:
+        return muted(f"The first step was not compared with the plain trainer's: {guard.why}.")
+    sentence = (
         f"The first step was compared with that of a plain trainer without "
-        f"{', '.join(found.without) or 'techniques that could be left out'}: the loss is off by "
-        f"{percent(found.loss_off)}, and of {whole(found.gradients)} gradients and their norm the "
-        f"farthest is {found.worst}, by {percent(found.off)} of {percent(found.band)} allowed."
+        f"{', '.join(guard.without) or 'techniques that could be left out'}: the loss is off by "
+        f"{percent(guard.loss_off)}, and of {whole(guard.gradients)} gradients and their norm the "
+        f"farthest is {guard.worst}, by {percent(guard.off)} of {percent(guard.band)} allowed."
     )
-    kept = f" Not compared, for both had it: {', '.join(found.kept)}." if found.kept else ""
-    return muted(told + kept)
+    kept = f" Not compared, for both had it: {', '.join(guard.kept)}." if guard.kept else ""
+    return muted(sentence + kept)

@@ -1,4 +1,4 @@
-"""The page about one run, from the verdict down to the plan, in the order a reader asks."""
+"""Write the page about one run, from the verdict down to the plan, in the order a reader asks."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from headrace.report.page import (
     write_page,
 )
 from headrace.report.parts import memory, step_time, techniques
-from headrace.report.read import Report, Run, read_run
+from headrace.report.run_files import Report, RunFiles, read_run
 from headrace.report.words import (
     NOT_MEASURED,
     bits,
@@ -35,7 +35,7 @@ from headrace.report.words import (
 )
 
 EDITED = "plan.toml was edited since; this is the plan that ran, as the run kept it."
-"""What a page says of a plan that is not what stands in its file any more."""
+"""Words for a plan that differs from what stands in its file by now."""
 
 
 def write_report(run_directory: Path, output: Path | None = None) -> Path:
@@ -60,7 +60,7 @@ def write_report(run_directory: Path, output: Path | None = None) -> Path:
         _header(report),
         *_doubts(report),
         section("Key figures", cards(_figures(report))),
-        _narrowest(report),
+        _bottleneck(report),
         remedies(run.directory),
         loss_section([run], [report.name]),
         step_time(run),
@@ -77,7 +77,7 @@ def write_report(run_directory: Path, output: Path | None = None) -> Path:
 
 
 def _header(report: Report) -> Safe:
-    """The run's name and what became of it."""
+    """Render the run's name and what became of it."""
     ruling = verdict(report)
     return tag(
         "header",
@@ -91,7 +91,7 @@ def _header(report: Report) -> Safe:
 
 
 def _figures(report: Report) -> list[tuple[str, str, str]]:
-    """The key figures as (name, value, note)."""
+    """Return the key figures as (name, value, note)."""
     last = report.evaluated[-1] if report.evaluated else None
     used, peak = report.model_flops_utilization, report.peak_memory_bytes
     of_peak = f"of {flops(used.peak_flops)}/s" if used.peak_flops else "device peak unknown"
@@ -119,12 +119,12 @@ def _figures(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _part(share: float | None) -> str:
-    """How much of the validation text was read; nothing where an older version did not note it."""
+    """Render how much of the validation text was read; "" where that was not noted."""
     return f"; {part_of_text(share)}" if share is not None else ""
 
 
 def _doubts(report: Report) -> list[Safe]:
-    """What makes the validation loss doubtful, and what mends it; nothing where nothing does."""
+    """Render what makes the validation loss doubtful, and what mends it."""
     if report.data is None or not report.data.doubts:
         return []
     lines = [
@@ -139,7 +139,7 @@ def _doubts(report: Report) -> list[Safe]:
 
 
 def _texts(report: Report) -> list[Safe]:
-    """What was trained on and what was held out."""
+    """Render what was trained on and what was held out."""
     data = report.data
     if data is None:
         return []
@@ -163,32 +163,43 @@ def _texts(report: Report) -> list[Safe]:
     ]
 
 
-def _narrowest(report: Report) -> Safe:
-    """The doctor's verdict: what binds the run's steps, and the remedy to try first."""
-    found = report.narrowest
-    if found is None:
+def _bottleneck(report: Report) -> Safe:
+    """Render the doctor's verdict: what binds the run's steps, and the remedy to try first."""
+    bottleneck = report.bottleneck
+    if bottleneck is None:
         body = (muted(f"The bottleneck was {NOT_MEASURED}."),)
     else:
-        share = f"{percent(found.share)} of the step." if found.share is not None else ""
-        evidence = " ".join(part for part in (share, found.evidence) if part)
+        share = f"{percent(bottleneck.share)} of the step." if bottleneck.share is not None else ""
+        evidence = " ".join(part for part in (share, bottleneck.evidence) if part)
         body = (
-            tag("p", found.sentence[:1].upper() + found.sentence[1:], class_="lead"),
+            tag(
+                "p",
+                bottleneck.sentence[:1].upper() + bottleneck.sentence[1:],
+                class_="lead",
+            ),
             muted("Evidence: ", evidence or NOT_MEASURED),
-            *((muted(found.unknown),) if found.unknown else ()),
-            *((muted("Healthy: ", NOTHING_GAINS, "."),) if found.healthy else ()),
+            *((muted(bottleneck.unknown),) if bottleneck.unknown else ()),
+            *((muted("Healthy: ", NOTHING_GAINS, "."),) if bottleneck.healthy else ()),
             *(
-                (tag("p", "Try first: ", tag("code", found.remedy), f": {found.gain}"),)
-                if found.remedy
+                (
+                    tag(
+                        "p",
+                        "Try first: ",
+                        tag("code", bottleneck.remedy),
+                        f": {bottleneck.gain}",
+                    ),
+                )
+                if bottleneck.remedy
                 else ()
             ),
         )
-    known = found is not None and found.station in BOTTLENECKS
-    title = f"Bottleneck: {found.station}" if found and known else "Bottleneck"
+    known = bottleneck is not None and bottleneck.name in BOTTLENECKS
+    title = f"Bottleneck: {bottleneck.name}" if bottleneck and known else "Bottleneck"
     return tag("section", tag("h2", title), *body, class_="narrow")
 
 
 def _wasted(report: Report) -> Safe:
-    """Tokens that were computed and taught nothing."""
+    """Render the share of tokens that were computed and taught nothing."""
     share = report.wasted_token_fraction
     if share is None:
         return section("Wasted tokens", muted(f"Wasted tokens were {NOT_MEASURED}."))
@@ -201,21 +212,24 @@ def _wasted(report: Report) -> Safe:
 
 
 def _left_out(report: Report) -> list[Safe]:
-    """What of the sources is no text to train on; nothing where all of it is."""
+    """Render what of the sources is no text to train on; nothing where all of it is."""
     if not report.left_out:
         return []
     rows = [
-        (one.words, ", ".join(one.examples) + ", ..." * (one.count > len(one.examples)),
-         whole(one.count))
+        (
+            one.words,
+            ", ".join(one.examples) + ", ..." * (one.count > len(one.examples)),
+            whole(one.count),
+        )
         for one in report.left_out
-    ]  # fmt: skip
+    ]
     return [
         section("Left out of the data", table("Left out", ("What", "Names", "Count"), rows, text=2))
     ]
 
 
 def _sample(report: Report) -> Safe:
-    """Text that the model wrote."""
+    """Render text that the model wrote."""
     if report.sample is None:
         return section("A sample of its text", muted("No sample was written."))
     prompt = tag("b", report.sample.prompt)
@@ -226,8 +240,8 @@ def _sample(report: Report) -> Safe:
     )
 
 
-def _environment(run: Run) -> Safe:
-    """Where it ran, and what identifies its data."""
+def _environment(run: RunFiles) -> Safe:
+    """Render where it ran, and what identifies its data."""
     report = run.report
     pairs = [(key.replace("_", " "), plain(value)) for key, value in run.environment.items()]
     pairs += [("seed", plain(report.seed)), ("token stream sha256", plain(report.stream_sha256))]
@@ -247,7 +261,7 @@ def _environment(run: Run) -> Safe:
 
 
 def plain(value: object) -> str:
-    """A JSON value as text."""
+    """Render a JSON value as text."""
     if value is None:
         return "unknown"
     if isinstance(value, str):
@@ -255,8 +269,8 @@ def plain(value: object) -> str:
     return json.dumps(value, ensure_ascii=False).strip('"')
 
 
-def _repeat(run: Run) -> Safe:
-    """The command that repeats the run, and the plan it reads."""
+def _repeat(run: RunFiles) -> Safe:
+    """Render the command that repeats the run, and the plan it reads."""
     command = run.report.command
     plan = (
         tag(

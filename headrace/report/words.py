@@ -1,37 +1,37 @@
-"""How a report speaks: the verdict in one sentence, and numbers that may be missing."""
+"""Render the verdict in one sentence, and numbers that may be missing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from headrace.core.units import format_bytes, format_count, format_seconds
-from headrace.report.read import Report
+from headrace.report.run_files import Report
 
 NOT_MEASURED = "not measured"
 
 
-def told(value: float | None, form: Callable[[float], str]) -> str:
-    """`value` as text, or that it was not measured."""
+def format_or_missing(value: float | None, form: Callable[[float], str]) -> str:
+    """Return `value` as text, or that it was not measured."""
     return NOT_MEASURED if value is None else form(value)
 
 
 def bits(value: float | None) -> str:
-    """1.5 -> '1.500'."""
-    return told(value, lambda v: f"{v:.3f}")
+    """Render bits per byte: 1.5 -> '1.500'."""
+    return format_or_missing(value, lambda v: f"{v:.3f}")
 
 
 def whole(value: float | None) -> str:
-    """12345.6 -> '12,346'."""
-    return told(value, lambda v: f"{v:,.0f}")
+    """Render a whole number: 12345.6 -> '12,346'."""
+    return format_or_missing(value, lambda v: f"{v:,.0f}")
 
 
 def count(value: float | None) -> str:
-    """1234567 -> '1.23M'."""
-    return told(value, format_count)
+    """Render a count: 1234567 -> '1.23M'."""
+    return format_or_missing(value, format_count)
 
 
 def seconds(value: float | None) -> str:
-    """133 -> '2 min 13 s'; 3725 -> '62 min 05 s'; others as `format_seconds` has them."""
+    """Render seconds: 133 -> '2 min 13 s'; 3725 -> '62 min 05 s'; others as `format_seconds`."""
 
     def form(value: float) -> str:
         whole_s = round(value)
@@ -39,16 +39,16 @@ def seconds(value: float | None) -> str:
             return format_seconds(value)
         return f"{whole_s // 60} min {whole_s % 60:02d} s"
 
-    return told(value, form)
+    return format_or_missing(value, form)
 
 
 def size(value: float | None) -> str:
-    """1536 -> '1.5 KiB'."""
-    return told(value, format_bytes)
+    """Render bytes: 1536 -> '1.5 KiB'."""
+    return format_or_missing(value, format_bytes)
 
 
 def flops(value: float | None) -> str:
-    """9.89e14 -> '989 TFLOP'."""
+    """Render FLOPs: 9.89e14 -> '989 TFLOP'."""
 
     def form(value: float) -> str:
         for prefix in ("", "k", "M", "G", "T"):
@@ -57,22 +57,24 @@ def flops(value: float | None) -> str:
             value /= 1000
         return f"{value:,.3g} PFLOP"
 
-    return told(value, form)
+    return format_or_missing(value, form)
 
 
 def percent(value: float | None) -> str:
-    """0.1234 -> '12.3 %'; a share that rounds to nothing is '<0.1 %'."""
-    return told(value, lambda v: "<0.1 %" if 0 < v < 0.0005 else f"{v:.1%}".replace("%", " %"))
+    """Render a share: 0.1234 -> '12.3 %'; a share that rounds to nothing is '<0.1 %'."""
+    return format_or_missing(
+        value, lambda v: "<0.1 %" if 0 < v < 0.0005 else f"{v:.1%}".replace("%", " %")
+    )
 
 
 def dollars(value: float) -> str:
-    """12.345 -> '$12.35'; 0.00312 -> '$0.0031'."""
+    """Render dollars: 12.345 -> '$12.35'; 0.00312 -> '$0.0031'."""
     return f"${value:,.2f}" if value >= 1 else f"${value:.2g}"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the run ended: a tone for the eye, a badge of a few words, and one sentence."""
+    """Hold how the run ended: a tone for the eye, a badge of a few words, and one sentence."""
 
     tone: Literal["good", "bad", "plain"]
     badge: str
@@ -80,7 +82,7 @@ class Verdict:
 
 
 def verdict(report: Report) -> Verdict:
-    """What became of the goal, how long it took, and what it cost when that is known."""
+    """Return what became of the goal, how long it took, and what it cost when that is known."""
     goal, target = report.goal, report.goal.asked.get("bits_per_byte")
     cost = f", for {dollars(report.dollars)}" if report.dollars is not None else ""
     spent = f"{seconds(report.wall_s)} and {count(report.tokens)} tokens{cost}"
@@ -118,7 +120,7 @@ def verdict(report: Report) -> Verdict:
 
 
 def _limit(report: Report) -> str:
-    """What ended the run: 'its limit of 1,000 steps'."""
+    """Render what ended the run: 'its limit of 1,000 steps'."""
     kind = report.goal.ended_by or "an unnamed limit"
     value = report.goal.asked.get(kind)
     if value is None:

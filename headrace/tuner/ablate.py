@@ -1,15 +1,15 @@
-"""What each technique of a plan is worth: left out of it, put in alone, and beside each other one.
+"""Measure what each technique of a plan is worth: left out, put in alone, and beside another one.
 
-Three kinds of measurement, each of a plan beside its base in blocks A B B A (pairs.py):
+Three measurements are made, each of a plan beside its base in blocks A B B A (pairs.py):
 
 - left_out: the plan without one technique, beside the plan;
 - added: the plan's knobs of one technique, beside the plan without any;
 - pair: two techniques, beside the plan without any; interplay.py says whether their gains add up.
 
-The first is what a technique is worth where it stands, the second what it is worth to a newcomer;
-the two differ where techniques remove the same waste. Every measurement becomes a row of a file as
-soon as it is made, in the form of results/techniques.jsonl; what has a row there of the same plans,
-device, commit and size is not measured again, so that an ablation that was ended goes on. What
+The first is what a technique is worth where it stands, the second what it is worth to a newcomer.
+The two differ where techniques remove the same waste. Every measurement becomes a row of a file as
+soon as it is made, in the form of results/techniques.jsonl. What has a row there of the same plans,
+device, commit and size is not measured anew, so that an ablation that was ended goes on. What
 cannot run has a row with the reason. No measurement begins for which half of what the longest took
 so far is not left of the time that is given; those that are left are named.
 """
@@ -37,41 +37,51 @@ from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue
 from headrace.train.interrupts import AsCtrlC
 from headrace.train.run_folder import command_line, environment
-from headrace.tuner.ablation import Ablation, Row, Trial, trials_of
+from headrace.tuner.ablation import Ablation, AblationTrial, Row, trials_of
+from headrace.tuner.brief_training import train_steps
 from headrace.tuner.command import locked
+from headrace.tuner.effects import effect_of
 from headrace.tuner.interplay import ADDED, LEFT_OUT, PAIR
 from headrace.tuner.judge import Compared, Rules, compare
-from headrace.tuner.kinds import kind_of
-from headrace.tuner.pairs import Measure, Size, measure_with
+from headrace.tuner.pairs import Measure, SampleSize, measure_with
 from headrace.tuner.path import LOG
 from headrace.tuner.readings import Reading
-from headrace.tuner.short import train_steps
 from headrace.tuner.store import fingerprint, kept_kind
 from headrace.tuner.worker import Worker
 
 FILE = "ablation.jsonl"
-"""Where the rows go, in the folder that is given."""
-SIZE = Size(warm=3, steps=5, rounds=2)
-"""20 steps of each plan, in four blocks: intervals of three degrees of freedom."""
+"""Name of the file of rows, in the folder that is given."""
+SIZE = SampleSize(warm=3, steps=5, rounds=2)
+"""Sample of each pair: 20 steps of each plan in four blocks, for intervals of three degrees of
+freedom."""
 TRANSIENT = (RefusalKind.TIME, RefusalKind.PROCESS, RefusalKind.BASELINE)
 """Kinds of reasons that another call may not meet."""
 SIDE_LIMIT_S = 600.0
-"""Longest measurement of one pair of plans."""
+"""Longest measurement of one pair of plans, in seconds."""
 ROOM = 0.85
-"""Of the device: what two plans may take by their predictions to share one process."""
+"""Share of the device's memory that two plans may take by their predictions to share one
+process."""
 BASES = {LEFT_OUT: "recipe", ADDED: "trunk", PAIR: "trunk"}
 
 
 def folder_of(plan: Plan) -> Path:
-    """Where a plan's ablation is kept, from one call to the next."""
+    """Return where a plan's ablation is kept, from one call to the next."""
     return Path(plan.directory) / f"{plan.name}-ablation"
 
 
 def ablate_command(
-    plan: Plan, *, catalogue: Catalogue, pairs: bool = False, minutes: float = math.inf,
-    loss_steps: int = 0, folder: Path | None = None, progress: Progress | None = None,
-    size: Size = SIZE, changes: Sequence[str] = (), in_process: bool = False,
-) -> Ablation:  # fmt: skip
+    plan: Plan,
+    *,
+    catalogue: Catalogue,
+    pairs: bool = False,
+    minutes: float = math.inf,
+    loss_steps: int = 0,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+    size: SampleSize = SIZE,
+    changes: Sequence[str] = (),
+    in_process: bool = False,
+) -> Ablation:
     """Measure what each technique of a plan is worth; rows go to FOLDER/ablation.jsonl.
 
     Args:
@@ -108,7 +118,7 @@ def ablate_command(
         prepare(plan, progress=progress.task)
     rules = Rules(device=context.device, precision=context.precision)
     folder = folder or folder_of(plan)
-    found = Ablation(plan.name, tuple(plan.techniques), folder / FILE, rules.margin)
+    ablation = Ablation(plan.name, tuple(plan.techniques), folder / FILE, rules.margin)
     other = again_with("--out", "FOLDER", verb="ablate PLAN")
     files = locked(folder, "--out FOLDER that can be written", other)
     try:
@@ -116,31 +126,41 @@ def ablate_command(
         with AsCtrlC() as signals, Worker(here=in_process, log=folder / LOG) as worker:
             learn = partial(worker.ask, train_steps, steps=loss_steps)
             Bench(
-                found, measure_with(worker), rules, _facts(plan, loss_steps, changes), size=size,
-                ends_s=ends_s, learn=learn if loss_steps else None, progress=progress,
-            ).run(trials)  # fmt: skip
-            if found.interrupted:
-                found.exit_code = signals.exit_code
+                ablation,
+                measure_with(worker),
+                rules,
+                _facts(plan, loss_steps, changes),
+                size=size,
+                ends_s=ends_s,
+                learn=learn if loss_steps else None,
+                progress=progress,
+            ).run(trials)
+            if ablation.interrupted:
+                ablation.exit_code = signals.exit_code
     finally:
         files.unlock()
-    return found
+    return ablation
 
 
 def _facts(plan: Plan, loss_steps: int, changes: Sequence[str]) -> Row:
-    """What all rows of an ablation share."""
+    """Return what all rows of an ablation share."""
     device = choose_device(plan)
     about = environment(device, command_line())
     cpu = f"{about['cpu']}, {about['cores']} cores"
     return {
-        "date": date.today().isoformat(), "commit": about["commit"], "command": about["command"],
+        "date": date.today().isoformat(),
+        "commit": about["commit"],
+        "command": about["command"],
         "hardware": about["device_name"] if device.type == "cuda" else cpu,
-        "torch": about["torch"], "recipe_sha256": fingerprint(plan), "loss_steps": loss_steps,
+        "torch": about["torch"],
+        "recipe_sha256": fingerprint(plan),
+        "loss_steps": loss_steps,
         "overrides": [*changes],
-    }  # fmt: skip
+    }
 
 
 def _together(one: Plan, two: Plan) -> bool:
-    """Whether both fit on the device at once, as they are predicted."""
+    """Return whether both fit on the device at once, as they are predicted."""
     device = choose_device(one)
     if device.type != "cuda":
         return True
@@ -151,40 +171,53 @@ def _together(one: Plan, two: Plan) -> bool:
 # --- measuring -------------------------------------------------------------------------------
 
 
-class Heard:
-    """A measure that keeps its last reading, for the techniques' evidence."""
+class RecordingMeasure:
+    """Wrap a measure and keep its last reading, for the techniques' evidence."""
 
     def __init__(self, measure: Measure) -> None:
         self.measure, self.last = measure, Reading()
 
     def __call__(
-        self, first: Plan, second: Plan, *, size: Size, together: bool, limit_s: float
+        self, first: Plan, second: Plan, *, size: SampleSize, together: bool, limit_s: float
     ) -> Reading:
-        """The same."""
+        """Measure, and keep the reading."""
         self.last = self.measure(first, second, size=size, together=together, limit_s=limit_s)
         return self.last
 
     def evidence(self, names: Iterable[str]) -> dict[str, str]:
-        """What the plan that has them told of these techniques."""
+        """Return the evidence of these techniques by the plan that has them."""
         other = self.last.beside.evidence if self.last.beside else {}
-        told = {**other, **self.last.evidence}
-        return {name: told[name] for name in names if name in told}
+        evidence = {**other, **self.last.evidence}
+        return {name: evidence[name] for name in names if name in evidence}
 
 
 class Bench:
-    """Measures trials in turn and writes their rows."""
+    """Measure trials one after the other and write their rows."""
 
     def __init__(
-        self, found: Ablation, measure: Measure, rules: Rules, facts: Row, *, size: Size,
-        ends_s: float, learn: Callable[..., Reading] | None, progress: Progress,
-    ) -> None:  # fmt: skip
-        self.found, self.heard, self.rules, self.facts = found, Heard(measure), rules, facts
+        self,
+        ablation: Ablation,
+        measure: Measure,
+        rules: Rules,
+        facts: Row,
+        *,
+        size: SampleSize,
+        ends_s: float,
+        learn: Callable[..., Reading] | None,
+        progress: Progress,
+    ) -> None:
+        self.ablation, self.heard, self.rules, self.facts = (
+            ablation,
+            RecordingMeasure(measure),
+            rules,
+            facts,
+        )
         self.size, self.ends_s, self.learn, self.progress = size, ends_s, learn, progress
         self.longest_s = 0.0
         self._losses: dict[str, Reading] = {}
 
-    def run(self, trials: Sequence[Trial]) -> None:
-        """All of them, but what is there already and what time is too short for."""
+    def run(self, trials: Sequence[AblationTrial]) -> None:
+        """Run all of them, but those that have a row and those that time is too brief for."""
         known, waiting = dict(self._known()), []
         for trial in trials:
             row = known.get(self._key(trial))
@@ -194,93 +227,120 @@ class Bench:
             if row is None:
                 waiting.append(trial)
             else:
-                self.found.rows[trial.kind, trial.names] = row
+                self.ablation.rows[trial.kind, trial.names] = row
         if waiting:
             self.progress.note(f"{len(waiting)} to measure; the first is: {waiting[0].title}")
         try:
             for done, trial in enumerate(waiting):
                 self.progress.task("ablation", done, len(waiting))
                 if time.monotonic() + self.longest_s / 2 > self.ends_s or not self.measure(trial):
-                    self.found.left.append(trial.title)
+                    self.ablation.left.append(trial.title)
             self.progress.task("ablation", len(waiting), len(waiting))
         except KeyboardInterrupt:
-            measured = self.found.rows
-            self.found.left = [t.title for t in waiting if (t.kind, t.names) not in measured]
-            self.found.interrupted = True
+            measured = self.ablation.rows
+            self.ablation.left = [t.title for t in waiting if (t.kind, t.names) not in measured]
+            self.ablation.interrupted = True
 
     @property
     def limit_s(self) -> float:
-        """Seconds that a measurement may take that begins now."""
+        """Return the seconds that a measurement may take that begins now."""
         return min(SIDE_LIMIT_S, max(self.ends_s - time.monotonic(), 0.0))
 
-    def measure(self, trial: Trial) -> bool:
-        """One row; False when time was up."""
+    def measure(self, trial: AblationTrial) -> bool:
+        """Measure one row; return False when time was up."""
         began_s = time.monotonic()
         assert trial.base is not None and trial.side is not None, "a refused one has its row"
-        came = compare(
-            trial.base, trial.side, self.heard, self.rules, size=self.size,
-            together=_together(trial.base, trial.side), limit_s=self.limit_s,
-        )  # fmt: skip
-        if came.verdict == "cut":
+        compared = compare(
+            trial.base,
+            trial.side,
+            self.heard,
+            self.rules,
+            size=self.size,
+            together=_together(trial.base, trial.side),
+            limit_s=self.limit_s,
+        )
+        if compared.verdict == "cut":
             return False
-        row = self._row(trial, came)
+        row = self._row(trial, compared)
         self._append(row)
-        self.found.rows[trial.kind, trial.names] = row
+        self.ablation.rows[trial.kind, trial.names] = row
         spent_s = time.monotonic() - began_s
         self.longest_s = max(self.longest_s, spent_s)
-        told = f"{came.ratio.value:.3f} times its base's speed" if came.ratio else row["refused"]
-        self.progress.note(f"{trial.title}: {told} ({spent_s:.0f} s)")
+        result = (
+            f"{compared.ratio.value:.3f} times its base's speed"
+            if compared.ratio
+            else row["refused"]
+        )
+        self.progress.note(f"{trial.title}: {result} ({spent_s:.0f} s)")
         return True
 
-    def _row(self, trial: Trial, came: Compared) -> Row:
-        """The receipt of one measurement."""
-        side, base, told = trial.side, trial.base, self.facts["overrides"]
+    def _row(self, trial: AblationTrial, compared: Compared) -> Row:
+        """Return the receipt of one measurement."""
+        side, base, overrides = trial.side, trial.base, self.facts["overrides"]
         if trial.kind != LEFT_OUT:  # the trunk has no techniques that a word could change
-            told = [word for word in told if word[0] not in "+-"]
+            overrides = [word for word in overrides if word[0] not in "+-"]
         row: Row = {
-            **self.facts, "overrides": told, "measurement": trial.kind,
-            "technique": "+".join(trial.names), "knobs": "",
-            "base": BASES[trial.kind], "left_out": trial.kind == LEFT_OUT,
-            "shape": self.found.name, "n": came.ratio.n if came.ratio else 0, "steps": came.steps,
+            **self.facts,
+            "overrides": overrides,
+            "measurement": trial.kind,
+            "technique": "+".join(trial.names),
+            "knobs": "",
+            "base": BASES[trial.kind],
+            "left_out": trial.kind == LEFT_OUT,
+            "shape": self.ablation.name,
+            "n": compared.ratio.n if compared.ratio else 0,
+            "steps": compared.steps,
             "seeds": [side.seed] if side else [],
             "techniques": sorted(side.techniques) if side else [],
-            "plan_sha256": _print(side), "baseline_sha256": _print(base),
-        }  # fmt: skip
-        if came.ratio is None:
-            return {**row, "refused": came.reason, "refusal": came.refusal, "metrics": {}}
+            "plan_sha256": _print(side),
+            "baseline_sha256": _print(base),
+        }
+        if compared.ratio is None:
+            return {
+                **row,
+                "refused": compared.reason,
+                "refusal": compared.refusal,
+                "metrics": {},
+            }
         assert side is not None and base is not None, "they were timed"
         row |= {
-            "evidence": self.heard.evidence(trial.names), "drifted": came.drifted,
-            "changes": kind_of(base, side),
-            "different": came.reason if came.verdict == "different" else "",
-        }  # fmt: skip
-        metrics = {"speed_ratio": _spread(came.ratio.value, "x", came.ratio.low, came.ratio.high)}
-        if came.after_s:
-            metrics["tokens_per_s"] = _spread(side.batch.tokens / came.after_s, "tokens/s")
-        if came.memory is not None:
-            metrics["memory_ratio"] = _spread(came.memory, "x")
-        if came.peak_bytes is not None:
-            metrics["peak_memory"] = _spread(came.peak_bytes, "bytes")
+            "evidence": self.heard.evidence(trial.names),
+            "drifted": compared.drifted,
+            "changes": effect_of(base, side),
+            "different": compared.reason if compared.verdict == "different" else "",
+        }
+        metrics = {
+            "speed_ratio": _spread(
+                compared.ratio.value, "x", compared.ratio.low, compared.ratio.high
+            )
+        }
+        if compared.after_s:
+            metrics["tokens_per_s"] = _spread(side.batch.tokens / compared.after_s, "tokens/s")
+        if compared.memory is not None:
+            metrics["memory_ratio"] = _spread(compared.memory, "x")
+        if compared.peak_bytes is not None:
+            metrics["peak_memory"] = _spread(compared.peak_bytes, "bytes")
         if self.learn is not None and trial.kind != PAIR:
             row |= self._learned(base, side, metrics)
         return {**row, "metrics": metrics}
 
     def _learned(self, base: Plan, side: Plan, metrics: dict[str, Any]) -> Row:
-        """How far the loss after some steps is from the base's, as a metric; or why not."""
+        """Return why the losses were not compared; the difference becomes a metric of the row."""
         assert self.learn is not None, "it was asked for"
         for plan in (base, side):
             if fingerprint(plan) not in self._losses:
                 self._losses[fingerprint(plan)] = self.learn(plan, limit_s=self.limit_s)
         one, two = (self._losses[fingerprint(plan)] for plan in (base, side))
-        if bad := next((reading for reading in (one, two) if reading.refused), None):
-            return {"loss_refused": bad.refused, "loss_refusal": bad.refusal}
+        for reading in (one, two):
+            if reading.refused:
+                return {"loss_refused": reading.refused, "loss_refusal": reading.refusal}
         off = _end(two.losses) - _end(one.losses)
         if math.isfinite(off):
             metrics["loss_difference"] = _spread(off, "nats")
         return {}
 
     def _append(self, row: Row) -> None:
-        path = self.found.file
+        path = self.ablation.file
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a+b") as file:
@@ -293,22 +353,36 @@ class Bench:
                 "--out FOLDER, or the same command when there is room",
             ) from None
 
-    def _key(self, trial: Trial) -> tuple[Any, ...]:
-        """What two measurements of the same have in common."""
-        return self._key_of({
-            **self.facts, "measurement": trial.kind, "technique": "+".join(trial.names),
-            "plan_sha256": _print(trial.side), "baseline_sha256": _print(trial.base),
-            "steps": self.size.timed,
-        })  # fmt: skip
+    def _key(self, trial: AblationTrial) -> tuple[Any, ...]:
+        """Return what two measurements of the same have in common."""
+        return self._key_of(
+            {
+                **self.facts,
+                "measurement": trial.kind,
+                "technique": "+".join(trial.names),
+                "plan_sha256": _print(trial.side),
+                "baseline_sha256": _print(trial.base),
+                "steps": self.size.timed,
+            }
+        )
 
     def _key_of(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
-        keys = ("measurement", "technique", "recipe_sha256", "plan_sha256", "baseline_sha256",
-                "hardware", "torch", "commit", "loss_steps")  # fmt: skip
+        keys = (
+            "measurement",
+            "technique",
+            "recipe_sha256",
+            "plan_sha256",
+            "baseline_sha256",
+            "hardware",
+            "torch",
+            "commit",
+            "loss_steps",
+        )
         return (*(row.get(key) for key in keys), row.get("steps") or self.size.timed)
 
     def _known(self) -> Iterator[tuple[tuple[Any, ...], Row]]:
-        """Rows of the file that need not be measured again, by their keys; half a line is none."""
-        file = self.found.file
+        """Yield the rows of the file that need not be measured anew, by their keys."""
+        file = self.ablation.file
         text = file.read_text(errors="replace") if file.is_file() else ""
         for line in text.splitlines():
             try:
@@ -317,16 +391,16 @@ class Bench:
                 continue
             if not isinstance(row, dict) or "measurement" not in row:
                 continue
-            kinds = (
+            refusals = (
                 kept_kind(row.get("refused"), row.get("refusal")),
                 kept_kind(row.get("loss_refused"), row.get("loss_refusal")),
             )
-            if not any(kind in TRANSIENT for kind in kinds):
+            if not any(kind in TRANSIENT for kind in refusals):
                 yield self._key_of(row), row
 
 
 def _end(losses: Sequence[float]) -> float:
-    """Mean of the last tenth."""
+    """Return the mean of the last tenth."""
     return fmean(losses[-max(1, len(losses) // 10) :])
 
 
@@ -337,6 +411,9 @@ def _print(plan: Plan | None) -> str:
 def _spread(
     value: float, unit: str, low: float | None = None, high: float | None = None
 ) -> dict[str, Any]:
-    told = {"value": value, "low": value if low is None else low,
-            "high": value if high is None else high}  # fmt: skip
-    return {**{k: v if math.isfinite(v) else value for k, v in told.items()}, "unit": unit}
+    ends = {
+        "value": value,
+        "low": value if low is None else low,
+        "high": value if high is None else high,
+    }
+    return {**{k: v if math.isfinite(v) else value for k, v in ends.items()}, "unit": unit}

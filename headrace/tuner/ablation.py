@@ -28,8 +28,8 @@ from headrace.tuner.interplay import (
     memory_of,
     pair_table,
     single_table,
+    speed_of,
     stand,
-    worth,
 )
 
 Row = dict[str, Any]
@@ -39,14 +39,14 @@ Table = tuple[str, tuple[str, ...], list[list[str]]]
 
 
 def titled(kind: str, names: Names) -> str:
-    """A trial in words."""
+    """Render a trial's title."""
     words = {LEFT_OUT: "without", ADDED: "only", PAIR: "only"}
     return f"{words[kind]} {' + '.join(names)}"
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A plan beside its base.
+class AblationTrial:
+    """Hold a trial: a plan beside its base.
 
     Args:
         kind: LEFT_OUT, ADDED or PAIR.
@@ -64,13 +64,13 @@ class Trial:
 
     @property
     def title(self) -> str:
-        """For a line of progress and for what is left."""
+        """Return its title, for a line of progress and for what is left."""
         return titled(self.kind, self.names)
 
 
 @dataclass
 class Ablation:
-    """What came of it.
+    """Hold the result of an ablation.
 
     Args:
         name: the plan's.
@@ -93,11 +93,11 @@ class Ablation:
     exit_code: int = EXIT_DONE
 
     def of(self, kind: str) -> dict[str, Row]:
-        """Rows of single techniques."""
+        """Return the rows of single techniques."""
         return {names[0]: row for (what, names), row in self.rows.items() if what == kind}
 
     def pairs(self) -> list[Interplay]:
-        """What is said of each pair that was looked at."""
+        """Return how the techniques of each measured pair stand to each other."""
         alone = self.of(ADDED)
         return [
             stand(row, alone.get(names[0]), alone.get(names[1]), (names[0], names[1]))
@@ -106,21 +106,25 @@ class Ablation:
         ]
 
     def tables(self) -> list[Table]:
-        """For a terminal; a column in which no row has anything is left out."""
+        """Return the tables for a terminal; a column in which no row has anything is left out."""
         left, alone = self.of(LEFT_OUT), self.of(ADDED)
         rows = single_table(self.techniques, left, alone, self.margin)
-        told = [i for i in range(len(TABLE)) if any(row[i] for row in rows)]
-        found: list[Table] = [(
-            f"{self.name}: what each technique gains (95% intervals; above 0: a step is faster)",
-            tuple(TABLE[i] for i in told), [[row[i] for i in told] for row in rows],
-        )]  # fmt: skip
+        filled = [i for i in range(len(TABLE)) if any(row[i] for row in rows)]
+        tables: list[Table] = [
+            (
+                f"{self.name}: what each technique gains "
+                "(95% intervals; above 0: a step is faster)",
+                tuple(TABLE[i] for i in filled),
+                [[row[i] for i in filled] for row in rows],
+            )
+        ]
         if pairs := self.pairs():
             title = "pairs, beside the plan without techniques"
-            found.append((title, PAIRS, pair_table(pairs)))
-        return found
+            tables.append((title, PAIRS, pair_table(pairs)))
+        return tables
 
     def lines(self) -> list[str]:
-        """What else there is to tell: what to leave out, what is left, where the rows are."""
+        """Return lines beside the tables: what to leave out, what is left, where the rows are."""
         lines, left = [], self.of(LEFT_OUT)
         timed = [row for row in left.values() if row["metrics"]]
         if timed and all(memory_of(row) is None for row in timed):
@@ -130,7 +134,7 @@ class Ablation:
         for name, row in left.items():
             if why := row.get("different") if row.get("changes") != "learning" else "":
                 lines.append(f"{name} does not compute what the plan without it does: {why}")
-            if worth(row, self.margin).startswith("slower") and row["changes"] != "learning":
+            if speed_of(row, self.margin) == "slower" and row["changes"] != "learning":
                 lines.append(f"slower with {name}{_without(row)}")
         for (kind, names), row in self.rows.items():
             if why := row.get("refused"):
@@ -139,23 +143,36 @@ class Ablation:
             lines.append(f"left, the same command goes on: {', '.join(self.left)}")
         return [*lines, f"rows: {self.file}"]
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON values."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values."""
         pairs = [
-            {"names": p.names, "says": p.says, "why": p.why, **{
-                key: None if told is None else vars(told)
-                for key, told in (("alone", p.alone), ("both", p.both), ("missed", p.missed))
-            }}
+            {
+                "names": p.names,
+                "says": p.says,
+                "why": p.why,
+                **{
+                    key: None if interval is None else vars(interval)
+                    for key, interval in (
+                        ("alone", p.alone),
+                        ("both", p.both),
+                        ("missed", p.missed),
+                    )
+                },
+            }
             for p in self.pairs()
-        ]  # fmt: skip
+        ]
         return {
-            "plan": self.name, "rows": list(self.rows.values()), "pairs": pairs,
-            "left": self.left, "interrupted": self.interrupted, "file": str(self.file),
-        }  # fmt: skip
+            "plan": self.name,
+            "rows": list(self.rows.values()),
+            "pairs": pairs,
+            "left": self.left,
+            "interrupted": self.interrupted,
+            "file": str(self.file),
+        }
 
 
-def trials_of(plan: Plan, catalogue: Catalogue, pairs: bool) -> list[Trial]:
-    """Every measurement of a plan, in the order in which they are worth their time.
+def trials_of(plan: Plan, catalogue: Catalogue, pairs: bool) -> list[AblationTrial]:
+    """Return every measurement of a plan, in the order in which they are worth their time.
 
     Args:
         plan: with its techniques.
@@ -172,37 +189,39 @@ def trials_of(plan: Plan, catalogue: Catalogue, pairs: bool) -> list[Trial]:
     def without(gone: Iterable[str]) -> Plan:
         return changed(plan, [f"-{name}" for name in gone], catalogue)
 
-    found = [_trial(LEFT_OUT, (name,), lambda: plan, partial(without, (name,))) for name in names]
+    trials = [_trial(LEFT_OUT, (name,), lambda: plan, partial(without, (name,))) for name in names]
     if len(names) == 1:  # the plan with it alone is the plan
-        return found
+        return trials
     kept: list[tuple[str, Names]] = [(ADDED, (name,)) for name in names]
     kept += [(PAIR, pair) for pair in combinations(names, 2) if pairs]
     for kind, own in kept:
         gone = [name for name in names if name not in own]
-        found.append(_trial(kind, own, partial(without, names), partial(without, gone)))
-    return found
+        trials.append(_trial(kind, own, partial(without, names), partial(without, gone)))
+    return trials
 
 
-def _trial(kind: str, names: Names, base: Callable[[], Plan], side: Callable[[], Plan]) -> Trial:
-    """Both plans, checked against the device, or why they cannot be."""
+def _trial(
+    kind: str, names: Names, base: Callable[[], Plan], side: Callable[[], Plan]
+) -> AblationTrial:
+    """Return the trial with both plans checked against the device, or why they cannot run."""
     try:
         plans = base(), side()
         for plan in plans:
             here = make_context(plan, choose_device(plan))
             check_supported(list(plan.techniques.values()), here)
     except HeadraceError as error:
-        return Trial(kind, names, None, None, refused=told(error))
-    return Trial(kind, names, *plans)
+        return AblationTrial(kind, names, None, None, refused=format_error(error))
+    return AblationTrial(kind, names, *plans)
 
 
-def told(error: HeadraceError) -> str:
-    """An error and its remedy, in a line."""
-    said = f"{error.message}; try: {error.remedy}" if error.remedy else error.message
-    return " ".join(said.split())
+def format_error(error: HeadraceError) -> str:
+    """Render an error and its remedy in a line."""
+    words = f"{error.message}; try: {error.remedy}" if error.remedy else error.message
+    return " ".join(words.split())
 
 
 def _without(row: Row) -> str:
-    """What a step that is slower with a technique is to be weighed against."""
+    """Render what a step that is slower with a technique is to be weighed against."""
     memory = memory_of(row)
     if memory is None:
         return "; its memory is not measured on this device"

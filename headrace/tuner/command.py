@@ -1,4 +1,4 @@
-"""`headrace tune`: a plan, minutes, and a folder that keeps what was measured."""
+"""Run `headrace tune`: a plan, minutes, and a folder that keeps what was measured."""
 
 import shlex
 from collections.abc import Callable
@@ -26,35 +26,42 @@ from headrace.tuner.path import (
     PAGE,
     PATH,
     TRIALS,
-    UNMEASURED,
     Tuned,
     command,
     dumps,
     write_plan,
 )
 from headrace.tuner.proposals import sources
-from headrace.tuner.step import length_of
 from headrace.tuner.store import Store, here
 from headrace.tuner.target import train_with
+from headrace.tuner.trial_row import length_of
 from headrace.tuner.tune import tune
 from headrace.tuner.worker import Worker
 
 NAMED = 3
-"""Changes without a foreseen gain that a line names; the page names more."""
+"""Most changes without a predicted gain that a line names; the page names more."""
 
 
 def folder_of(plan: Plan) -> Path:
-    """Where a plan's tuning is kept, from one call to the next."""
+    """Return where a plan's tuning is kept, from one call to the next."""
     return Path(plan.directory) / f"{plan.name}-tune"
 
 
 def tune_command(
-    plan: Plan, *, aim: TuneAim | None = None, minutes: float = TUNE_MINUTES, catalogue: Catalogue,
-    context: Context, machine: Machine, seeds: int = TUNE_SEEDS,
-    architecture: bool = False, folder: Path | None = None,
-    tell: Callable[[str], None] = lambda line: None, progress: Progress | None = None,
+    plan: Plan,
+    *,
+    aim: TuneAim | None = None,
+    minutes: float = TUNE_MINUTES,
+    catalogue: Catalogue,
+    context: Context,
+    machine: Machine,
+    seeds: int = TUNE_SEEDS,
+    architecture: bool = False,
+    folder: Path | None = None,
+    note: Callable[[str], None] = lambda line: None,
+    progress: Progress | None = None,
     in_process: bool = False,
-) -> Tuned:  # fmt: skip
+) -> Tuned:
     """Tune a plan and write tuned.toml, path.json and tune.html into its folder.
 
     Args:
@@ -68,7 +75,7 @@ def tune_command(
         seeds: of a change of learning.
         architecture: changes of learning may change the model itself.
         folder: in the place of runs/NAME-tune.
-        tell: takes a line for each plan that was tried.
+        note: takes a line for each plan that was tried.
         progress: shows how the data is prepared.
         in_process: start no processes, to debug.
 
@@ -84,43 +91,52 @@ def tune_command(
     folder = folder or folder_of(plan)
     other = f"{again(verb='tune PLAN')} name=NEW"
     files = locked(folder, "directory=FOLDER that can be written", other)
-    tell(why)
+    note(why)
     try:
         prepare(plan, progress=(progress or Progress()).task)  # on nobody's clock
         with AsCtrlC() as signals, Worker(here=in_process, log=folder / LOG) as worker:
             tuned = tune(
-                plan, aim, minutes, sources(aim, context, machine, catalogue, architecture),
+                plan,
+                aim,
+                minutes,
+                sources(aim, context, machine, catalogue, architecture),
                 measure_with(worker),
                 Rules(device=context.device, precision=context.precision),
-                store=Store(folder / TRIALS, here(choose_device(plan))), seeds=seeds,
-                train=train_with(worker, folder / "runs"), tell=tell, chosen=chosen,
-            )  # fmt: skip
+                store=Store(folder / TRIALS, here(choose_device(plan))),
+                seeds=seeds,
+                train=train_with(worker, folder / "runs"),
+                note=note,
+                chosen=chosen,
+            )
         write(tuned, folder)
     finally:
         files.unlock()
     if tuned.interrupted:
         raise Stopped(
             f"interrupted: {tuned.sentence()} Its files are in {folder}",
-            f"{command(folder)}; the same command tunes on", signals.exit_code,
-        )  # fmt: skip
+            f"{command(folder)}; the same command tunes on",
+            signals.exit_code,
+        )
     return tuned
 
 
 def aim_of(plan: Plan, asked: TuneAim | None) -> tuple[TuneAim, str]:
-    """What is to become less, and why, in words."""
+    """Return what is to become less, and why, in words."""
     target = plan.goal.bits_per_byte
     if asked is not None:
         free = asked == "money" and plan.hardware.dollars_per_hour is None
         return asked, f"{plan.name}: for {asked}, as --for asks{f'; {NO_PRICE}' if free else ''}"
     if target is None:
         return "time", f"{plan.name}: for the time of a step, for the plan has no target"
-    told = f"{plan.name}: for the time to the plan's target, goal.bits_per_byte = {target:g}, where"
-    told += " two pairs of runs fit into the minutes, else for the time of a step"
-    return "quality", f"{told}; --for quality and --for time ask for one of them"
+    words = (
+        f"{plan.name}: for the time to the plan's target, goal.bits_per_byte = {target:g}, where"
+    )
+    words += " two pairs of runs fit into the minutes, else for the time of a step"
+    return "quality", f"{words}; --for quality and --for time ask for one of them"
 
 
 def _check(plan: Plan, aim: TuneAim, minutes: float) -> None:
-    """Whether there is anything to tune."""
+    """Check that there is anything to tune."""
     if aim == "quality" and not plan.goal.bits_per_byte:
         raise ConfigError(
             "quality is the time to a target, and the plan has none", "goal.bits_per_byte=TARGET"
@@ -137,7 +153,7 @@ def _check(plan: Plan, aim: TuneAim, minutes: float) -> None:
 
 
 def locked(folder: Path, remedy: str, other: str) -> RunFolder:
-    """A folder of trials that no other process measures for; it would disturb this one's readings.
+    """Return a folder of trials that no other process measures for.
 
     Args:
         folder: made where it is not there.
@@ -179,24 +195,24 @@ def write(tuned: Tuned, folder: Path) -> None:
         raise RunError(message, plan_again("train", *words)) from None
 
 
-def told(tuned: Tuned, folder: Path) -> str:
-    """The end for a reader."""
+def format_end(tuned: Tuned, folder: Path) -> str:
+    """Render the end for a reader."""
     lines = [tuned.sentence()]
     for step in tuned.kept:
         lines.append(f"  {step.line()}")
         if bought := step.bought(length_of(tuned.first, step.after_s)):
             lines.append(f"    it buys {bought}")
     lines += [f"  {step.line()}" for step in tuned.not_shown]
-    short = []
+    untold = []
     if tuned.up and (left := len(tuned.untried)):
-        short.append(f"{'1 change was' if left == 1 else f'{left} changes were'} not tried")
-    if tuned.unmeasured == UNMEASURED:
-        short.append(f"no run {'has reached' if tuned.unreached else 'went to'} the target")
-    if short:
+        untold.append(f"{'1 change was' if left == 1 else f'{left} changes were'} not tried")
+    if tuned.no_run:
+        untold.append(f"no run {'has reached' if tuned.unreached else 'went to'} the target")
+    if untold:
         more = f"{tuned.more}, and the same command goes on"
-        lines.append(f"time was up; {' and '.join(short)}: {more}")
+        lines.append(f"time was up; {' and '.join(untold)}: {more}")
     if tuned.no_gain:
         first, rest = tuned.no_gain[:NAMED], len(tuned.no_gain) - NAMED
         more = f" and {rest} more" if rest > 0 else ""
-        lines.append(f"not tried: no gain foreseen: {', '.join(first)}{more}")
+        lines.append(f"not tried: no gain predicted: {', '.join(first)}{more}")
     return "\n".join([*lines, f"page: {folder / PAGE}", f"next: {command(folder)}"])

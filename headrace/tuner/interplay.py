@@ -1,4 +1,4 @@
-"""What an ablation's rows say: the gain of each technique, and whether two of them add up.
+"""Compute from an ablation's rows the gain of each technique, and whether two of them add up.
 
 A gain is seconds of a step without over seconds with, less 1: leaving out what gains 5% makes a
 step 1.05 times as long. Two techniques that touch different parts of a step multiply their gains.
@@ -21,11 +21,12 @@ from typing import Any, Literal
 from headrace.core.statistics import Interval
 
 Row = Mapping[str, Any]
+Speed = Literal["faster", "slower", ""]
 Says = Literal["adds", "helps", "cancels", "conflicts", "undecided", "not measured"]
 LEFT_OUT, ADDED, PAIR = "left_out", "added", "pair"
-"""What a row measures: `measurement`."""
+"""Values of a row's `measurement`."""
 MARGIN = 0.02
-"""By how much a product of gains must be missed to count: three ratios make it."""
+"""Share by which a product of gains must be missed to count: three ratios make it."""
 MEMORY_MARGIN = 0.01
 """The share of the peak that counts."""
 TABLE = ("technique", "gain in the plan", "memory", "gain on its own", "says")
@@ -35,7 +36,7 @@ NOTHING = "not measured"
 
 @dataclass(frozen=True)
 class Interplay:
-    """Two techniques beside each other.
+    """Hold how two techniques act beside each other.
 
     Args:
         names: of both.
@@ -55,26 +56,26 @@ class Interplay:
 
 
 def ratio_of(row: Row | None) -> Interval | None:
-    """Seconds without a technique over seconds with it; None where it was not measured."""
-    told = (row or {}).get("metrics", {}).get("speed_ratio")
-    if row is None or told is None:
+    """Return the seconds without a technique over those with it; None where not measured."""
+    metric = (row or {}).get("metrics", {}).get("speed_ratio")
+    if row is None or metric is None:
         return None
-    low, value, high, n = told["low"], told["value"], told["high"], row["n"]
+    low, value, high, n = metric["low"], metric["value"], metric["high"], row["n"]
     if row["measurement"] == LEFT_OUT:
         return Interval(1 / high, 1 / value, 1 / low, n)
     return Interval(low, value, high, n)
 
 
 def memory_of(row: Row | None) -> float | None:
-    """The peak with a technique over that without it."""
-    told = (row or {}).get("metrics", {}).get("memory_ratio")
-    if row is None or told is None:
+    """Return the peak with a technique over that without it."""
+    metric = (row or {}).get("metrics", {}).get("memory_ratio")
+    if row is None or metric is None:
         return None
-    return 1 / told["value"] if row["measurement"] == LEFT_OUT else told["value"]
+    return 1 / metric["value"] if row["measurement"] == LEFT_OUT else metric["value"]
 
 
 def stand(row: Row, first: Row | None, second: Row | None, names: tuple[str, str]) -> Interplay:
-    """How two techniques stand to each other, of rows beside the plan without techniques.
+    """Judge two techniques by rows beside the plan without techniques.
 
     Args:
         row: of both.
@@ -86,8 +87,8 @@ def stand(row: Row, first: Row | None, second: Row | None, names: tuple[str, str
     if both is None:
         return Interplay(names, None, None, None, "not measured", _why(row))
     if one is None or two is None:
-        short, name = (first, names[0]) if one is None else (second, names[1])
-        why = f"{name} alone: {_why(short)}"
+        lacking, name = (first, names[0]) if one is None else (second, names[1])
+        why = f"{name} alone: {_why(lacking)}"
         return Interplay(names, None, both, None, "not measured", why)
     alone = _times(one, two)
     missed = _times(both, _inverse(alone))
@@ -108,7 +109,7 @@ def _why(row: Row | None) -> str:
 
 
 def _times(one: Interval, two: Interval) -> Interval:
-    """The product, its errors independent."""
+    """Return the product, its errors independent."""
     value = one.value * two.value
     low = math.hypot(math.log(one.value / one.low), math.log(two.value / two.low))
     high = math.hypot(math.log(one.high / one.value), math.log(two.high / two.value))
@@ -122,38 +123,56 @@ def _inverse(one: Interval) -> Interval:
 # --- for a reader ----------------------------------------------------------------------------
 
 
-def single_table(names: Sequence[str], left: Mapping[str, Row], alone: Mapping[str, Row],
-                 margin: float) -> list[list[str]]:  # fmt: skip
-    """A row of text for each technique, under TABLE."""
+def single_table(
+    names: Sequence[str], left: Mapping[str, Row], alone: Mapping[str, Row], margin: float
+) -> list[list[str]]:
+    """Return a row of text for each technique, under TABLE."""
     return [
-        [name, _gain(left.get(name)), _memory(left.get(name)), _gain(alone.get(name)),
-         worth(left.get(name), margin)]
+        [
+            name,
+            _gain(left.get(name)),
+            _memory(left.get(name)),
+            _gain(alone.get(name)),
+            worth(left.get(name), margin),
+        ]
         for name in names
-    ]  # fmt: skip
+    ]
 
 
-def pair_table(found: Sequence[Interplay]) -> list[list[str]]:
-    """A row of text for each pair, under PAIRS."""
+def pair_table(interplays: Sequence[Interplay]) -> list[list[str]]:
+    """Return a row of text for each pair, under PAIRS."""
     return [
-        [" + ".join(one.names), _percent(one.alone), _percent(one.both),
-         f"{one.says}: {_short(one.why)}" if one.why not in ("", one.says) else one.says]
-        for one in found
-    ]  # fmt: skip
+        [
+            " + ".join(one.names),
+            _percent(one.alone),
+            _percent(one.both),
+            f"{one.says}: {_abbreviate(one.why)}" if one.why not in ("", one.says) else one.says,
+        ]
+        for one in interplays
+    ]
+
+
+def speed_of(row: Row | None, margin: float) -> Speed:
+    """Return whether a technique makes a step faster or slower; "" where neither is sure."""
+    ratio = ratio_of(row)
+    if ratio is None:
+        return ""
+    return "faster" if ratio.low > 1 + margin else "slower" if ratio.high < 1 / (1 + margin) else ""
 
 
 def worth(row: Row | None, margin: float) -> str:
-    """What leaving it out of the plan says of it."""
-    ratio, memory = ratio_of(row), memory_of(row)
-    if ratio is None:
+    """Render what leaving it out of the plan shows."""
+    memory = memory_of(row)
+    if ratio_of(row) is None:
         return ""
     saves = memory is not None and memory < 1 - MEMORY_MARGIN
-    said = [
-        "faster" if ratio.low > 1 + margin else "slower" if ratio.high < 1 / (1 + margin) else "",
+    words = [
+        speed_of(row, margin),
         "less memory" if saves else "",
         "learns otherwise" if row is not None and row.get("changes") == "learning" else "",
         "the device drifted" if row is not None and row.get("drifted") else "",
     ]
-    return ", ".join(filter(None, said)) or "no difference seen"
+    return ", ".join(filter(None, words)) or "no difference seen"
 
 
 def _gain(row: Row | None) -> str:
@@ -161,12 +180,12 @@ def _gain(row: Row | None) -> str:
     if ratio is not None:
         return _percent(ratio)
     why = "" if row is None else str(row.get("refused", ""))
-    return "" if row is None else f"refused: {why if why == _short(why) else 'see below'}"
+    return "" if row is None else f"refused: {why if why == _abbreviate(why) else 'see below'}"
 
 
 def _memory(row: Row | None) -> str:
-    told = memory_of(row)
-    return "" if told is None else f"{100 * (told - 1):+.1f}%"
+    ratio = memory_of(row)
+    return "" if ratio is None else f"{100 * (ratio - 1):+.1f}%"
 
 
 def _percent(ratio: Interval | None) -> str:
@@ -176,6 +195,6 @@ def _percent(ratio: Interval | None) -> str:
     return f"{value:+.1f}% ({low:+.1f} to {high:+.1f})"
 
 
-def _short(words: str) -> str:
+def _abbreviate(words: str) -> str:
     first = (words.strip().splitlines() or [""])[0]
     return first if len(first) <= 60 else f"{first[:57]}..."

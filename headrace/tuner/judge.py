@@ -1,49 +1,50 @@
-"""What came of two plans that were timed in turn: which is better, and do they compute the same?
+"""Judge two plans that were timed in alternation: which is better, and do they compute the same?
 
-The time is a ratio with its interval (core/statistics), which a device that drifts makes wider.
-Only where the interval cannot decide is the drift told beside it, and no prediction is corrected by
+The time is a ratio with its interval (core/statistics), which a drifting device makes wider. Only
+where the interval cannot decide is the drift reported beside it, and no prediction is corrected by
 such a reading.
 
-For memory, less of the peak is better where it costs no larger share of the time, and where a step
-stays within twice the first plan's, with all that was kept before. Beyond that it is kept only if
-the plan without it leaves a long run no room: the largest saving of a peak may cost four times the
-step, which nobody wants who has the memory.
+For memory, a smaller peak is better where it costs no larger share of the time, and where a step
+stays within twice the first plan's, with all that was accepted before. Beyond that it is accepted
+only if the plan without it leaves a long run no room. The largest saving of a peak may cost four
+times the step, which is no gain where there is enough memory.
 
-Whether both compute the same is asked of equality.py. What is better and approximate, and could not
-be shown to learn the same, is "not shown": it is not kept.
+equality.py says whether both compute the same. A change that is better and approximate, and that
+could not be shown to learn the same, is "not shown": it is not accepted.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from headrace.core.errors import RefusalKind
 from headrace.core.limits import TuneAim
 from headrace.core.statistics import Interval, accept, drifted
 from headrace.core.units import format_bytes
 from headrace.plan.plan import Plan
+from headrace.tuner.effects import Effect, effect_of
 from headrace.tuner.equality import equality
-from headrace.tuner.kinds import Kind, kind_of
+from headrace.tuner.paired_blocks import MARGIN, SampleSize, ratio_of
 from headrace.tuner.pairs import Measure
 from headrace.tuner.readings import Reading
-from headrace.tuner.turns import MARGIN, Size, ratio_of
 
 Verdict = Literal["better", "worse", "undecided", "not shown", "different", "refused", "cut"]
 DRIFT = {"cuda": 0.015, "cpu": 0.15}
-"""Share by which the first plan's blocks at both ends may differ without a word."""
+"""Largest relative difference of the first plan's blocks at both ends that is no drift, by
+device."""
 FULL = 0.97
-"""Of the device's memory beside the driver's: what is measured above it is not kept, for a long run
-meets longer rows and more fragments than a trial."""
+"""Largest share of the device's memory that a plan may hold. Above it a candidate is not accepted:
+a long run meets longer rows and more fragments than a trial."""
 DRIFTED = "the device was not as fast at the end as at the beginning"
-"""What is told where that may be why nothing was decided."""
+"""Words for a drift that may be why nothing was decided."""
 DEAR = 2.0
-"""Times as long as the first plan's a step may become for less memory, where the plan fits. Making
-all activations again adds a third to a step's products, so twice is room for more than one such."""
+"""Longest step for less memory, in steps of the first plan, where the plan fits. Recomputing all
+activations adds a third to a step's matmuls, so twice has room for more than one such change."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What came of two plans.
+    """Hold the verdict on a second plan beside a first one.
 
     Args:
         verdict: of the second beside the first; "different": it does not compute the same; "not
@@ -90,14 +91,10 @@ class Compared:
     rates: tuple[float | None, float | None] = (None, None)
     refusal: RefusalKind | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Rules:
-    """By what a pair is judged.
+    """Hold the rules by which a pair is judged.
 
     Args:
         aim: what is to become less.
@@ -120,47 +117,54 @@ class Rules:
 
     @property
     def margin(self) -> float:
-        """The gain that counts."""
+        """Return the smallest gain that counts, as a share."""
         return MARGIN.get(self.device, MARGIN["cpu"])
 
 
 @dataclass(frozen=True)
-class Gain:
-    """Asked after a first look: whether more steps are worth their time.
+class WorthMoreSteps:
+    """Decide after a first look whether more steps are worth their time.
 
     Args:
         kind: what the change does to learning.
         rules: by what the pair is judged.
     """
 
-    kind: Kind
+    effect: Effect
     rules: Rules
 
     @property
     def aim(self) -> TuneAim:
-        """What is to become less."""
+        """Return what is to become less."""
         return self.rules.aim
 
     def __call__(self, reading: Reading) -> bool:
-        """Whether the second plan may be better, and computes the same."""
-        found = judge(reading, self.kind, self.rules)
-        if found.verdict not in ("better", "undecided", "not shown") or found.ratio is None:
+        """Return whether the second plan may be better and computes the same."""
+        compared = judge(reading, self.effect, self.rules)
+        if compared.verdict not in ("better", "undecided", "not shown") or compared.ratio is None:
             return False
         if self.aim == "memory":
-            return found.verdict != "undecided"
-        return found.ratio.value > 1 and found.ratio.high > 1 + self.rules.margin
+            return compared.verdict != "undecided"
+        return compared.ratio.value > 1 and compared.ratio.high > 1 + self.rules.margin
 
     def train_to(self, reading: Reading) -> int:
-        """Steps that both should train in all so that a gain can be kept; 0 for no more."""
-        found = judge(reading, self.kind, self.rules)
-        return (found.enough or 0) if found.verdict == "not shown" else 0
+        """Return the steps that both should train so that a gain is shown; 0 for no more."""
+        compared = judge(reading, self.effect, self.rules)
+        return (compared.enough or 0) if compared.verdict == "not shown" else 0
 
 
 def compare(
-    first: Plan, second: Plan, measure: Measure, rules: Rules, *, size: Size, together: bool,
-    limit_s: float, screen: bool = False,
-) -> Compared:  # fmt: skip
-    """Measure two plans in turn and judge.
+    first: Plan,
+    second: Plan,
+    measure: Measure,
+    rules: Rules,
+    *,
+    size: SampleSize,
+    together: bool,
+    limit_s: float,
+    screen: bool = False,
+) -> Compared:
+    """Measure two plans in alternation and judge them.
 
     Args:
         first: the plan as it is.
@@ -174,124 +178,144 @@ def compare(
     """
     if limit_s <= 0:
         return Compared("cut", "no time was left")
-    kind = kind_of(first, second)
+    effect = effect_of(first, second)
     if screen:
-        size = replace(size, worth=Gain(kind, rules))
-    return judge(measure(first, second, size=size, together=together, limit_s=limit_s), kind, rules)
+        size = replace(size, worth=WorthMoreSteps(effect, rules))
+    return judge(
+        measure(first, second, size=size, together=together, limit_s=limit_s), effect, rules
+    )
 
 
-def judge(reading: Reading, kind: Kind, rules: Rules) -> Compared:
-    """What a reading tells of the second plan."""
+def judge(reading: Reading, effect: Effect, rules: Rules) -> Compared:
+    """Return the verdict of a reading on the second plan."""
     other = reading.beside or Reading()
     for one in (other, reading):
-        if one.is_late:
+        if one.timed_out:
             return Compared("cut", one.refused, refusal=one.refusal)
     if reading.refused:
         return Compared("refused", reading.refused, refusal=reading.refusal)
     if other.refused:
         why = f"the plan before it cannot run: {other.refused}"
-        return Compared("better", why, after_s=median(reading.seconds), steps=reading.steps,
-                        peak_bytes=reading.peak_bytes, ready_s=reading.ready_s,
-                        refusal=RefusalKind.BASELINE)  # fmt: skip
-    alike = equality(other, reading, kind)
+        return Compared(
+            "better",
+            why,
+            after_s=median(reading.seconds),
+            steps=reading.steps,
+            peak_bytes=reading.peak_bytes,
+            ready_s=reading.ready_s,
+            refusal=RefusalKind.BASELINE,
+        )
+    alike = equality(other, reading, effect)
     ratio = ratio_of(other.seconds, reading.seconds)
-    found = Compared(
-        "undecided", alike.reason, ratio=ratio,
-        before_s=median(other.seconds), after_s=median(reading.seconds),
-        memory=_memory(other, reading, rules), peak_bytes=reading.peak_bytes,
-        loss=alike.loss, noise=alike.noise,
-        steps=reading.steps, screened=reading.screened, ready_s=reading.ready_s,
+    compared = Compared(
+        "undecided",
+        alike.reason,
+        ratio=ratio,
+        before_s=median(other.seconds),
+        after_s=median(reading.seconds),
+        memory=_memory(other, reading, rules),
+        peak_bytes=reading.peak_bytes,
+        loss=alike.loss,
+        noise=alike.noise,
+        steps=reading.steps,
+        screened=reading.screened,
+        ready_s=reading.ready_s,
         compile_s=reading.compile_s,
-    )  # fmt: skip
+    )
     if alike.verdict == "different":
-        return replace(found, verdict="different")
+        return replace(compared, verdict="different")
     if room := _no_room(reading, rules):
-        return replace(found, verdict="refused", reason=f"it leaves a long run no room: {room}")
+        return replace(compared, verdict="refused", reason=f"it leaves a long run no room: {room}")
     if rules.aim == "memory":
-        found = _by_memory(found, rules, tight=_no_room(other, rules))
+        compared = _by_memory(compared, rules, tight=_no_room(other, rules))
     else:
         limit = DRIFT.get(rules.device, DRIFT["cpu"])
-        found = _by_time(found, rules, drifted(other.seconds[0], other.seconds[-1], limit))
-    if found.verdict != "better" or alike.verdict == "same" or rules.shown:
-        return found
-    told = f"{found.reason}, but {alike.reason}"
-    return replace(found, verdict="not shown", reason=told, enough=alike.enough,
-                   untrained_s=reading.untrained_s)  # fmt: skip
+        compared = _by_time(compared, rules, drifted(other.seconds[0], other.seconds[-1], limit))
+    if compared.verdict != "better" or alike.verdict == "same" or rules.shown:
+        return compared
+    reason = f"{compared.reason}, but {alike.reason}"
+    return replace(
+        compared,
+        verdict="not shown",
+        reason=reason,
+        enough=alike.enough,
+        untrained_s=reading.untrained_s,
+    )
 
 
 def _no_room(reading: Reading, rules: Rules) -> str:
-    """What it holds of the device, where a long run would not fit."""
-    held, most = reading.reserved_bytes or reading.peak_bytes, rules.capacity_bytes
-    if not most or not held or held <= FULL * most:
+    """Return the memory that a plan holds where a long run would not fit; "" where it would."""
+    reserved_bytes, most = reading.reserved_bytes or reading.peak_bytes, rules.capacity_bytes
+    if not most or not reserved_bytes or reserved_bytes <= FULL * most:
         return ""
-    return f"{format_bytes(held)} of {format_bytes(most)}"
+    return f"{format_bytes(reserved_bytes)} of {format_bytes(most)}"
 
 
-def _by_time(found: Compared, rules: Rules, moved: bool) -> Compared:
-    """By the interval alone; that the device moved is told where it cannot decide."""
-    ratio = found.ratio
+def _by_time(compared: Compared, rules: Rules, moved: bool) -> Compared:
+    """Judge by the interval alone; a drift is reported where it cannot decide."""
+    ratio = compared.ratio
     assert ratio is not None, "both were timed"
     verdict = accept(ratio, rules.margin)
-    told = {
+    reason = {
         "better": f"all of the interval lies above {1 + rules.margin:.3f}",
         "worse": f"no gain: all of the interval lies below {1 / (1 + rules.margin):.3f}",
         "undecided": f"not all of the interval {ratio.low:.3f} to {ratio.high:.3f} lies above "
         f"{1 + rules.margin:.3f}",
-    }  # fmt: skip
+    }
     moved &= verdict == "undecided"
     more = f", and {DRIFTED}" if moved else ""
-    return replace(found, verdict=verdict, reason=told[verdict] + more, drifted=moved)
+    return replace(compared, verdict=verdict, reason=reason[verdict] + more, drifted=moved)
 
 
-def _by_memory(found: Compared, rules: Rules, tight: str) -> Compared:
-    """Less memory is better where it costs no larger share of the time, nor is dear.
+def _by_memory(compared: Compared, rules: Rules, tight: str) -> Compared:
+    """Judge by memory: less is better where it costs no larger share of the time.
 
     Args:
-        found: both were timed.
+        compared: what was measured of both; both were timed.
         rules: by what it is judged.
         tight: the plan before leaves a long run no room, in words.
     """
-    memory, ratio = found.memory, found.ratio
+    memory, ratio = compared.memory, compared.ratio
     assert ratio is not None, "both were timed"
     if memory is None:
         return replace(
-            found,
+            compared,
             verdict="undecided",
             reason="its memory is not measured, and nothing is predicted of it",
         )
-    told = _peak_told(found, memory, rules)
+    reason = _format_peak(compared, memory, rules)
     if memory > 1 / (1 + rules.margin):
         verdict: Verdict = "worse" if memory > 1 + rules.margin else "undecided"
-        return replace(found, verdict=verdict, reason=told)
+        return replace(compared, verdict=verdict, reason=reason)
     if memory / ratio.value > 1:
         return replace(
-            found,
+            compared,
             verdict="worse",
             reason=f"{memory:.3f} of the peak for {1 / ratio.value:.3f} of the time",
         )
     times = rules.slower / ratio.value
     if times <= DEAR or ratio.value >= 1:
-        return replace(found, verdict="better", reason=told)
+        return replace(compared, verdict="better", reason=reason)
     if tight:
-        why = f"{told}; a step takes {times:.1f} times as long as the first plan's"
+        why = f"{reason}; a step takes {times:.1f} times as long as the first plan's"
         why += f", and the plan before leaves a long run no room: {tight}"
-        return replace(found, verdict="better", reason=why)
-    why = f"{told}, but a step takes {times:.1f} times as long as the first plan's, and "
+        return replace(compared, verdict="better", reason=why)
+    why = f"{reason}, but a step takes {times:.1f} times as long as the first plan's, and "
     why += f"{DEAR:g} times is the most for memory where a plan fits without it"
-    return replace(found, verdict="worse", reason=why)
+    return replace(compared, verdict="worse", reason=why)
 
 
-def _peak_told(found: Compared, memory: float, rules: Rules) -> str:
-    """The peak beside the one before, with what was predicted of it where it was measured."""
-    if found.peak_bytes is None:
-        return f"the peak is foreseen to be {memory:.3f} times what it was"
+def _format_peak(compared: Compared, memory: float, rules: Rules) -> str:
+    """Render the peak beside the one before, with its prediction where it was measured."""
+    if compared.peak_bytes is None:
+        return f"the peak is predicted to be {memory:.3f} times what it was"
     peaks = rules.peaks
-    said = f" (predicted {peaks[1] / peaks[0]:.3f})" if peaks and peaks[0] else ""
-    return f"the peak is {memory:.3f} times what it was{said}"
+    predicted = f" (predicted {peaks[1] / peaks[0]:.3f})" if peaks and peaks[0] else ""
+    return f"the peak is {memory:.3f} times what it was{predicted}"
 
 
 def _memory(one: Reading, two: Reading, rules: Rules) -> float | None:
-    """The second's peak over the first's: measured, or predicted where nothing counts."""
+    """Return the second's peak over the first's: measured, or else predicted."""
     if one.peak_bytes and two.peak_bytes:
         return two.peak_bytes / one.peak_bytes
     if one.reserved_bytes and two.reserved_bytes:

@@ -1,6 +1,6 @@
-"""What a trial takes, foreseen from those that were measured before it.
+"""Predict what a trial takes from those that were measured before it.
 
-None begins whose verdict cannot come within what is left; it says what it needs instead.
+No trial begins whose verdict cannot come within what is left; it says what it needs instead.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from headrace.core.units import format_seconds
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage
 from headrace.tuner.equality import LEAST_STEPS
-from headrace.tuner.turns import FITS, PAIR_STEPS, TRAINED
+from headrace.tuner.paired_blocks import FITS, PAIR_STEPS, TRAINED
 
 SOONER = 0.5
-"""Of the seconds that the first pair took before its timed steps may be enough for the next: then
-caches are warm, and a process runs. Later ones say it themselves."""
+"""Share of the seconds that the first pair took before its timed steps that may be enough for the
+next: then caches are warm, and a process runs. Later pairs replace this guess."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Seconds of a trial.
+    """Hold the seconds that a trial needs.
 
     Args:
         ready_s: building, compiling and warming both plans.
@@ -34,17 +34,17 @@ class Needs:
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """Return all of them, in seconds."""
         return self.ready_s + self.timed_s + self.trained_s
 
     @property
     def limit_s(self) -> float:
-        """The limit of a reading in which they fit."""
+        """Return the limit of a reading in which they fit, in seconds."""
         return max(self.seconds / FITS, self.trained_s / TRAINED)
 
     @property
     def words(self) -> str:
-        """What they are for."""
+        """Render what they are for."""
         parts = [f"ready in {format_seconds(self.ready_s)}"]
         parts += [f"a look in {format_seconds(self.timed_s)}"]
         if self.trained_s:
@@ -53,14 +53,14 @@ class Needs:
 
 
 def compiles(plan: Plan) -> bool:
-    """Whether something of it compiles before its first step is done."""
+    """Return whether a part of the plan compiles before its first step is done."""
     return any(t.stage is Stage.COMPILE for t in plan.techniques.values())
 
 
 def needs(
     ready: Sequence[tuple[bool, float]], compiled: bool, approximate: bool, step_s: float
 ) -> Needs | None:
-    """What a trial takes; None where nothing like it was measured.
+    """Return what a trial takes; None where nothing like it was measured.
 
     Args:
         ready: of each pair so far whether the second plan compiles, and its seconds until both

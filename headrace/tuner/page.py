@@ -1,4 +1,4 @@
-"""tune.html: the way from the first plan to the last, one self-contained page."""
+"""Write tune.html: the path from the first plan to the last, as one self-contained page."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -9,7 +9,7 @@ import numpy as np
 from headrace.core.statistics import Interval
 from headrace.core.units import format_bytes, format_seconds
 from headrace.predict.sweep import NO_PRICE
-from headrace.report.chart import Array, Axis, Line, line_chart
+from headrace.report.chart import Array, ChartAxis, ChartLine, line_chart
 from headrace.report.page import (
     Safe,
     bar,
@@ -26,17 +26,30 @@ from headrace.report.page import (
     write_page,
 )
 from headrace.report.words import NOT_MEASURED, dollars, seconds, whole
-from headrace.tuner.path import PAGE, UNMEASURED, Tuned, command, named
-from headrace.tuner.step import Step, length_of, told
+from headrace.tuner.path import PAGE, Tuned, command, named
+from headrace.tuner.trial_row import TrialRow, format_ratio, length_of
 
-TONES = {"kept": "good", "reverted": "plain", "not shown": "plain", "refused": "bad",
-         "not tried": "plain"}  # fmt: skip
-FOR = {"time": "the time of a step", "money": "money", "memory": "peak memory",
-       "quality": "the time to a target"}  # fmt: skip
-STAGES = {"screen": "screened", "accept": "measured whole", "learning": "over seeds",
-          "none": "not measured"}  # fmt: skip
+TONES = {
+    "kept": "good",
+    "reverted": "plain",
+    "not shown": "plain",
+    "refused": "bad",
+    "not tried": "plain",
+}
+FOR = {
+    "time": "the time of a step",
+    "money": "money",
+    "memory": "peak memory",
+    "quality": "the time to a target",
+}
+STAGES = {
+    "screen": "screened",
+    "accept": "measured whole",
+    "learning": "over seeds",
+    "none": "not measured",
+}
 MOST_LEFT = 40
-"""Changes that were not tried and are named."""
+"""Most changes that were not tried and are named."""
 
 
 def write_tune_page(tuned: Tuned, folder: Path) -> Path:
@@ -46,7 +59,7 @@ def write_tune_page(tuned: Tuned, folder: Path) -> Path:
         f"{name} tuned - Headrace",
         _header(tuned),
         section("What it came to", cards(_figures(tuned))),
-        _way(tuned),
+        _path(tuned),
         _trials(tuned),
         _left(tuned),
         section(
@@ -86,63 +99,69 @@ def _header(tuned: Tuned) -> Safe:
 
 
 def _figures(tuned: Tuned) -> list[tuple[str, str, str]]:
-    """What it bought, then what it cost."""
+    """Return the figures of what it bought, then of what it cost."""
     one, two, back = tuned.before_s, tuned.now_s, tuned.break_even
     tokens, price = tuned.plan.batch.tokens, tuned.first.hardware.dollars_per_hour
     how = "first plan beside last" if tuned.whole else "product of the kept changes"
     memory = NOT_MEASURED if tuned.memory is None else f"{tuned.memory:.2f} times"
-    counted = "measured" if tuned.counted else "foreseen: this device counts no bytes"
-    found = [
+    counted = "measured" if tuned.counted else "predicted: this device counts no bytes"
+    figures = [
         ("A step", seconds(two), f"was {seconds(one)}" if one else ""),
-        ("Tokens per second", whole(tokens / two if two else None),
-         f"was {whole(tokens / one)}" if one else ""),
-        ("Speed", "as it was" if tuned.ratio is None else f"{tuned.ratio.value:.2f} times",
-         "" if tuned.ratio is None else f"{_ends(tuned.ratio)}; {how}"),
+        (
+            "Tokens per second",
+            whole(tokens / two if two else None),
+            f"was {whole(tokens / one)}" if one else "",
+        ),
+        (
+            "Speed",
+            "as it was" if tuned.ratio is None else f"{tuned.ratio.value:.2f} times",
+            "" if tuned.ratio is None else f"{_ends(tuned.ratio)}; {how}",
+        ),
         ("Peak memory", memory, counted if tuned.memory is not None else ""),
-    ]  # fmt: skip
+    ]
     if price is not None and two:
         was = f"was {dollars(price * one / tokens / 3600 * 1e9)}" if one else ""
         each = dollars(price * two / tokens / 3600 * 1e9)
-        found.append(("A billion tokens", each, f"{was}, at {dollars(price)} an hour"))
+        figures.append(("A billion tokens", each, f"{was}, at {dollars(price)} an hour"))
     if price is None and tuned.aim == "money":
-        found.append(("A billion tokens", NOT_MEASURED, NO_PRICE))
-    found += _to_target(tuned)
+        figures.append(("A billion tokens", NOT_MEASURED, NO_PRICE))
+    figures += _to_target(tuned)
     spent = "" if tuned.dollars is None else f", {dollars(tuned.dollars)}"
     won = "" if back is None or not two else f"{seconds(back * two)} of training"
     won += f"; this plan alone ends after {tuned.beyond}" if tuned.beyond else ""
-    after = tuned.won_back.removeprefix("won back after ").removesuffix(" won back") or "never"
+    after = tuned.even_after or "never"
     if tuned.unmeasured or (tuned.target is not None and tuned.target.saved_s is None):
         after = "not shown" if tuned.target and not tuned.target.shown else NOT_MEASURED
     return [
-        *found,
-        ("Tuning took", seconds(tuned.seconds), f"{tuned.told_measured}{spent}"),
-        ("Won back after", after, won),
+        *figures,
+        ("Tuning took", seconds(tuned.seconds), f"{tuned.count_measured}{spent}"),
+        ("Breaks even after", after, won),
     ]
 
 
 def _to_target(tuned: Tuned) -> list[tuple[str, str, str]]:
-    """A run to the target: its time, and its price."""
+    """Return the figures of a run to the target: its time, and its price."""
     target, price = tuned.target, tuned.first.hardware.dollars_per_hour
-    if tuned.unmeasured == UNMEASURED:
+    if tuned.no_run:
         return [("A run to the target", NOT_MEASURED, tuned.more)]
     if target is None or target.after_s is None or target.before_s is None:
         return []
     one, two, ratio = target.before_s, target.after_s, target.ratio
     then, now = (seconds(took) if isfinite(took) else "missed" for took in (one, two))
     sooner = f"{ratio.value:.2f} times ({_ends(ratio)})"
-    found = [("A run to the target", now, f"was {then}: {sooner}; {target.how}")]
+    figures = [("A run to the target", now, f"was {then}: {sooner}; {target.how}")]
     if price is not None and isfinite(one + two):
         was = f"was {dollars(price * one / 3600)}"
-        found.append(("Its price", dollars(price * two / 3600), was))
-    return found
+        figures.append(("Its price", dollars(price * two / 3600), was))
+    return figures
 
 
 def _ends(ratio: Interval) -> str:
     return "measured once" if ratio.n < 2 else f"{ratio.low:.2f} to {ratio.high:.2f}"
 
 
-def _way(tuned: Tuned) -> Safe:
-    """Every plan from the first to the last, and when each was found."""
+def _path(tuned: Tuned) -> Safe:
+    """Render every plan from the first to the last, and when each became the best."""
     chart, rungs = _chart(tuned), _rungs(tuned)
     if not tuned.kept:
         return section("From the first plan to the last", muted("Nothing changed."), chart)
@@ -154,14 +173,14 @@ def _way(tuned: Tuned) -> Safe:
 
 
 def _rungs(tuned: Tuned) -> Safe:
-    """How fast each plan was that was the best for a while; the longest bar is the fastest."""
+    """Render how fast each plan was that was the best for a while."""
     speeds = [1.0]
     for step in tuned.kept:
         own = step.ratio.value if step.ratio and step.stage != "learning" else 1.0
         speeds.append(speeds[-1] * own)
     names: list[Safe | str] = ["The first plan"]
     for step in tuned.kept:
-        by = "" if step.ratio is None else f": {told(step.ratio)}"
+        by = "" if step.ratio is None else f": {format_ratio(step.ratio)}"
         by += ", provisional" if step.provisional else ""
         by += " to the target" if step.stage == "learning" else ""
         bought = step.bought(length_of(tuned.first, step.after_s))
@@ -176,12 +195,12 @@ def _rungs(tuned: Tuned) -> Safe:
 
 
 def _codes(words: Sequence[str]) -> list[Safe]:
-    """Changes as they are typed, with room between them."""
+    """Render changes as they are typed, with room between them."""
     return [join((tag("code", word), " ")) for word in words]
 
 
 def _chart(tuned: Tuned) -> Safe:
-    """The best so far over the time that trials took, and each trial beside it."""
+    """Draw the best so far over the time that trials took, and each trial beside it."""
     memory = tuned.aim == "memory"
     measured = [s for s in tuned.path if s.stage in ("screen", "accept") and _gain(s, memory)]
     if not measured:
@@ -198,76 +217,90 @@ def _chart(tuned: Tuned) -> Safe:
             best *= gain
             x, y = [*x, at], [*y, best]
     lines = [
-        Line(*_points(dots["others"]), "c1", marks=True, faint=True),
-        Line(np.array(x), np.array(y), "c0"),
-        Line(*_points(dots["kept"]), "c2", marks=True),
+        ChartLine(*_points(dots["others"]), "c1", marks=True, faint=True),
+        ChartLine(np.array(x), np.array(y), "c0"),
+        ChartLine(*_points(dots["kept"]), "c2", marks=True),
     ]
     what = "peak memory, first = 1" if memory else "speed, first = 1"
     label = f"{what}: from 1 to {best:.3f} over {measured[-1].spent_s / 60:.1f} minutes of trials"
     chart = line_chart(
-        "path", lines, label=label, axis=Axis("minutes of trials", lambda v: f"{v:g}"),
+        "path",
+        lines,
+        label=label,
+        axis=ChartAxis("minutes of trials", lambda v: f"{v:g}"),
         y_label=what,
-    )  # fmt: skip
-    marks = [(swatch("c0", "line"), "best so far"), (swatch("c2", "dot"), "kept"),
-             (swatch("c1", "dot"), "not kept")]  # fmt: skip
+    )
+    marks = [
+        (swatch("c0", "line"), "best so far"),
+        (swatch("c2", "dot"), "kept"),
+        (swatch("c1", "dot"), "not kept"),
+    ]
     return tag("div", figure("Each plan that was measured, when", chart), legend(marks))
 
 
-def _gain(step: Step, memory: bool) -> float | None:
+def _gain(step: TrialRow, memory: bool) -> float | None:
     if memory:
         return step.memory
     return None if step.ratio is None else step.ratio.value
 
 
 def _points(dots: list[tuple[float, float]]) -> tuple[Array, Array]:
-    """Points without lines between them."""
+    """Return points without lines between them."""
     x = [v for at, _ in dots for v in (at, np.nan)]
     y = [v for _, gain in dots for v in (gain, np.nan)]
     return np.array(x or [np.nan]), np.array(y or [np.nan])
 
 
 def _trials(tuned: Tuned) -> Safe:
-    """A row for each plan that was tried: its receipt."""
+    """Render a row for each trial: its receipt."""
     rows, noises = [], [step.noise for step in tuned.path if step.noise]
-    foretold = any(step.foretold is not None for step in tuned.path)
+    has_predictions = any(step.predicted_ratio is not None for step in tuned.path)
     for step in tuned.path:
         what = join((*_codes(step.changes), muted(f"{step.number}. {_why(step)}")))
         verdict = f"{step.verdict}, provisional" if step.provisional else step.verdict
         badge = tag("span", verdict, class_=f"badge {TONES[step.verdict]}")
-        rows.append((
-            what, badge,
-            *(["" if step.foretold is None else f"{step.foretold:.3f}"] if foretold else []),
-            NOT_MEASURED if step.ratio is None else told(step.ratio),
-            _peak(step),
-            "" if step.loss is None else f"{step.loss:+.1e}" if step.loss else "same",
-            str(step.steps or ""), format_seconds(step.seconds) if step.seconds else "",
-        ))  # fmt: skip
-    foreseen = ("Predicted",) if foretold else ()
-    head = ("Change", "", *foreseen, "Measured", "Memory", "Loss", "Steps", "Took")
+        rows.append(
+            (
+                what,
+                badge,
+                *(
+                    ["" if step.predicted_ratio is None else f"{step.predicted_ratio:.3f}"]
+                    if has_predictions
+                    else []
+                ),
+                NOT_MEASURED if step.ratio is None else format_ratio(step.ratio),
+                _peak(step),
+                "" if step.loss is None else f"{step.loss:+.1e}" if step.loss else "same",
+                str(step.steps or ""),
+                format_seconds(step.seconds) if step.seconds else "",
+            )
+        )
+    predicted_head = ("Predicted",) if has_predictions else ()
+    head = ("Change", "", *predicted_head, "Measured", "Memory", "Loss", "Steps", "Took")
     noise = f"; another seed moves it by {max(noises):.1g}" if noises else ""
-    both = "Predicted and measured" if foretold else "Measured"
+    both = "Predicted and measured" if has_predictions else "Measured"
     return section(
         "Every trial",
         table("Trials", head, rows, text=2),
         muted(
             f"{both}: time of a step before over after, with a 95% interval; above "
             "1 is faster. Memory: peak after over before, below 1 is less"
-            f"{'' if tuned.counted else ', foreseen'}. Loss: mean difference in nats per token "
+            f"{'' if tuned.counted else ', predicted'}. Loss: mean difference in nats per token "
             f"on the same rows from the same weights{noise}."
         ),
     )
 
 
-def _peak(step: Step) -> str:
-    """The peak after over before, and what was predicted of it where it was measured."""
+def _peak(step: TrialRow) -> str:
+    """Render the peak after over before, with its prediction where it was measured."""
     if step.memory is None:
         return ""
-    said = step.predicted_memory if step.peak_bytes is not None else None
-    return f"{step.memory:.3f}" + ("" if said is None else f", predicted {said:.3f}")
+    predicted = step.predicted_memory if step.peak_bytes is not None else None
+    return f"{step.memory:.3f}" + ("" if predicted is None else f", predicted {predicted:.3f}")
 
 
-def _why(step: Step) -> str:
-    """The reason, with what the receipt holds beside the columns."""
+def _why(step: TrialRow) -> str:
+    """Render the reason, with what the receipt holds beside the columns."""
     more = [STAGES[step.stage]]
     if step.equality != "exact":
         more.append(f"{step.equality} gradients")
@@ -282,12 +315,12 @@ def _left(tuned: Tuned) -> Safe:
     why = "Interrupted before" if tuned.interrupted else "Left"
     if tuned.up:
         why = f"Time was up; {tuned.more}" + ("" if tuned.unreached else " for all of these")
-    lists = [*_named(why, tuned.left), *_named("No gain is foreseen", tuned.no_gain)]
+    lists = [*_named(why, tuned.left), *_named("No gain is predicted", tuned.no_gain)]
     return section("Not tried", *lists)
 
 
 def _named(why: str, changes: Sequence[str]) -> list[Safe]:
-    """Changes in a list under why they were not tried; nothing where there are none."""
+    """Render changes in a list under why they were not tried; nothing where there are none."""
     names = [tag("li", tag("code", change)) for change in changes[:MOST_LEFT]]
     rest = len(changes) - MOST_LEFT
     more = [tag("li", f"and {rest} more")] if rest > 0 else []

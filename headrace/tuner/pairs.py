@@ -1,15 +1,15 @@
-"""Two plans, timed in turn, in processes of their own: one reading is all that a pair costs.
+"""Time two plans in alternation, in processes of their own: a pair costs one reading.
 
 Both are built, compiled and warmed once, in one child process where both fit on the device, each
-with its own weights, optimizer and loader; then they take turns (turns.py), and the process itself
-sees whether the second is worth all the steps. Where they do not fit, a process is built for each
-visit; where the next pair begins with the plan that the last one ended with, that visit serves
-both.
+with its own weights, optimizer and loader. Then their blocks alternate (paired_blocks.py), and the
+process itself sees whether the second is worth all the steps. Where they do not fit, a process is
+built for each visit. Where the next pair begins with the plan that the last one ended with, that
+visit serves both.
 
 Both begin with the same weights and read the same rows. Their first steps have a learning rate of
 0: each is another batch at the same weights, after some of them through whatever was compiled or
-recorded meanwhile. What they come to is compared as the guard of a run compares its first step;
-then both learn. `judge.py` says what came of a pair.
+recorded meanwhile. They are compared as the guard of a run compares its first step. Then both
+learn. `judge.py` gives the verdict on a pair.
 
 Flags of the process are set around each plan's blocks. Left out: reserved memory of two plans in
 one process, which nothing can tell apart.
@@ -31,9 +31,21 @@ from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage
 from headrace.train import train
 from headrace.train.guard import freed_by, limits_of, watch
+from headrace.tuner.paired_blocks import (
+    ACCEPT,
+    MARGIN,
+    TIMED,
+    TRAINED,
+    Limit,
+    SampleSize,
+    take_blocks,
+    take_visits,
+    train_on,
+    visit_steps,
+)
 from headrace.tuner.readings import (
-    Clock,
     Reading,
+    StepClock,
     counted,
     flags_of,
     opened,
@@ -43,52 +55,50 @@ from headrace.tuner.readings import (
     wait,
     why,
 )
-from headrace.tuner.turns import (
-    ACCEPT,
-    MARGIN,
-    TIMED,
-    TRAINED,
-    Limit,
-    Size,
-    take_turns,
-    take_visits,
-    train_on,
-    visit_steps,
-)
 from headrace.tuner.worker import Worker
 
 SAME = 6
-"""Steps at the first weights: more than it takes until all is compiled and graphs are recorded."""
+"""Steps at the first weights: more than are needed until all is compiled and graphs are
+recorded."""
 HEAT_S = 3.0
-"""A GPU's steps before the timed ones: its clock falls by 1 to 2% in the first seconds of work."""
+"""Seconds of a GPU's steps before the timed ones: its clock falls by 1 to 2% in the first seconds
+of work."""
 
 
 # --- in the child process --------------------------------------------------------------------
 
 
 def time_pair(
-    first: Plan, second: Plan, *, size: Size = ACCEPT, limit: Limit | None = None, text: bool = True
+    first: Plan,
+    second: Plan,
+    *,
+    size: SampleSize = ACCEPT,
+    limit: Limit | None = None,
+    text: bool = True,
 ) -> Reading:
-    """The second's reading, with the first's `beside` it, from one process that holds both."""
+    """Return the second's reading, with the first's beside it, from one process for both."""
     limit = limit or Limit()
 
-    def go(found: Reading) -> None:
-        other = found.beside = Reading()
+    def go(reading: Reading) -> None:
+        other = reading.beside = Reading()
         with ExitStack() as stack:
-            held = _allocated()
-            one = _Side(stack, first, other, text)
+            before_bytes = _allocated()
+            one = _BuiltPlan(stack, first, other, text)
             between = _allocated()
-            two = _Side(stack, second, found, text)
+            two = _BuiltPlan(stack, second, reading, text)
             if two.build.device.type == "cuda" and _compiled_otherwise(first, second):
                 two.more_threads = 1
             two.warm(size.warm)  # before the first's: what is compiled now is proof of it alone
             own = _allocated() - between
             one.warm(size.warm)
-            one.beside_bytes, two.beside_bytes = own + held, _allocated() - held - own
+            one.beside_bytes, two.beside_bytes = (
+                own + before_bytes,
+                _allocated() - before_bytes - own,
+            )
             _heat(one, two)
-            found.ready_s = limit.spent_s
+            reading.ready_s = limit.spent_s
             margin = MARGIN.get(two.build.device.type, MARGIN["cpu"])
-            take_turns(one, two, size, limit.left_s, TIMED * limit.seconds, margin)
+            take_blocks(one, two, size, limit.left_s, TIMED * limit.seconds, margin)
             train_on(one, two, size, limit.left_s, TRAINED * limit.seconds)
             one.end()
             two.end()
@@ -97,21 +107,21 @@ def time_pair(
 
 
 def _compiled_otherwise(one: Plan, two: Plan) -> bool:
-    """Whether one's compiled code may differ from the other's where the traced code does not.
+    """Return whether one's compiled code may differ where the traced code does not.
 
     What is set while code compiles (graphs that are recorded, a budget of memory) is no guard of
     torch's, and two builds of a process share what was compiled first. The number of the host's
     threads is one, and it does nothing to a GPU's steps.
     """
-    late = [
+    compiling = [
         {name: t for name, t in plan.techniques.items() if t.stage >= Stage.COMPILE}
         for plan in (one, two)
     ]
-    return late[0] != late[1]
+    return compiling[0] != compiling[1]
 
 
-def _heat(one: "_Side", two: "_Side") -> None:
-    """Untimed steps in turn, as many of each, until the device is as warm as it stays.
+def _heat(one: "_BuiltPlan", two: "_BuiltPlan") -> None:
+    """Take untimed steps of both in alternation until the device is as warm as it stays.
 
     Steps that warmed the first plan count, for nothing compiled since: slow ones are enough.
     """
@@ -122,10 +132,16 @@ def _heat(one: "_Side", two: "_Side") -> None:
 
 
 def visit(
-    plan: Plan, *, blocks: int, size: Size, share: float, limit: Limit | None = None,
-    text: bool = True, train: int = 0,
-) -> Reading:  # fmt: skip
-    """Blocks of one plan, from a process that holds nothing else.
+    plan: Plan,
+    *,
+    blocks: int,
+    size: SampleSize,
+    share: float,
+    limit: Limit | None = None,
+    text: bool = True,
+    train: int = 0,
+) -> Reading:
+    """Time blocks of one plan, from a process that holds nothing else.
 
     Args:
         plan: what to time.
@@ -138,59 +154,59 @@ def visit(
     """
     limit, began_s = limit or Limit(), time.time()
 
-    def go(found: Reading) -> None:
+    def go(reading: Reading) -> None:
         with ExitStack() as stack:
-            side = _Side(stack, plan, found, text)
+            side = _BuiltPlan(stack, plan, reading, text)
             side.warm(size.warm)
-            found.ready_s = time.time() - began_s
-            found.steps = visit_steps(side.step_s, blocks, size, share * limit.left_s(), limit)
-            side.run(blocks, found.steps)
+            reading.ready_s = time.time() - began_s
+            reading.steps = visit_steps(side.step_s, blocks, size, share * limit.left_s(), limit)
+            side.run(blocks, reading.steps)
             side.train_to(train)
-            found.steps *= blocks
+            reading.steps *= blocks
             if side.build.device.type == "cuda":
-                found.reserved_bytes = float(torch.cuda.max_memory_reserved())
+                reading.reserved_bytes = float(torch.cuda.max_memory_reserved())
             side.end()
 
     return read(go)
 
 
-class _Side:
-    """A build in a process that may hold two."""
+class _BuiltPlan:
+    """Hold a build in a process that may hold two."""
 
-    def __init__(self, stack: ExitStack, plan: Plan, found: Reading, text: bool) -> None:
-        self.plan, self.found, self.index = plan, found, 0
+    def __init__(self, stack: ExitStack, plan: Plan, reading: Reading, text: bool) -> None:
+        self.plan, self.reading, self.index = plan, reading, 0
         self.numbers: list[Tensor] = []
         self.beside_bytes = 0
         self.step_s = self.steady_s = 0.0
         self.more_threads = 0
-        with _blamed(found):
+        with _blamed(reading):
             self.build, self.micros = stack.enter_context(opened(plan, text=text, in_force=False))
-        found.limits, found.freed = limits_of(self.build), sorted(freed_by(self.build))
+        reading.limits, reading.freed = limits_of(self.build), sorted(freed_by(self.build))
         rate = self.build.values["lr"]
         self.build.values["lr"] = lambda index: 0.0 if index < SAME else rate(index - SAME)
 
     def warm(self, steps: int) -> None:
-        """Steps before the timed ones; the first that learns is asked for techniques' proof.
+        """Take untimed steps; the first that learns is asked for techniques' evidence.
 
-        One that keeps what half precision cannot hold shows nothing before weights have moved.
+        A build whose weights half precision cannot hold shows nothing before weights have moved.
         """
-        told, began_s = None, time.monotonic()
-        while told is None or self.index < max(steps, SAME):
+        evidence, began_s = None, time.monotonic()
+        while evidence is None or self.index < max(steps, SAME):
             if self.index < SAME:
-                watch(self.build, self.found.firsts.append)
+                watch(self.build, self.reading.firsts.append)
             self.once()
-            if told is None and self.index > SAME:
+            if evidence is None and self.index > SAME:
                 with self._own():
                     last = self.index >= PATIENT_STEPS
-                    told = evidence_after(self.build, self.numbers[-1], last=last)
-            if told is None:
+                    evidence = evidence_after(self.build, self.numbers[-1], last=last)
+            if evidence is None:
                 self.steady_s = time.monotonic()
-        self.found.evidence = told
-        late_s = time.monotonic() - began_s - self.index * self.step_s
-        self.found.compile_s = max(0.0, late_s)
+        self.reading.evidence = evidence
+        warming_s = time.monotonic() - began_s - self.index * self.step_s
+        self.reading.compile_s = max(0.0, warming_s)
 
     def once(self) -> None:
-        """A step that is not timed, but for what is planned with."""
+        """Take a step that is timed only to plan with."""
         began_s = time.monotonic()
         with self._own():
             self.step()
@@ -198,8 +214,8 @@ class _Side:
         self.step_s = time.monotonic() - began_s
 
     def run(self, blocks: int, steps: int) -> None:
-        """Timed blocks, after a step that fills the queue of the device."""
-        clock = Clock(self.build.device)
+        """Take timed blocks, after a step that fills the queue of the device."""
+        clock = StepClock(self.build.device)
         with self._own():
             if self.build.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -211,25 +227,25 @@ class _Side:
             seconds = clock.seconds()
             self.step_s = median(seconds)
             for i in range(0, len(seconds), steps):
-                self.found.seconds.append(median(seconds[i : i + steps]))
-            self.tell()
+                self.reading.seconds.append(median(seconds[i : i + steps]))
+            self._record()
 
     def train_to(self, steps: int) -> None:
-        """Untimed steps, until there were so many."""
+        """Take untimed steps until there were so many."""
         with self._own():
             while self.index < steps:
                 self.step()
-            self.tell()
+            self._record()
 
     def step(self) -> None:
-        """One more."""
+        """Take one more step."""
         self.numbers.append(train.step(self.build, self.micros(self.index), self.index))
         self.index += 1
 
     @contextmanager
     def _own(self) -> Iterator[None]:
-        """Its flags are in force, its errors noted, and nobody else's compiled code is taken."""
-        with _blamed(self.found), flags_of(self.build):
+        """Put its flags in force, note its errors, and take nobody else's compiled code."""
+        with _blamed(self.reading), flags_of(self.build):
             own = torch.get_num_threads()  # which a technique may have set
             torch.set_num_threads(own + self.more_threads)
             try:
@@ -237,34 +253,34 @@ class _Side:
             finally:
                 torch.set_num_threads(own)
 
-    def tell(self) -> None:
-        """What the steps computed, and the peak without what else the process holds."""
-        self.found.losses, self.found.norms, *_ = torch.stack(self.numbers).T.tolist()
+    def _record(self) -> None:
+        """Record what the steps computed, and the peak without what else the process holds."""
+        self.reading.losses, self.reading.norms, *_ = torch.stack(self.numbers).T.tolist()
         if counted(self.plan) and (most := peak(self.build)) is not None:
             own = most - self.beside_bytes
-            self.found.peak_bytes = max(self.found.peak_bytes or own, own)
+            self.reading.peak_bytes = max(self.reading.peak_bytes or own, own)
 
     def end(self) -> None:
-        """What its techniques counted until now, and whether all of its steps were finite."""
+        """Record what its techniques counted until now, and whether all steps were finite."""
         with self._own():
-            self.found.evidence |= newest(self.build)
+            self.reading.evidence |= newest(self.build)
         finite = torch.stack(self.numbers)[:, 2].tolist()
         if not all(finite):
-            self.found.refuse(RefusalKind.OTHER, f"step {finite.index(0.0)} was not finite")
+            self.reading.refuse(RefusalKind.OTHER, f"step {finite.index(0.0)} was not finite")
 
 
 @contextmanager
-def _blamed(found: Reading) -> Iterator[None]:
-    """An error is noted at the plan whose it is."""
+def _blamed(reading: Reading) -> Iterator[None]:
+    """Note an error at the plan that raised it."""
     try:
         yield
     except Exception as error:
-        found.refuse(refusal_of(error), why(error))
+        reading.refuse(refusal_of(error), why(error))
         raise
 
 
 def _allocated() -> int:
-    """Bytes on the device; 0 on a CPU."""
+    """Return the bytes on the device; 0 on a CPU."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
@@ -275,53 +291,62 @@ class Measure(Protocol):
     """Takes a pair's reading: the second plan's, with the first's beside it."""
 
     def __call__(
-        self, first: Plan, second: Plan, *, size: Size, together: bool, limit_s: float
+        self, first: Plan, second: Plan, *, size: SampleSize, together: bool, limit_s: float
     ) -> Reading:
-        """Readings that are not done after `limit_s` are refused with that reason."""
+        """Return the reading; one that is not done after `limit_s` is refused with that reason."""
         ...
 
 
 def awake() -> None:
-    """What a process does first: import what it needs, and find the device."""
+    """Import what a new process needs, and find the device."""
     if torch.cuda.is_available():
         torch.cuda.init()
 
 
 def measure_with(worker: Worker, *, text: bool = True) -> Measure:
-    """Pairs in one process of `worker` where both fit, else in one after the other."""
-    last: list[tuple[Plan, Size, Reading]] = []
+    """Return what measures pairs: in one process where both fit, else in several."""
+    last: list[tuple[Plan, SampleSize, Reading]] = []
     worker.begin(awake)  # while who asks looks for plans
 
     def measure(
-        first: Plan, second: Plan, *, size: Size, together: bool, limit_s: float
+        first: Plan, second: Plan, *, size: SampleSize, together: bool, limit_s: float
     ) -> Reading:
         limit, before = Limit(limit_s), [*last]
         last.clear()
         if together:
-            found = worker.ask(
+            reading = worker.ask(
                 time_pair, first, second, size=size, limit=limit, text=text, limit_s=limit_s
             )
-            if not _crowded(found):
-                return found
+            if not _crowded(reading):
+                return reading
             before = []
 
         def alone(plan: Plan, blocks: int, steps: int, share: float, train: int) -> Reading:
             return worker.ask(
-                visit, plan, blocks=blocks, size=replace(size, steps=steps), share=share,
-                limit=limit, text=text, train=train, limit_s=max(0.0, limit_s - limit.spent_s),
-            )  # fmt: skip
+                visit,
+                plan,
+                blocks=blocks,
+                size=replace(size, steps=steps),
+                share=share,
+                limit=limit,
+                text=text,
+                train=train,
+                limit_s=max(0.0, limit_s - limit.spent_s),
+            )
 
-        known = [r for plan, asked, r in before if (plan, asked.plain()) == (first, size.plain())]
-        found, ended = take_visits(alone, first, second, size, limit.left_s, known)
+        known = [
+            r for plan, asked, r in before if (plan, asked.to_dict()) == (first, size.to_dict())
+        ]
+        reading, ended = take_visits(alone, first, second, size, limit.left_s, known)
         last.extend((first, size, one) for one in ended)
-        return found
+        return reading
 
     return measure
 
 
-def _crowded(found: Reading) -> bool:
-    """Whether it may have failed because two plans were in one process, or the first did."""
-    if found.beside is not None and found.beside.refused:
+def _crowded(reading: Reading) -> bool:
+    """Return whether it may have failed because two plans were in one process, or the first did."""
+    if reading.beside is not None and reading.beside.refused:
         return True
-    broken = found.poisoned and bool(found.refused) and not found.is_late
-    return broken or found.refusal is RefusalKind.MEMORY
+    broken = reading.poisoned and bool(reading.refused) and not reading.timed_out
+    return broken or reading.refusal is RefusalKind.MEMORY

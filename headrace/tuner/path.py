@@ -1,4 +1,4 @@
-"""The way from a plan to a better one, and what it came to.
+"""Hold the path from a plan to a better one, and its bill.
 
 The bill of a faster step is in steps, that of a sooner target in runs to it.
 """
@@ -14,18 +14,18 @@ from headrace.core.limits import TuneAim
 from headrace.core.statistics import Interval, break_even_steps
 from headrace.core.units import format_seconds
 from headrace.plan.plan import Plan
-from headrace.tuner.step import Length, Step, length_of, told
-from headrace.tuner.turns import ACCEPT
+from headrace.tuner.paired_blocks import ACCEPT
+from headrace.tuner.trial_row import Length, TrialRow, format_ratio, length_of
 
 PLAN, PATH, PAGE, TRIALS = "tuned.toml", "path.json", "tune.html", "trials.jsonl"
 LOG = "trials.log"
-"""Files of a tuning folder."""
+"""File names of a tuning folder."""
 UNMEASURED = "the time to the target was not measured"
 
 
 @dataclass(frozen=True)
 class Target:
-    """The time to the plan's target, compiling on the clock, of the first plan and of the last.
+    """Hold the time to the plan's target, compiling on the clock, of the first plan and the last.
 
     Args:
         ratio: first over last: above 1 the last is sooner.
@@ -46,17 +46,17 @@ class Target:
 
     @property
     def shown(self) -> bool:
-        """Whether it is known if the target comes sooner or later."""
+        """Return whether it is known if the target comes sooner or later."""
         return self.better or not self.ratio.holds(1.0)
 
     @property
     def sooner(self) -> bool:
-        """Whether it is known to come sooner."""
+        """Return whether it is known to come sooner."""
         return self.shown and self.ratio.value > 1
 
     @property
     def saved_s(self) -> float | None:
-        """Seconds that a run saves; None where that is not shown, or one misses the target."""
+        """Return the seconds that a run saves; None where that is not shown, or one missed it."""
         one, two = self.before_s, self.after_s
         if one is None or two is None or not (isfinite(one) and isfinite(two) and self.shown):
             return None
@@ -64,25 +64,25 @@ class Target:
 
     @property
     def how(self) -> str:
-        """What the ratio is, in words."""
+        """Render what the ratio is."""
         if self.whole:
-            told = f"first plan beside last over {self.ratio.n} seeds"
-            return f"{told}, {self.missed} more missed it" if self.missed else told
+            words = f"first plan beside last over {self.ratio.n} seeds"
+            return f"{words}, {self.missed} more missed it" if self.missed else words
         return "product of the kept changes: to the target over seeds, of a step for the others"
 
     def sentence(self) -> str:
-        """The ratio in words."""
+        """Render the ratio as a clause."""
         value = self.ratio.value
         if not self.shown:
-            found = f"{told(self.ratio)} times as soon, {self.how}"
-            return f"the target is not shown to come sooner ({found})"
+            ratio = f"{format_ratio(self.ratio)} times as soon, {self.how}"
+            return f"the target is not shown to come sooner ({ratio})"
         soon = f"{value:.2f} times as soon" if value >= 1 else f"{1 / value:.2f} times as late"
         return f"the target comes {soon} ({self.how})"
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning came to.
+    """Hold the result of a tuning.
 
     Args:
         aim: what was to become less.
@@ -95,11 +95,12 @@ class Tuned:
         before_s, after_s: seconds of a step; after a change of learning those of its runs.
         seconds: that tuning took, earlier calls of the same folder too.
         left: changes that were not begun.
-        no_gain: changes that were not tried, for nothing is foreseen to be gained by them.
+        no_gain: changes that were not tried, for nothing is predicted to be gained by them.
         up: the time was, before all was tried.
         interrupted: by Ctrl-C.
         target: the time to the target; None where no change of learning was kept, and no run went
             to it.
+        no_run: changes stayed for a target that no run went to.
         unmeasured: why nothing is known of the time to the target that changes stayed for; "" where
             it is known, or was not asked for.
         wanted: whole minutes that should do for what was not tried; 0 is not known.
@@ -111,7 +112,7 @@ class Tuned:
     first: Plan
     plan: Plan
     changes: tuple[str, ...]
-    path: tuple[Step, ...]
+    path: tuple[TrialRow, ...]
     ratio: Interval | None
     whole: bool
     memory: float | None
@@ -124,18 +125,17 @@ class Tuned:
     interrupted: bool = False
     target: Target | None = None
     unmeasured: str = ""
+    no_run: bool = False
     wanted: int = 0
     unreached: bool = False
     aim_why: str = ""
 
     @property
     def now_s(self) -> float | None:
-        """Seconds of a step at the first one's time of day: the first step over the ratio.
+        """Return the seconds of a step at the first one's time of day.
 
-        A change of learning may make it another, which its runs tell.
-
-        A device that others use too is not as fast at the end as at the beginning, which the
-        ratio does not feel.
+        A change of learning may change them, which its runs show. A device that others use too is
+        not as fast at the end as at the beginning, which the ratio does not feel.
         """
         if self.before_s is None or self.ratio is None or self.learned:
             return self.after_s
@@ -143,7 +143,7 @@ class Tuned:
 
     @property
     def break_even(self) -> float | None:
-        """Steps after which the tuning time is won back; None where no step was won.
+        """Return the steps after which the tuning breaks even; None where no step got faster.
 
         None too where the bill is in runs to the target, known or not.
         """
@@ -155,12 +155,12 @@ class Tuned:
 
     @property
     def length(self) -> Length | None:
-        """When a run of the tuned plan ends by its budgets or its schedule."""
+        """Return when a run of the tuned plan ends by its budgets or its schedule."""
         return length_of(self.first, self.now_s)
 
     @property
     def break_even_runs(self) -> float | None:
-        """Runs to the target after which the tuning time is won back; inf where they save none.
+        """Return the runs to the target after which the tuning breaks even; inf where none does.
 
         None where no target is known, or one of both plans misses it.
         """
@@ -171,18 +171,18 @@ class Tuned:
 
     @property
     def dollars(self) -> float | None:
-        """Price of the tuning; None where the plan names none."""
+        """Return the price of the tuning; None where the plan names none."""
         price = self.first.hardware.dollars_per_hour
         return None if price is None else self.seconds / 3600 * price
 
     @property
-    def kept(self) -> tuple[Step, ...]:
-        """Changes that stayed."""
+    def kept(self) -> tuple[TrialRow, ...]:
+        """Return the changes that stayed."""
         return tuple(step for step in self.path if step.verdict == "kept")
 
     @property
-    def not_shown(self) -> tuple[Step, ...]:
-        """Changes that look better, and were not shown to be, or to learn the same, nor since."""
+    def not_shown(self) -> tuple[TrialRow, ...]:
+        """Return the changes that look better, and were not shown to be, nor since."""
         kept = {step.changes for step in self.kept}
         return tuple(
             step for step in self.path if step.verdict == "not shown" and step.changes not in kept
@@ -190,83 +190,96 @@ class Tuned:
 
     @property
     def learned(self) -> bool:
-        """Whether a change of learning stayed."""
+        """Return whether a change of learning stayed."""
         return any(step.stage == "learning" for step in self.kept)
 
     @property
-    def provisional(self) -> tuple[Step, ...]:
-        """Changes that stayed on fewer steps than are wanted, or without a run to the target."""
+    def provisional(self) -> tuple[TrialRow, ...]:
+        """Return the changes that stayed on few steps, or without a run to the target."""
         return tuple(step for step in self.kept if step.provisional)
 
     @property
     def untried(self) -> tuple[str, ...]:
-        """Changes that were not begun, or that the clock cut off."""
+        """Return the changes that were not begun, or that the clock cut off."""
         ended = {step.changes for step in self.path if step.verdict != "not tried"}
         cut = [" ".join(step.changes) for step in self.path if step.changes not in ended]
         return tuple(dict.fromkeys((*cut, *self.left)))
 
     @property
     def more(self) -> str:
-        """What to give for all that was not tried, and what it does."""
+        """Render the minutes for all that was not tried, and what they do."""
         does = "gives a run to the target at least twice as long" if self.unreached else "should do"
         return f"--minutes {self.wanted} {does}"
 
     @property
     def counted(self) -> bool:
-        """Whether the peaks were measured; a device that counts no bytes has those foreseen."""
+        """Return whether the peaks were measured; else they are predicted."""
         return any(step.peak_bytes is not None for step in self.kept)
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON values."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values."""
         return {
-            "aim": self.aim, "aim_why": self.aim_why or None,
-            "name": self.plan.name, "changes": list(self.changes),
-            "ratio": None if self.ratio is None else asdict(self.ratio), "whole": self.whole,
-            "memory": self.memory, "memory_measured": self.counted,
-            "before_s": self.before_s, "after_s": self.after_s,
+            "aim": self.aim,
+            "aim_why": self.aim_why or None,
+            "name": self.plan.name,
+            "changes": list(self.changes),
+            "ratio": None if self.ratio is None else asdict(self.ratio),
+            "whole": self.whole,
+            "memory": self.memory,
+            "memory_measured": self.counted,
+            "before_s": self.before_s,
+            "after_s": self.after_s,
             "after_from": "runs to the target" if self.learned else "steps timed in turn",
             "tokens_per_s": self.plan.batch.tokens / self.after_s if self.after_s else None,
             "target": self.target and {**asdict(self.target), "shown": self.target.shown},
-            "target_unmeasured": self.unmeasured or None, "minutes_wanted": self.wanted or None,
+            "target_unmeasured": self.unmeasured or None,
+            "minutes_wanted": self.wanted or None,
             "target_unreached": self.unreached,
             "provisional": [list(step.changes) for step in self.provisional],
             "not_shown": [list(step.changes) for step in self.not_shown],
-            "tuning_s": self.seconds, "tuning_dollars": self.dollars,
-            "break_even_steps": self.break_even, "break_even_runs": self.break_even_runs,
+            "tuning_s": self.seconds,
+            "tuning_dollars": self.dollars,
+            "break_even_steps": self.break_even,
+            "break_even_runs": self.break_even_runs,
             "horizon_steps": None if self.length is None else self.length.steps,
             "path": [self._row(step) for step in self.path],
-            "left": list(self.left), "no_gain_foreseen": list(self.no_gain),
-            "time_was_up": self.up, "interrupted": self.interrupted,
-        }  # fmt: skip
+            "left": list(self.left),
+            "no_gain_foreseen": list(self.no_gain),
+            "time_was_up": self.up,
+            "interrupted": self.interrupted,
+        }
 
-    def _row(self, step: Step) -> dict[str, Any]:
-        """A trial as JSON values, with what it bought where it was kept."""
+    def _row(self, step: TrialRow) -> dict[str, Any]:
+        """Return a trial as JSON values, with what it bought where it was kept."""
         length = length_of(self.first, step.after_s)
         return {
-            **asdict(step), "saved_s": step.saved_s, "break_even_steps": step.break_even,
-            "worth": step.worth(length), "bought": step.bought(length),
-        }  # fmt: skip
+            **asdict(step),
+            "saved_s": step.saved_s,
+            "break_even_steps": step.break_even,
+            "worth": step.worth(length),
+            "bought": step.bought(length),
+        }
 
     @property
     def measured(self) -> int:
-        """How many plans were."""
+        """Return how many plans were measured."""
         return sum(step.ratio is not None or step.after_s is not None for step in self.path)
 
     @property
-    def told_measured(self) -> str:
-        """That in words."""
+    def count_measured(self) -> str:
+        """Render how many plans were measured."""
         return f"{self.measured} {'plan' if self.measured == 1 else 'plans'} measured"
 
     def sentence(self) -> str:
-        """The end in words."""
+        """Render the result as a sentence."""
         kept, spent = len(self.kept), format_seconds(self.seconds)
-        what = f"{self.told_measured} in {spent}, {kept} kept"
+        what = f"{self.count_measured} in {spent}, {kept} kept"
         what += f", {len(self.not_shown)} not shown" if self.not_shown else ""
         if not self.path and self.interrupted:
             return f"Nothing was measured in {spent}; the plan is as it was."
         if not self.path:
             return (
-                "Nothing is foreseen to be better than the plan as it is, so nothing was measured."
+                "Nothing is predicted to be better than the plan as it is, so nothing was measured."
             )
         if not self.measured:
             return f"No plan could be measured in {spent}; the plan is as it was."
@@ -281,25 +294,25 @@ class Tuned:
             own = " by the changes of execution" if self.learned else ""
             gains.append(f"{_speed(self.ratio.value)}{own}")
         if self.memory is not None:
-            verb = "is" if self.counted else "is foreseen to be"
+            verb = "is" if self.counted else "is predicted to be"
             gains.append(f"the peak {verb} {self.memory:.3f} times what it was")
         what += self._provisionally()
-        said = " and ".join(gains) or "it runs now"
-        said += f", but {self.unmeasured}" if self.unmeasured else ""
-        return f"{said[0].upper()}{said[1:]}: {what}. {self.bill}".rstrip()
+        sentence = " and ".join(gains) or "it runs now"
+        sentence += f", but {self.unmeasured}" if self.unmeasured else ""
+        return f"{sentence[0].upper()}{sentence[1:]}: {what}. {self.bill}".rstrip()
 
     def _nearest(self) -> str:
-        """What came nearest to a gain where nothing was kept, and whether all was tried."""
+        """Render what came nearest to a gain where nothing was kept, and whether all was tried."""
         timed = [s for s in self.path if s.ratio is not None and s.stage != "learning"]
         best = max(timed, key=lambda s: s.ratio.value if s.ratio else 0.0, default=None)
         if best is None or best.ratio is None:
             return ""
-        rest = "" if self.up else ", and nothing else is foreseen to make a step shorter"
-        name, by = " ".join(best.changes), told(best.ratio)
+        rest = "" if self.up else ", and nothing else is predicted to make a step shorter"
+        name, by = " ".join(best.changes), format_ratio(best.ratio)
         return f"; the fastest of them, {name}, is {by} times as fast{rest}"
 
     def _provisionally(self) -> str:
-        """How many of the kept changes are not sure, and why."""
+        """Render how many of the kept changes are not sure, and why."""
         unsure, most = self.provisional, f"on fewer than {ACCEPT.timed} steps"
         few = sum(step.ratio is not None and step.steps < ACCEPT.timed for step in unsure)
         if self.unmeasured:
@@ -307,28 +320,29 @@ class Tuned:
         return f", {few} of them provisionally: {most}" if few else ""
 
     @property
-    def won_back(self) -> str:
-        """When the tuning time is, in words; nothing where that is not known."""
+    def even_after(self) -> str:
+        """Render after what the tuning breaks even; "" where it never does, or not known."""
         runs, steps = self.break_even_runs, self.break_even
         if runs is not None:
             unit = "such run" if runs <= 1 else "such runs"
-            return f"won back after {ceil(runs):,} {unit}" if isfinite(runs) else "never won back"
-        return "" if steps is None else f"won back after {steps:,.0f} steps"
+            return f"{ceil(runs):,} {unit}" if isfinite(runs) else ""
+        return "" if steps is None else f"{steps:,.0f} steps"
 
     @property
     def beyond(self) -> str:
-        """What the plan ends after, where that is before its own steps won the tuning time back."""
+        """Render what ends the plan before its own steps break even; "" where nothing does."""
         steps, ends = self.break_even, self.length
         return "" if steps is None or ends is None or steps <= ends.steps else ends.ends
 
     @property
     def bill(self) -> str:
-        """Whether the tuning pays, as a sentence; nothing where that is not known."""
-        won = self.won_back
+        """Render whether the tuning pays, as a sentence; "" where that is not known."""
         if self.beyond:
-            told = f"The tuning does not pay for this plan alone, which ends after {self.beyond}"
-            return f"{told}; it would be {won}."
-        return f"The tuning is {won}." if won else ""
+            words = f"The tuning does not pay for this plan alone, which ends after {self.beyond}"
+            return f"{words}; it would break even after {self.even_after}."
+        if self.break_even_runs == inf:
+            return "The tuning never breaks even."
+        return f"The tuning breaks even after {self.even_after}." if self.even_after else ""
 
 
 def _speed(ratio: float) -> str:
@@ -338,17 +352,17 @@ def _speed(ratio: float) -> str:
 
 
 def command(folder: Path) -> str:
-    """What runs the result."""
+    """Return the command that runs the result."""
     return f"headrace train {shell(folder / PLAN)}"
 
 
 def named(tuned: Tuned) -> Plan:
-    """The tuned plan, whose runs are not the first plan's."""
+    """Return the tuned plan under a name of its own."""
     return tuned.plan.replaced(name=f"{tuned.first.name}-tuned")
 
 
 def write_plan(tuned: Tuned, folder: Path) -> Path:
-    """The tuned plan, with its way as comments above it."""
+    """Write the tuned plan, with its path as comments above it."""
     head = [f"# {tuned.first.name}, tuned for {tuned.aim}: {tuned.sentence()}"]
     head += [f"# {step.line()}" for step in tuned.kept]
     path = folder / PLAN
@@ -358,6 +372,6 @@ def write_plan(tuned: Tuned, folder: Path) -> Path:
 
 
 def dumps(tuned: Tuned) -> str:
-    """The path as JSON; numbers that are not finite become null."""
-    plain = json.loads(json.dumps(tuned.plain()), parse_constant=lambda word: None)
-    return json.dumps(plain, indent=1)
+    """Return the path as JSON; numbers that are not finite become null."""
+    values = json.loads(json.dumps(tuned.to_dict()), parse_constant=lambda word: None)
+    return json.dumps(values, indent=1)

@@ -1,6 +1,6 @@
-"""Readings of a plan's steps.
+"""Take readings of a plan's steps.
 
-What the tuner and the programs under benchmarks/ share: a build whose weights are drawn on its
+The tuner and the programs under benchmarks/ share this: a build whose weights are drawn on its
 device, timed steps with the peak of their memory, and losses on real text.
 """
 
@@ -37,62 +37,65 @@ from headrace.train import train
 from headrace.train.guard import First
 
 LARGE = 1 << 20
-"""Numbers of a parameter that is drawn on the device."""
+"""Fewest numbers of a parameter that is drawn on the device."""
 OUT_OF_MEMORY, NOT_DONE = "out of memory", "not done within"
-"""Words of two of the reasons that a reading may have been refused for."""
+"""How the words of two of them begin."""
 LEFT_BYTES = 1 << 30
-"""What a reading may leave behind on a device before its process is given up."""
+"""Bytes that a reading may leave behind on a device before its process is given up."""
 BEHIND = 0.05
-"""Of a step, that a device which waits for launches is behind its host at most."""
+"""Largest share of a step that a device which waits for launches is behind its host."""
 
 
 @dataclass
 class Reading:
-    """What was read, or why nothing was. Plain data: it comes from another process."""
+    """Hold what was read, or why nothing was. It is plain data: it comes from another process."""
 
     seconds: list[float] = field(default_factory=list)
-    """of a step: the median of each block of timed steps, or every step"""
+    """seconds of a step: the median of each block of timed steps, or every step"""
     peak_bytes: float | None = None
-    """allocated in timed steps, beyond what was held before; None on a CPU and with CUDA graphs"""
+    """bytes allocated in timed steps, beyond those before; None on a CPU and with CUDA graphs"""
     reserved_bytes: float | None = None
-    """reserved since the build began, likewise; None on a CPU"""
+    """bytes reserved since the build began, beyond those before; None on a CPU"""
     losses: list[float] = field(default_factory=list)
     """nats per token, one a step"""
     norms: list[float] = field(default_factory=list)
-    """of the whole gradient, one a step, where two plans are timed in turn"""
+    """norms of the whole gradient, one a step, where two plans are timed in alternation"""
     firsts: list[First] = field(default_factory=list)
-    """what the first batches come to, each at the first weights, where two are timed in turn"""
+    """loss and norms of the first batches, each at the first weights, where two plans are timed"""
     freed: list[str] = field(default_factory=list)
     """parameters whose gradients an optimizer has used and freed by then"""
     limits: dict[str, float] = field(default_factory=dict)
     """largest relative differences that the guard allows this plan's first step"""
     evidence: dict[str, str] = field(default_factory=dict)
     refused: str = ""
+    """why nothing was read, in words"""
     refusal: RefusalKind | None = None
     """of which kind that is"""
     poisoned: bool = False
     """the process should not read on"""
     beside: "Reading | None" = None
-    """of the plan that was timed in turn with this one"""
+    """the reading of the plan that was timed in alternation with this one"""
     steps: int = 0
     ready_s: float = 0.0
     screened: bool = False
-    """of a pair: steps timed of each, seconds before them, no gain at a first look"""
+    """whether a first look at a pair showed no gain, and was all"""
     compile_s: float = 0.0
-    """by which a plan's first steps took longer than as many steady ones, where two are timed"""
+    """seconds that a plan's first steps took longer than as many steady ones, where two are
+    timed"""
     untrained_s: float = 0.0
-    """that both plans would have had to train on for to show that they learn the same"""
+    """seconds that both plans would have had to train on for to show that they learn the same"""
     tokens_per_s: float | None = None
-    """of a run, once it is steady"""
+    """steady tokens per second of a run"""
     by_host: bool = False
-    """after every block the device was done when the host was: it had waited for launches"""
+    """whether the device was done when the host was after every block: it had waited for
+    launches"""
 
     def refuse(self, kind: RefusalKind, why: str) -> None:
         """Note why nothing was read, and of which kind the reason is."""
         self.refused, self.refusal = why, kind
 
     @property
-    def is_late(self) -> bool:
+    def timed_out(self) -> bool:
         """Return whether the time was up before it was done."""
         return self.refusal is RefusalKind.TIME
 
@@ -102,7 +105,7 @@ class Reading:
 
 @contextmanager
 def device_weights(device: torch.device) -> Iterator[None]:
-    """Builds inside draw large parameters on the device: as spread, and as repeatable.
+    """Draw large parameters of builds on the device: with the same spread, and repeatable.
 
     The host, which draws a run's own, would take longer than the timed steps. All sides get these.
     """
@@ -130,7 +133,7 @@ def device_weights(device: torch.device) -> Iterator[None]:
 
 
 def open_build(plan: Plan) -> tuple[Build, list[Micro]]:
-    """A build without data, and one batch of random tokens."""
+    """Return a build without data, and one batch of random tokens."""
     tokenizer: Any = SimpleNamespace(vocab=plan.model.vocab)
     nothing: Any = None
     prepared = Prepared(Path(), tokenizer, train=(), validation=nothing, fingerprint={})
@@ -144,7 +147,7 @@ def open_build(plan: Plan) -> tuple[Build, list[Micro]]:
 def opened(
     plan: Plan, *, text: bool = False, in_force: bool = True
 ) -> Iterator[tuple[Build, Callable[[int], list[Micro]]]]:
-    """A build with its flags in force, and what gives a step its micro-batches.
+    """Yield a build with its flags in force, and what gives a step its micro-batches.
 
     Args:
         plan: the run.
@@ -176,24 +179,24 @@ def opened(
 
 @contextmanager
 def flags_of(build: Build) -> Iterator[None]:
-    """A build's flags of the process are in force inside."""
+    """Put a build's flags of the process in force."""
     with ExitStack() as stack:
         for flags in build.runtime:
             stack.enter_context(flags())
         yield
 
 
-class Clock:
-    """Moments between steps: events on a GPU, the wall clock elsewhere."""
+class StepClock:
+    """Record the moments between steps: events on a GPU, the wall clock elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.moments: list[Any] = []
         self.behind_s = 0.0
-        """how long the device went on after the last of them"""
+        """seconds that the device went on after the last of them"""
 
     def mark(self) -> None:
-        """A step ends now."""
+        """Mark the end of a step."""
         if not self.cuda:
             self.moments.append(time.perf_counter())
             return
@@ -202,7 +205,7 @@ class Clock:
         self.moments.append(event)
 
     def seconds(self) -> list[float]:
-        """Of each step."""
+        """Return the seconds of each step."""
         if self.cuda:
             issued_s = time.perf_counter()
             torch.cuda.synchronize()
@@ -215,7 +218,7 @@ class Clock:
 
 
 def why(error: Exception) -> str:
-    """An error in a line or two; a user's mistake with its remedy."""
+    """Render an error in a line or two; a user's mistake with its remedy."""
     if isinstance(error, HeadraceError):
         return str(error)
     if is_out_of_memory(error):
@@ -230,35 +233,35 @@ def refusal_of(error: Exception) -> RefusalKind:
 
 
 def read(what: Callable[[Reading], None]) -> Reading:
-    """Take a reading, or note why not; memory is given back either way, but not always a host's."""
-    found, cuda = Reading(), torch.cuda.is_available()
-    held = torch.cuda.memory_allocated() if cuda else 0
+    """Take a reading, or note why not; a device's memory is given back either way."""
+    reading, cuda = Reading(), torch.cuda.is_available()
+    before_bytes = torch.cuda.memory_allocated() if cuda else 0
     reserved = torch.cuda.memory_reserved() if cuda else 0
     torch._dynamo.reset()
     try:
-        what(found)
+        what(reading)
     except Exception as error:
-        found.refuse(refusal_of(error), why(error))
-        found.poisoned = not isinstance(error, HeadraceError | torch.OutOfMemoryError)
-    if found.peak_bytes is not None:
-        found.peak_bytes -= held
-    if found.reserved_bytes is not None:
-        found.reserved_bytes -= reserved
+        reading.refuse(refusal_of(error), why(error))
+        reading.poisoned = not isinstance(error, HeadraceError | torch.OutOfMemoryError)
+    if reading.peak_bytes is not None:
+        reading.peak_bytes -= before_bytes
+    if reading.reserved_bytes is not None:
+        reading.reserved_bytes -= reserved
     try:
         torch._dynamo.reset()
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
-            found.poisoned |= torch.cuda.memory_allocated() > LEFT_BYTES
+            reading.poisoned |= torch.cuda.memory_allocated() > LEFT_BYTES
     except RuntimeError:
-        found.poisoned = True
-    return found
+        reading.poisoned = True
+    return reading
 
 
 def time_steps(
     plan: Plan, *, text: bool, warm: int, timed: int, blocks: int = 1, name: str = ""
 ) -> Reading:
-    """Median seconds of a step in each of `blocks` blocks; the host never waits inside of one.
+    """Time blocks of steps by their medians; the host never waits inside of one.
 
     Args:
         plan: what to time.
@@ -272,74 +275,76 @@ def time_steps(
 
 
 def _time_steps(
-    plan: Plan, text: bool, warm: int, timed: int, blocks: int, name: str, found: Reading
+    plan: Plan, text: bool, warm: int, timed: int, blocks: int, name: str, reading: Reading
 ) -> None:
     with opened(plan, text=text) as (build, micros):
-        told, first = None if warm else {}, 0
-        while told is None or first < warm:
+        evidence, first = None if warm else {}, 0
+        while evidence is None or first < warm:
             numbers, first = train.step(build, micros(first), first), first + 1
-            if told is None:
-                found.losses = found.losses or [float(numbers[0])]
-                told = evidence_after(build, numbers, last=first >= PATIENT_STEPS)
+            if evidence is None:
+                reading.losses = reading.losses or [float(numbers[0])]
+                evidence = evidence_after(build, numbers, last=first >= PATIENT_STEPS)
         wait(build)
         if build.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        late = build.device.type == "cuda"
+        by_host = build.device.type == "cuda"
         for block in range(blocks):
-            clock = Clock(build.device)
+            clock = StepClock(build.device)
             clock.mark()
             for index in range(timed):
                 at = first + block * timed + index
                 train.step(build, micros(at), at)
                 clock.mark()
-            found.seconds.append(median(clock.seconds()))
-            late &= clock.behind_s < BEHIND * found.seconds[-1]
-        found.by_host = late
-        found.peak_bytes = peak(build) if counted(plan) else None
+            reading.seconds.append(median(clock.seconds()))
+            by_host &= clock.behind_s < BEHIND * reading.seconds[-1]
+        reading.by_host = by_host
+        reading.peak_bytes = peak(build) if counted(plan) else None
         if build.device.type == "cuda":
-            found.reserved_bytes = float(torch.cuda.max_memory_reserved())
-        told |= newest(build) if first else {}
-        found.evidence = {n: words for n, words in told.items() if name in ("", n)}
+            reading.reserved_bytes = float(torch.cuda.max_memory_reserved())
+        evidence |= newest(build) if first else {}
+        reading.evidence = {n: words for n, words in evidence.items() if name in ("", n)}
 
 
-def time_long_row(plan: Plan, *, short: int, steps: int) -> Reading:
-    """Seconds of each full step with one long row, after one of `short` tokens.
+def time_long_row(plan: Plan, *, brief_tokens: int, steps: int) -> Reading:
+    """Time each full step with one long row, after one of `brief_tokens` tokens.
 
     The short step compiles kernels and makes the optimizer's state, so that every long one holds
     all that a step of a run holds. The peak and the evidence are those of the long ones.
     """
 
-    def go(found: Reading) -> None:
+    def go(reading: Reading) -> None:
         with opened(plan) as (build, micros):
             (row,) = micros(0)
-            train.step(build, [Micro(row.ids_BT[:, :short], row.targets_BT[:, :short])], 0)
+            train.step(
+                build, [Micro(row.ids_BT[:, :brief_tokens], row.targets_BT[:, :brief_tokens])], 0
+            )
             wait(build)
             if build.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             for index in range(1, steps + 1):
                 began_s = time.perf_counter()
                 numbers = train.step(build, micros(index), index).tolist()
-                found.seconds.append(time.perf_counter() - began_s)
-                found.losses.append(numbers[0])
+                reading.seconds.append(time.perf_counter() - began_s)
+                reading.losses.append(numbers[0])
                 if numbers[2] != 1:
                     raise RuntimeError(f"step {index} was not finite: {numbers}")
-            found.peak_bytes = peak(build)
-            found.evidence = evidence_after(build, numbers) or {}
+            reading.peak_bytes = peak(build)
+            reading.evidence = evidence_after(build, numbers) or {}
 
     return read(go)
 
 
 def wait(build: Build) -> None:
-    """Until the device has done all that it was told."""
+    """Wait until the device has done all that was launched."""
     if build.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def counted(plan: Plan) -> bool:
-    """Whether what its steps hold counts as allocated; graphs' own memory does not."""
+    """Return whether the memory of its steps counts as allocated; that of graphs does not."""
     return "cuda_graphs" not in plan.techniques
 
 
 def peak(build: Build) -> float | None:
-    """The allocator's since it was last reset; None on a CPU."""
+    """Return the allocator's peak in bytes since its last reset; None on a CPU."""
     return float(torch.cuda.max_memory_allocated()) if build.device.type == "cuda" else None

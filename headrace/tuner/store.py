@@ -1,10 +1,10 @@
-"""What was measured stands: `trials.jsonl` of a tuning folder, and who asks it before measuring.
+"""Keep what was measured in `trials.jsonl` of a tuning folder, and answer from it.
 
 A row is one reading with what it was of: the plans by their hashes (without name and folder, which
 change nothing), how much was measured, and the machine with its versions. The same question at the
-same place is answered from the file, as often as it was measured; another machine or another
-version measures again, beside the old rows. What was cut off by the clock, or cut short to fewer
-steps than a look at two plans takes, is kept with the seconds that it had: it is measured again
+same place is answered from the file, as often as it was measured. Another machine or another
+version measures anew, beside the old rows. A reading that was cut off by the clock, or cut to fewer
+steps than a look at two plans takes, is kept with the seconds that it had. It is measured anew
 where it may have more of them, and else costs no time a second time.
 """
 
@@ -23,9 +23,9 @@ from headrace.core.errors import RefusalKind
 from headrace.plan.plan import Plan
 from headrace.train.guard import First
 from headrace.train.run_folder import environment
+from headrace.tuner.paired_blocks import LOOK, SampleSize
 from headrace.tuner.pairs import Measure
 from headrace.tuner.readings import NOT_DONE, OUT_OF_MEMORY, Reading
-from headrace.tuner.turns import LOOK, Size
 
 BEGAN = {
     NOT_DONE: RefusalKind.TIME,
@@ -35,26 +35,26 @@ BEGAN = {
 }
 """How the reasons began that versions before 0.2 wrote without their kind."""
 HERE = ("headrace", "commit", "torch", "cuda", "device_name", "devices", "threads")
-"""What of the environment a reading depends on."""
+"""Keys of the environment that a reading depends on."""
 ALIKE_S = 5.0
-"""By which the limits of two calls with the same minutes may differ, for the time it takes to look
-for plans. One minute more gives a reading more than that."""
+"""Seconds by which the limits of two calls with the same minutes may differ, for the time it takes
+to look for plans. One minute more gives a reading more than that."""
 
 
 def fingerprint(plan: Plan) -> str:
-    """A plan's hash, whatever it is called and wherever its runs are kept."""
+    """Return a plan's hash, whatever it is called and wherever its runs are kept."""
     values = {k: v for k, v in plan.dump().items() if k not in ("name", "directory")}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def here(device: torch.device) -> dict[str, Any]:
-    """The machine and the versions that a reading is of."""
-    found = environment(device, [])
-    return {name: found[name] for name in HERE}
+    """Return the machine and the versions that a reading is of."""
+    readings = environment(device, [])
+    return {name: readings[name] for name in HERE}
 
 
 class Store:
-    """Readings of one folder.
+    """Hold the readings of one folder.
 
     Args:
         file: trials.jsonl; None keeps nothing.
@@ -67,58 +67,67 @@ class Store:
     ) -> None:
         self.file, self.place, self.clock = file, place, clock
         self.spent_s = 0.0
-        """by all readings that were asked for, those of earlier calls too"""
+        """seconds spent by all readings that were asked for, those of earlier calls too"""
         self.fresh_s = 0.0
-        """of it, now"""
-        self.late_s = 0.0
-        """that the last reading had, where the clock cut it off, now or in an earlier call"""
+        """seconds of it that were spent in this call"""
+        self.limit_of_last_s = 0.0
+        """seconds that the last reading had, where the clock cut it off, now or in an earlier
+        call"""
         self.cut: dict[str, tuple[Reading, float]] = {}
-        """what does not stand -> it, and the most seconds that it had"""
+        """key of what does not stand -> it, and the most seconds that it had"""
         self.lost_s: defaultdict[str, float] = defaultdict(float)
-        """likewise what it took in earlier calls, until it is on the bill"""
-        self.found = self._read()
+        """key of it -> seconds that it took in earlier calls, until they are on the bill"""
+        self.readings = self._read()
         self._asked: Counter[str] = Counter()
 
     def measure(self, inner: Measure) -> Measure:
-        """The same as `inner`, which is asked only for what does not stand here."""
+        """Return `inner`, asked only for what does not stand here."""
 
         def ask(
-            first: Plan, second: Plan, *, size: Size, together: bool, limit_s: float
+            first: Plan, second: Plan, *, size: SampleSize, together: bool, limit_s: float
         ) -> Reading:
             one, two = fingerprint(first), fingerprint(second)
-            what = {"first": one, "second": two, "size": size.plain(), "together": together}
-            return self.once(what, lambda: inner(
-                first, second, size=size, together=together, limit_s=limit_s),
-                limit_s=limit_s, alike_s=ALIKE_S)  # fmt: skip
+            what = {"first": one, "second": two, "size": size.to_dict(), "together": together}
+            return self.once(
+                what,
+                lambda: inner(first, second, size=size, together=together, limit_s=limit_s),
+                limit_s=limit_s,
+                alike_s=ALIKE_S,
+            )
 
         return ask
 
     def once(
-        self, what: dict[str, Any], fresh: Callable[[], Reading], *, limit_s: float,
-        alike_s: float = 0.0, again: bool = True,
-    ) -> Reading:  # fmt: skip
-        """The reading of `what`, from the file or else from `fresh`.
+        self,
+        what: dict[str, Any],
+        fresh: Callable[[], Reading],
+        *,
+        limit_s: float,
+        alike_s: float = 0.0,
+        repeat: bool = True,
+    ) -> Reading:
+        """Return the reading of `what`, from the file or else from `fresh`.
 
         Args:
             what: it is of.
             fresh: measures it.
             limit_s: that it may take; what was not done within as many is not tried again.
             alike_s: by which limits may differ that are the same.
-            again: asked twice in one call it is measured twice; else once is enough.
+            repeat: asked twice in one call it is measured twice; else once is enough.
         """
-        key, self.late_s = json.dumps([what, self.place], sort_keys=True), 0.0
-        if not again and self._asked[key] and key in self.found:
-            return self.found[key][0][0]
+        key, self.limit_of_last_s = json.dumps([what, self.place], sort_keys=True), 0.0
+        if not repeat and self._asked[key] and key in self.readings:
+            return self.readings[key][0][0]
         self._asked[key] += 1
-        if len(known := self.found.get(key, [])) >= self._asked[key]:
+        if len(known := self.readings.get(key, [])) >= self._asked[key]:
             reading, seconds = known[self._asked[key] - 1]
             self.spent_s += seconds
             return reading
         self.spent_s += self.lost_s.pop(key, 0.0)
         if key in self.cut and limit_s <= self.cut[key][1] + alike_s:
-            reading, self.late_s = self.cut[key]
-            told = f"{reading.refused} when it was tried before" if reading.refused else ""
-            return replace(reading, refused=told)
+            reading, self.limit_of_last_s = self.cut[key]
+            refused = f"{reading.refused} when it was tried before" if reading.refused else ""
+            return replace(reading, refused=refused)
         began_s = self.clock()
         try:
             reading = fresh()
@@ -126,31 +135,38 @@ class Store:
             spent_s = self.clock() - began_s
             self.spent_s += spent_s
             self.fresh_s += spent_s
-        if not self._keep(self.found, key, reading, spent_s, limit_s):
-            self.late_s = limit_s
+        if not self._keep(self.readings, key, reading, spent_s, limit_s):
+            self.limit_of_last_s = limit_s
         row = {
             "here": self.place,
             "seconds": spent_s,
             "limit_s": limit_s,
-            "reading": plain(reading),
+            "reading": to_dict(reading),
         }
         self._write({**what, **row})
         return reading
 
     def _keep(
-        self, found: dict[str, list[tuple[Reading, float]]], key: str, reading: Reading,
-        seconds: float, limit_s: float,
-    ) -> bool:  # fmt: skip
-        """Whether it stands; else it is remembered with its limit."""
+        self,
+        readings: dict[str, list[tuple[Reading, float]]],
+        key: str,
+        reading: Reading,
+        seconds: float,
+        limit_s: float,
+    ) -> bool:
+        """Keep a reading and return whether it stands; else it is remembered with its limit."""
         if stands(reading):
-            found.setdefault(key, []).append((reading, seconds))
+            readings.setdefault(key, []).append((reading, seconds))
             return True
         if limit_s >= self.cut.get(key, (reading, 0.0))[1]:
             self.cut[key] = reading, limit_s
         return False
 
     def _write(self, row: dict[str, Any]) -> None:
-        """A full disk ends no tuning: what is measured from then on is kept until its end."""
+        """Append a row; a full disk ends no tuning.
+
+        What is measured from then on is kept until the end of the process.
+        """
         if self.file is None:
             return
         try:
@@ -161,8 +177,8 @@ class Store:
             self.file = None
 
     def _read(self) -> dict[str, list[tuple[Reading, float]]]:
-        """Rows by what they are of; a line that is damaged is none."""
-        found: dict[str, list[tuple[Reading, float]]] = {}
+        """Return the rows by what they are of; a damaged line is left out."""
+        readings: dict[str, list[tuple[Reading, float]]] = {}
         text = self.file.read_text(errors="replace") if self.file and self.file.is_file() else ""
         for line in text.splitlines():
             try:
@@ -171,29 +187,29 @@ class Store:
                 place = row.pop("here")
                 limit_s = float(row.pop("limit_s", 0.0))
                 key = json.dumps([row, place], sort_keys=True)
-                if not self._keep(found, key, read(reading), seconds, limit_s):
+                if not self._keep(readings, key, read(reading), seconds, limit_s):
                     self.lost_s[key] += seconds
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue
-        return found
+        return readings
 
 
 def stands(reading: Reading) -> bool:
-    """Whether the clock let it say something."""
-    if any(r.is_late for r in (reading, reading.beside) if r):
+    """Return whether the clock left it enough time to stand."""
+    if any(r.timed_out for r in (reading, reading.beside) if r):
         return False
     if reading.untrained_s:
         return False
     return bool(reading.refused) or reading.steps >= LOOK or not reading.beside
 
 
-def plain(reading: Reading) -> dict[str, Any]:
-    """A reading as JSON values."""
+def to_dict(reading: Reading) -> dict[str, Any]:
+    """Return a reading as JSON values."""
     return asdict(reading)
 
 
 def read(row: dict[str, Any]) -> Reading:
-    """A reading as `plain` wrote it."""
+    """Return a reading from what `to_dict` returned."""
     beside, kind = row.get("beside"), kept_kind(row.get("refused"), row.get("refusal"))
     firsts = [First(*first) for first in row.get("firsts", [])]
     whole = {**row, "firsts": firsts, "refusal": kind}

@@ -1,28 +1,29 @@
-"""The tuner: what the planner puts first is measured, and kept only where it wins.
+"""Measure candidates in the order of their predictions, and keep those that win.
 
-It starts from a plan and others, ranked by prediction (headrace/predict/sweep.py). The one that
-promises most is timed beside the best so far, on a dozen steady steps in turn; what shows a gain
-there goes on to 54 in the same processes (turns.py), and is kept or reverted by them.
-What was kept is the new best, whose single changes are asked about next. So the path has one row
-for each plan that was tried, with what was predicted, what was measured, what became of it and why.
+It starts from a plan and from others that a sweep ranked by prediction (predict/sweep.py). The
+candidate that promises most is timed beside the best plan so far, on a dozen steady steps of each
+in alternating blocks. A candidate that shows a gain goes on to 54 steps in the same processes
+(paired_blocks.py), and is accepted or rejected by them. An accepted candidate is the new best, and
+its single changes are asked about next. So the path has one row for each trial, with what was
+predicted, what was measured, the verdict and the reason.
 
-- **Predictions are corrected by what was measured** (proposals.py), and the order is made anew.
-- **Execution only**: losses must stay the same (judge.py). A change of learning is tried only for
-  money or quality, by its time to a target over seeds (lessons.py, target.py).
-- **Memory**: what is foreseen not to fit is refused; once a plan has run out of memory, so is
-  everything that is foreseen to need as much.
-- **Time**: a reading fits itself to the minutes, and none gets more than a part of them, nor more
-  than is left of the share for execution where changes of learning follow. Where 54 steps do not
-  fit, fewer are taken, and what is kept on them is provisional until the end, when it is timed
-  again if it can be (again.py). On fewer than a look's 12 nothing is kept, but for a plan that runs
-  where the one before it cannot. None begins where less time is left than plans took to be built,
-  compiled and warmed, and than a look takes. What was cut off says how many minutes would do, and
-  the same command tries it again only where it may have more than it had: else others come next.
+- **Predictions are corrected by measurements** (proposals.py), and the order is made anew.
+- **Changes of execution only**: losses must stay the same (judge.py). A change of learning is tried
+  only for money or quality, by its time to a target over seeds (learning_trials.py, target.py).
+- **Memory**: a plan that is predicted not to fit is refused. Once a plan has run out of memory, so
+  is every plan that is predicted to need as much.
+- **Time**: a trial fits itself to the minutes. None gets more than a part of them, nor more than is
+  left of the share for execution where changes of learning follow. Where 54 steps do not fit, fewer
+  are taken. What is accepted on them is provisional until the end, when it is timed once more if
+  time allows (retrial.py). On fewer than a look's 12 steps nothing is accepted, but for a plan that
+  runs where the one before it cannot. No trial begins where less time is left than plans took to be
+  built, compiled and warmed, and than a look takes. A trial that was cut off says how many minutes
+  would do. The same command repeats it only where it may have more time than it had.
 
-The seconds that all of it took are on the bill, with the number of steps, or of runs to the target,
-after which they are won back. No technique is known by name here.
+The bill holds the seconds that all of it took, and the number of steps, or of runs to the target,
+after which they break even. No technique is known by name here.
 
-Left out: search. The sweep has searched; a tuner that measures 8 minutes sees some 15 plans.
+Left out: search. The sweep has searched; a tuner that measures for 8 minutes sees some 15 plans.
 """
 
 import time
@@ -33,25 +34,35 @@ from headrace.core.errors import RefusalKind
 from headrace.core.limits import TUNE_SEEDS, TuneAim
 from headrace.core.units import format_bytes, format_seconds
 from headrace.plan.plan import Plan
-from headrace.tuner import again, lessons
+from headrace.tuner import learning_trials, retrial
 from headrace.tuner.judge import Compared, Rules
 from headrace.tuner.pairs import Measure
 from headrace.tuner.path import Tuned
-from headrace.tuner.proposals import NEAR, SLACK, Pool, Proposal, Sources
-from headrace.tuner.running import Run
-from headrace.tuner.step import Stage, Step
+from headrace.tuner.pool import NEAR, SLACK, Pool
+from headrace.tuner.proposals import Proposal, Sources
+from headrace.tuner.running import Tuning
 from headrace.tuner.store import Store
 from headrace.tuner.target import Train
+from headrace.tuner.trial_row import TrialRow, TrialStage
 
 NO_LIMIT = -1
 
 
 def tune(
-    plan: Plan, aim: TuneAim, minutes: float, sources: Sources, measure: Measure, rules: Rules, *,
-    store: Store | None = None, train: Train | None = None, seeds: int = TUNE_SEEDS,
-    tell: Callable[[str], None] = lambda line: None, clock: Callable[[], float] = time.monotonic,
+    plan: Plan,
+    aim: TuneAim,
+    minutes: float,
+    sources: Sources,
+    measure: Measure,
+    rules: Rules,
+    *,
+    store: Store | None = None,
+    train: Train | None = None,
+    seeds: int = TUNE_SEEDS,
+    note: Callable[[str], None] = lambda line: None,
+    clock: Callable[[], float] = time.monotonic,
     chosen: bool = True,
-) -> Tuned:  # fmt: skip
+) -> Tuned:
     """Measure what is predicted to be better, and keep what is; Ctrl-C keeps the best so far.
 
     Args:
@@ -64,52 +75,59 @@ def tune(
         store: readings that stand.
         train: trains a plan to its target; without it no change of learning is tried.
         seeds: of a change of learning.
-        tell: takes a line for each plan that was tried.
+        note: takes a line for each plan that was tried.
         clock: seconds that go by.
         chosen: the aim is asked for; else "quality" becomes "time" where the minutes allow no two
             pairs of runs to the target.
     """
-    run = _Loop(plan, replace(rules, aim=aim), minutes, measure, store or Store(None, {}, clock),
-                tell, clock)  # fmt: skip
+    tuning = _TuningLoop(
+        plan,
+        replace(rules, aim=aim),
+        minutes,
+        measure,
+        store or Store(None, {}, clock),
+        note,
+        clock,
+    )
     try:
-        run.begin(sources)
+        tuning.begin(sources)
         learns = aim in ("money", "quality")
         able = train if learns and plan.goal.bits_per_byte else None
-        if able and not chosen and not run.allowed():
+        if able and not chosen and not tuning.allowed():
             able, learns = None, False
-        run.share = lessons.share_of_execution(run) if able else 1.0
-        run.execution(small=able is None)
+        tuning.share = learning_trials.share_of_execution(tuning) if able else 1.0
+        tuning.execution(small=able is None)
         if learns:
-            lessons.learning(run, able, seeds)
-        if able and not run.learned:
-            run.execution()
-        again.provisional(run)
+            learning_trials.learning(tuning, able, seeds)
+        if able and not tuning.learned:
+            tuning.execution()
+        retrial.provisional(tuning)
         if able:
-            lessons.whole_way(run, able, seeds)
-        again.whole_way(run)
+            learning_trials.train_first_and_last(tuning, able, seeds)
+        retrial.time_first_beside_best(tuning)
     except KeyboardInterrupt:
-        return run.tuned(interrupted=True)
-    return run.tuned(interrupted=False)
+        return tuning.tuned(interrupted=True)
+    return tuning.tuned(interrupted=False)
 
 
-def _looks_faster(found: Compared) -> bool:
-    """Whether noise may hide a gain: nothing was decided, and one that matters may be there."""
-    ratio = found.ratio
+def _looks_faster(compared: Compared) -> bool:
+    """Return whether noise may hide a gain: a gain that matters is neither shown nor ruled out."""
+    ratio = compared.ratio
     return (
-        found.verdict == "undecided"
+        compared.verdict == "undecided"
         and ratio is not None
         and ratio.value > 1
         and ratio.high >= 1 + SLACK
     )
 
 
-class _Loop(Run):
-    """Changes that learn the same, one after the other."""
+class _TuningLoop(Tuning):
+    """Try changes that learn the same, one after the other."""
 
     # --- the loop ----------------------------------------------------------------------------
 
     def begin(self, sources: Sources) -> None:
-        """Ask for plans."""
+        """Ask for candidates."""
         self.sources = sources
         start, others = sources.whole(self.first)
         memory = self.rules.aim == "memory"
@@ -118,52 +136,52 @@ class _Loop(Run):
         self.pool.add(others, whole=True)
         self.ask()
         unknown = start.prediction.time.step_s is None
-        self.tell(
+        self.note_line(
             f"{self.first.name}: {len(self.pool.waiting)} changes to try in "
             f"{self.minutes_s / 60:g} min"
             + ("; no time is predicted here, so the order is a guess" if unknown else "")
         )
-        for change, told in sources.lacking(self.first).items():
-            self.row(Step(len(self.path) + 1, change, "refused", told))
+        for change, reason in sources.lacking(self.first).items():
+            self.row(TrialRow(len(self.path) + 1, change, "refused", reason))
 
     def ask(self) -> None:
-        """Ask for single changes of the best so far; what failed there is told once."""
+        """Ask for single changes of the best so far; what failed there is reported once."""
         assert self.pool is not None
         self.pool.add(self.sources.single(self.pool.best.plan), whole=False)
-        for change, told in self.sources.failed.items():
+        for change, reason in self.sources.failed.items():
             if change not in self.failed:
                 self.failed.add(change)
-                self.row(Step(len(self.path) + 1, change, "refused", told))
+                self.row(TrialRow(len(self.path) + 1, change, "refused", reason))
 
     def allowed(self) -> bool:
-        """Whether runs to the target fit into the minutes; else the aim is a step's time.
+        """Return whether runs to the target fit into the minutes; else the aim is a step's time.
 
         Where predicted steps do not say so, the most promising change is tried first: it times one.
         """
-        may, told = lessons.allowed(self)
+        may, reason = learning_trials.allowed(self)
         if not may:
             self.execution(most=1)
-            may, told = lessons.allowed(self)
+            may, reason = learning_trials.allowed(self)
         if may is None:
-            may = not self.path  # nothing could be timed: the first run to the target tells
-            told = "" if may else "no step could be timed, so for the time of a step"
-        self.aim_why = told
-        if told:
-            self.tell(f"       {self.aim_why}")
+            may = not self.path  # nothing could be timed: the first run to the target decides
+            reason = "" if may else "no step could be timed, so for the time of a step"
+        self.aim_why = reason
+        if reason:
+            self.note_line(f"       {self.aim_why}")
         if not may:
             self.rules, self.up = replace(self.rules, aim="time"), False
         return bool(may)
 
     @property
     def learned(self) -> bool:
-        """Whether a change of learning was kept."""
+        """Return whether a change of learning was accepted."""
         return any(step.stage == "learning" for step in self.kept)
 
     def execution(self, *, small: bool = True, most: int = NO_LIMIT) -> None:
         """Try changes that learn the same, the most promising first, until time or plans end.
 
         Args:
-            small: also those that are foreseen to matter little.
+            small: also those that are predicted to matter little.
             most: as many at most.
         """
         assert self.pool is not None
@@ -182,56 +200,57 @@ class _Loop(Run):
         assert self.pool is not None
         spent_s, seen, takes = self.store.spent_s, proposal.prediction, self.needs(proposal)
         self.trying(proposal, f", about {format_seconds(takes.seconds)}" if takes else "")
-        if seen.memory.fits == "no" or seen.memory.peak_bytes >= self.burst_bytes:
-            least = min(self.burst_bytes, seen.memory.capacity_bytes)
+        if seen.memory.fits == "no" or seen.memory.peak_bytes >= self.out_of_memory_bytes:
+            least = min(self.out_of_memory_bytes, seen.memory.capacity_bytes)
             what = (
                 "there are"
                 if seen.memory.fits == "no"
                 else "a plan ran out of memory that was to need"
             )
-            need = format_bytes(seen.memory.peak_bytes)
-            told = f"{need} are foreseen, and {what} {format_bytes(least)}"
-            self.note(proposal, Compared("refused", told), "none", spent_s)
+            reason = f"{format_bytes(seen.memory.peak_bytes)} are predicted, and {what} {format_bytes(least)}"
+            self.record(proposal, Compared("refused", reason), "none", spent_s)
             return
-        if told := self.too_late(takes):
-            self.up = self.pool.late(proposal)
-            self.note(proposal, Compared("cut", told), "none", spent_s)
+        if reason := self.why_too_slow(takes):
+            self.up = self.pool.note_cut_off(proposal)
+            self.record(proposal, Compared("cut", reason), "none", spent_s)
             return
-        found = self.pair(self.pool.best, proposal, screen=True, share=self.share)
-        short = found.screened or found.ratio is None or found.verdict == "cut"
-        stage: Stage = "screen" if short else "accept"
-        self.up = found.verdict == "cut" and self.left_s(self.share) <= 0
-        if found.refusal is RefusalKind.MEMORY:
-            self.burst_bytes = min(self.burst_bytes, seen.memory.peak_bytes)
-        self.note(proposal, found, stage, spent_s)
-        self.follow(proposal, found)
+        compared = self.pair(self.pool.best, proposal, screen=True, share=self.share)
+        brief = compared.screened or compared.ratio is None or compared.verdict == "cut"
+        stage: TrialStage = "screen" if brief else "accept"
+        self.up = compared.verdict == "cut" and self.left_s(self.share) <= 0
+        if compared.refusal is RefusalKind.MEMORY:
+            self.out_of_memory_bytes = min(self.out_of_memory_bytes, seen.memory.peak_bytes)
+        self.record(proposal, compared, stage, spent_s)
+        self.follow(proposal, compared)
 
-    def follow(self, proposal: Proposal, found: Compared) -> None:
+    def follow(self, proposal: Proposal, compared: Compared) -> None:
         """Correct predictions, and keep it where it is better; drift says nothing of a plan.
 
         What looked faster on a device that others use too is tried once more, at the end.
         """
         assert self.pool is not None
-        if _looks_faster(found):
+        if _looks_faster(compared):
             self.pool.doubt(proposal)
-        if found.drifted:
+        if compared.drifted:
             return
-        if found.before_s is not None:
+        if compared.before_s is not None:
             if self.first_s is None:
-                self.first_s = found.before_s
-                self.pool.correct(self.start, found.before_s)
-            self.pool.best_s = found.before_s
-        if found.after_s is not None:
-            self.pool.correct(proposal, found.after_s)
-        if found.verdict == "better":
-            self.pool.keep(proposal, found.after_s)
+                self.first_s = compared.before_s
+                self.pool.correct(self.start, compared.before_s)
+            self.pool.best_s = compared.before_s
+        if compared.after_s is not None:
+            self.pool.correct(proposal, compared.after_s)
+        if compared.verdict == "better":
+            self.pool.keep(proposal, compared.after_s)
             self.ask()
-        elif found.verdict in ("not shown", "different"):
+        elif compared.verdict in ("not shown", "different"):
             self.pool.unshown(proposal)
-        elif found.verdict == "cut":
-            self.pool.late(proposal)
+        elif compared.verdict == "cut":
+            self.pool.note_cut_off(proposal)
         else:
             self.pool.lose(proposal)
-            short = found.refusal is RefusalKind.MEMORY  # what saves some may run beside it
-            if found.verdict == "refused" and found.ratio is None and not short:
+            out_of_memory = (
+                compared.refusal is RefusalKind.MEMORY
+            )  # what saves some may run beside it
+            if compared.verdict == "refused" and compared.ratio is None and not out_of_memory:
                 self.pool.refuse(proposal)

@@ -1,4 +1,4 @@
-"""The process that takes readings, which a failure cannot take others down with."""
+"""Take readings in a process whose failure cannot take others down with it."""
 
 import os
 import signal
@@ -16,9 +16,9 @@ from headrace.tuner.readings import NOT_DONE, Reading, refusal_of, why
 
 
 def _begin(log: Path | None) -> None:
-    """In the new process. A signal may reach every process of a job: the one that asks ends this.
+    """Prepare the new process: the one that asks ends it, whatever signals reach a job.
 
-    What it says goes to the log: who asks has words and JSON of its own on the same outputs.
+    Its output goes to the log, for the asking process writes messages and JSON to the same outputs.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -30,14 +30,14 @@ def _begin(log: Path | None) -> None:
 
 
 def _end_with_parent() -> None:
-    """Keep no device and no memory for a process that is gone."""
+    """End with the parent: keep no device and no memory for a process that is gone."""
     if (parent := parent_process()) is not None:
         parent.join()
         os._exit(1)
 
 
 class Worker:
-    """A process that takes readings, and a new one after each that may have harmed it.
+    """Hold a process that takes readings, and start a new one after each that may have harmed it.
 
     Args:
         here: no process, to debug.
@@ -49,29 +49,29 @@ class Worker:
         self._pool: ProcessPoolExecutor | None = None
 
     def ask(self, what: Callable[..., Reading], *given: Any, limit_s: float, **how: Any) -> Reading:
-        """`what(*given, **how)` there; the process is ended when it takes longer than `limit_s`."""
+        """Return `what(*given, **how)` of the process, which ends after `limit_s` seconds."""
         if self.here:
             return what(*given, **how)
         try:
-            found = self._process().submit(what, *given, **how).result(limit_s)
+            reading = self._process().submit(what, *given, **how).result(limit_s)
         except BrokenProcessPool:
-            found = Reading(
+            reading = Reading(
                 refused=f"its process died{self._last_word()}",
                 refusal=RefusalKind.PROCESS,
                 poisoned=True,
             )
         except TimeoutError:
-            found = Reading(
+            reading = Reading(
                 refused=f"{NOT_DONE} {limit_s:.0f} s", refusal=RefusalKind.TIME, poisoned=True
             )
         except Exception as error:  # outside of `read`, as what cannot be sent to the process
-            found = Reading(refused=why(error), refusal=refusal_of(error), poisoned=True)
-        if found.poisoned:
+            reading = Reading(refused=why(error), refusal=refusal_of(error), poisoned=True)
+        if reading.poisoned:
             self.close()
-        return found
+        return reading
 
     def begin(self, what: Callable[[], object]) -> None:
-        """Have the process start, import and do `what` before it is asked; nobody waits for it."""
+        """Start the process and have it do `what` before it is asked; nobody waits for it."""
         if not self.here:
             self._process().submit(what)
 
@@ -86,10 +86,10 @@ class Worker:
         return self._pool
 
     def _last_word(self) -> str:
-        """What the log ends with, where there is one."""
+        """Return what the log ends with, where there is one."""
         lines = self.log.read_text(errors="replace").split("\n") if self.log else []
-        said = [line.strip() for line in lines if line.strip()]
-        return f": {said[-1][:200]}" if said else ""
+        written = [line.strip() for line in lines if line.strip()]
+        return f": {written[-1][:200]}" if written else ""
 
     def close(self) -> None:
         """End the process, busy or not."""

@@ -20,8 +20,8 @@ from headrace.plan.plan import Plan
 from headrace.predict.prediction import predict
 from headrace.techniques.attention import flash_attention_3
 from headrace.tuner import command
+from headrace.tuner.effects import effect_of
 from headrace.tuner.judge import Compared
-from headrace.tuner.kinds import kind_of
 from headrace.tuner.path import Tuned
 from headrace.tuner.proposals import Sources, sources
 
@@ -69,7 +69,7 @@ def test_workloads_are_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     shape, naive, best = tuner.WORKLOADS[name]
     text, known = tuner.file_of(shape).read_text(), catalogue()
     plans = [tuner.parse(words.split()).plan(text, known) for words in (naive, *best)]
-    assert all(kind_of(plans[0], plan) != "learning" for plan in plans[1:])
+    assert all(effect_of(plans[0], plan) != "learning" for plan in plans[1:])
     machine = Machine.assumed("NVIDIA H200")
     for plan in plans:
         there = elsewhere(make_context(plan, torch.device("cpu")), machine.name)

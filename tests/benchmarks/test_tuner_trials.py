@@ -13,8 +13,8 @@ from tiny import READ
 from headrace.core.statistics import Interval
 from headrace.costs.machine import Machine
 from headrace.tuner.judge import Compared, Verdict
+from headrace.tuner.paired_blocks import SampleSize
 from headrace.tuner.proposals import Sources, sources
-from headrace.tuner.turns import Size
 
 MICRO = ["batch.micro_sequences=1", "batch.micro_sequences=2"]
 
@@ -40,7 +40,7 @@ def tiny(
 
     monkeypatch.setattr(program, "SHAPES", {"tiny": (file, "")})
     monkeypatch.setattr(program, "sources", few)
-    monkeypatch.setattr("headrace.tuner.running.WANTED", Size(warm=1, steps=1, rounds=1))
+    monkeypatch.setattr("headrace.tuner.running.WANTED", SampleSize(warm=1, steps=1, rounds=1))
     return tmp_path
 
 

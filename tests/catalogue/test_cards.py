@@ -49,8 +49,9 @@ def test_a_card_leads_with_the_receipt_of_the_recipe(name: str) -> None:
     recipe = [r for r in card.receipts if r.where.startswith("compiled recipe")]
     assert bool(timed) == any(r.field in ("buys", "costs") for r in recipe)
     slower = [row for row in timed if not row["left_out"]]
-    if slower and all(row["metrics"].get("speed_ratio", {"value": 1})["value"] < 0.97
-                      for row in slower):  # fmt: skip
+    if slower and all(
+        row["metrics"].get("speed_ratio", {"value": 1})["value"] < 0.97 for row in slower
+    ):
         costs = [r for r in card.receipts if r.field == "costs"]
         assert any(one.of == "speed" for r in costs for one in r.ratios), "it is a cost"
 

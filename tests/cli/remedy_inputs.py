@@ -199,12 +199,18 @@ RUN = {
     "train/checkpoint:Saved.damaged#1": Case(
         "sample demo", gone("checkpoints/step-6/checkpoint.json")
     ),
-    "report/read:_read_text#1": Case("report demo", spoil("metrics.jsonl", b"\xe9\n"), whole=True),
-    "report/read:_read_object#1": Case("report demo", spoil("environment.json", "{"), whole=True),
-    "report/read:_read_report#2": Case("report demo", spoil("report.json", "{}"), whole=True),
-    "report/read:_read_metrics#1": Case("report demo", spoil("metrics.jsonl", "[]\n"), whole=True),
-    "report/read:_check_is_run#3": Case("report demo", beneath),
-    "report/read:_check_is_run#4": Case("report demo", gone("report.json"), whole=True),
+    "report/run_files:_read_text#1": Case(
+        "report demo", spoil("metrics.jsonl", b"\xe9\n"), whole=True
+    ),
+    "report/run_files:_read_object#1": Case(
+        "report demo", spoil("environment.json", "{"), whole=True
+    ),
+    "report/run_files:_read_report#2": Case("report demo", spoil("report.json", "{}"), whole=True),
+    "report/run_files:_read_metrics#1": Case(
+        "report demo", spoil("metrics.jsonl", "[]\n"), whole=True
+    ),
+    "report/run_files:_check_is_run#3": Case("report demo", beneath),
+    "report/run_files:_check_is_run#4": Case("report demo", gone("report.json"), whole=True),
     "train/run_folder:RunFolder.read_data#1": Case(
         "eval demo",
         spoil("data.json", "{}"),

@@ -17,7 +17,7 @@ from headrace.model.backend_needs import check_plain
 from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.mask import MaskSpec
 from headrace.plan.technique import Evidence
-from headrace.report.read import read_run
+from headrace.report.run_files import read_run
 
 CONFIG = ModelConfig(vocab=64, dim=16, layers=1, heads=2, ffn=32)
 
@@ -110,9 +110,9 @@ MODEL = {
     "model/backend_needs:check_plain#1": Call(
         lambda patch: check_plain(MaskSpec(window=4)), other_kernel
     ),
-    "report/read:_check_is_run#1": Call(read("runs/demo/report.json"), reads),
-    "report/read:_check_is_run#2": Call(read("runs/dmeo"), reads),
-    "report/read:_check_is_run#5": Call(read("empty"), reads),
+    "report/run_files:_check_is_run#1": Call(read("runs/demo/report.json"), reads),
+    "report/run_files:_check_is_run#2": Call(read("runs/dmeo"), reads),
+    "report/run_files:_check_is_run#5": Call(read("empty"), reads),
     "assemble/filled:evidence_after#1": Call(no_target, with_targets),
 }
 """Each error by its site."""

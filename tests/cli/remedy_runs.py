@@ -222,8 +222,8 @@ FILES = {
     "report/compare:_plan#1": Case("report demo pair", partial(no_plan, copies=True), whole=True),
     "report/compare:_plan#1 alone": Case("report demo pair", partial(no_plan, copies=False)),
     "report/page:write_page#2": Case("report demo demo --output out/x.html", whole=True),
-    "report/read:_read_text#2": Case("report demo", unreadable, whole=True),
-    "report/read:_read_report#1": Case(
+    "report/run_files:_read_text#2": Case("report demo", unreadable, whole=True),
+    "report/run_files:_read_report#1": Case(
         "report demo", newer, prose={"the version of Headrace that wrote it": "it is not here"}
     ),
     "inference/sample:_check#2": Case(

@@ -11,7 +11,7 @@ import pytest
 from headrace.core.errors import Diverged
 from headrace.core.outcome import ROSE, WORSE, Divergence, outcome_of
 from headrace.doctor.run import diagnose_run
-from headrace.report.read import read_run
+from headrace.report.run_files import read_run
 from headrace.report.single import write_report
 from headrace.report.words import verdict
 

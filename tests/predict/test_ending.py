@@ -13,7 +13,7 @@ from headrace.predict.ending import TELLS, Curve, ending
 from headrace.predict.intervals import STEP
 from headrace.predict.page import format_prediction
 from headrace.predict.prediction import at, predict
-from headrace.tuner.kinds import learns_otherwise, runs_otherwise
+from headrace.tuner.effects import learns_otherwise, runs_otherwise
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,16 @@ from headrace.core.errors import ConfigError
 from headrace.report.advice import remedies
 
 REMEDY = {
-    "change": ["-slow", "+fast", "batch.micro_sequences=2"], "what": "Is <fast>.",
-    "gain": {"low": 0.02, "value": 0.04, "high": 0.06, "n": 76}, "memory_bytes": -(2.0**31),
-    "fits": "yes", "costs": "time & money", "equality": "learning", "forecast_from": "ledger",
+    "change": ["-slow", "+fast", "batch.micro_sequences=2"],
+    "what": "Is <fast>.",
+    "gain": {"low": 0.02, "value": 0.04, "high": 0.06, "n": 76},
+    "memory_bytes": -(2.0**31),
+    "fits": "yes",
+    "costs": "time & money",
+    "equality": "learning",
+    "forecast_from": "ledger",
     "unknown": "",
-}  # fmt: skip
+}
 FINDING = {"bottleneck": "launch", "share": 0.1, "sentence": "It waits.", "evidence": "1 of 2 s"}
 
 
@@ -24,9 +29,15 @@ def test_remedies_are_shown_as_they_were_forecast(tmp_path: Path) -> None:
         json.dumps([{**FINDING, "remedies": [REMEDY, unsure]}, other])
     )
     page = remedies(tmp_path)
-    for text in ("batch.micro_sequences=2 --with fast --without slow", "+4.0% (+2.0% to +6.0%)",
-                 "-2.0 GiB", "time &amp; money; learns otherwise", "Is &lt;fast&gt;.", "It waits.",
-                 "not forecast: seeds tell"):  # fmt: skip
+    for text in (
+        "batch.micro_sequences=2 --with fast --without slow",
+        "+4.0% (+2.0% to +6.0%)",
+        "-2.0 GiB",
+        "time &amp; money; learns otherwise",
+        "Is &lt;fast&gt;.",
+        "It waits.",
+        "not forecast: seeds tell",
+    ):
         assert text in page
     assert "Nothing to do." not in page
 

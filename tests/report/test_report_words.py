@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.report import words
-from headrace.report.read import read_run
+from headrace.report.run_files import read_run
 
 MakeRun = Callable[..., Path]
 

@@ -14,19 +14,19 @@ from headrace.core.errors import RefusalKind
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.train.guard import ALL, MEAN, First
-from headrace.tuner.pairs import time_pair
-from headrace.tuner.proposals import Sources
-from headrace.tuner.readings import NOT_DONE, OUT_OF_MEMORY, Reading
-from headrace.tuner.turns import (
+from headrace.tuner.paired_blocks import (
     FITS,
     MARGIN,
     TIMED,
     TRAINED,
-    Size,
-    take_turns,
+    SampleSize,
+    take_blocks,
     train_on,
     visit_steps,
 )
+from headrace.tuner.pairs import time_pair
+from headrace.tuner.proposals import Sources
+from headrace.tuner.readings import NOT_DONE, OUT_OF_MEMORY, Reading
 
 PLAN = 'directory = "{runs}"\n' + READ
 KNOWN = catalogue()
@@ -74,7 +74,7 @@ class Machine:
     off: int = 0
     shaken: int = 0
     ran: int = 0
-    asked: list[tuple[Plan, Plan, Size]] = field(default_factory=list)
+    asked: list[tuple[Plan, Plan, SampleSize]] = field(default_factory=list)
     visits: list[Plan] = field(default_factory=list)
     interrupt_at: int | None = None
 
@@ -98,7 +98,7 @@ class Machine:
         return found
 
     def measure(
-        self, first: Plan, second: Plan, *, size: Size, together: bool, limit_s: float
+        self, first: Plan, second: Plan, *, size: SampleSize, together: bool, limit_s: float
     ) -> Reading:
         """A pair's reading, in one process."""
         self.asked.append((first, second, size))
@@ -109,18 +109,18 @@ class Machine:
     def begin(self, what: Any) -> None:
         """There is no process."""
 
-    def ask(self, what: Any, *plans: Plan, limit_s: float, size: Size, **how: Any) -> Reading:
+    def ask(self, what: Any, *plans: Plan, limit_s: float, size: SampleSize, **how: Any) -> Reading:
         """As a process would: a pair, or one visit."""
         began_s, visited = self.now_s, what is not time_pair
         limit, left_s = how["limit"], lambda: FITS * limit_s - (self.now_s - began_s)
         sides = [Made(self, plan) for plan in plans]
-        sides[-1].found.ready_s = self.now_s - began_s
+        sides[-1].reading.ready_s = self.now_s - began_s
         for place, side in enumerate(sides[: 2 if self.shaken else 0]):
             side.slow = 1 + 2 * place
         self.shaken = max(0, self.shaken - 1)
-        found = sides[-1].found
-        found.beside = None if visited else sides[0].found
-        if all(not side.found.refused for side in sides) and self.now_s - began_s < limit_s:
+        found = sides[-1].reading
+        found.beside = None if visited else sides[0].reading
+        if all(not side.reading.refused for side in sides) and self.now_s - began_s < limit_s:
             if visited:
                 room_s = how["share"] * limit.left_s()
                 found.steps = visit_steps(sides[0].step_s, how["blocks"], size, room_s, limit)
@@ -129,7 +129,7 @@ class Machine:
                 found.steps *= how["blocks"]
                 self.visits.append(plans[0])
             else:
-                take_turns(sides[0], sides[1], size, left_s, TIMED * limit_s, MARGIN["cuda"])
+                take_blocks(sides[0], sides[1], size, left_s, TIMED * limit_s, MARGIN["cuda"])
                 train_on(sides[0], sides[1], size, left_s, TRAINED * limit_s)
         if self.now_s - began_s > limit_s:
             self.now_s = began_s + limit_s
@@ -161,44 +161,44 @@ class Made:
 
     def __init__(self, machine: Machine, plan: Plan) -> None:
         self.machine, self.step_s, self.peak = machine, machine.step_s(plan), machine.peak(plan)
-        self.found = Reading(norms=[1.0 for _ in LOSSES], peak_bytes=self.peak)
+        self.reading = Reading(norms=[1.0 for _ in LOSSES], peak_bytes=self.peak)
         self.slow: int | None = None
         off = sum(machine.losses.get(name, 0.0) for name in plan.techniques)
         self.moved = off
-        self.found.losses = [loss + off for loss in LOSSES]
-        self.found.firsts = [First(loss + off, 1.0, {}) for loss in LOSSES[:3]]
-        self.found.limits = {"": 1e-3, MEAN: 1e-4, ALL: 1e-3}
+        self.reading.losses = [loss + off for loss in LOSSES]
+        self.reading.firsts = [First(loss + off, 1.0, {}) for loss in LOSSES[:3]]
+        self.reading.limits = {"": 1e-3, MEAN: 1e-4, ALL: 1e-3}
         if self.peak > machine.room_bytes:
-            why = f"{OUT_OF_MEMORY}: tried to allocate {self.peak:.0f} bytes"
-            self.found.refuse(RefusalKind.MEMORY, why)
+            self.reading.refusal = RefusalKind.MEMORY
+            self.reading.refused = f"{OUT_OF_MEMORY}: tried to allocate {self.peak:.0f} bytes"
         machine.now_s += machine.build_s
         for name in plan.techniques:
             machine.now_s += machine.compile_s.get(name, 0.0)
-            self.found.compile_s += machine.compile_s.get(name, 0.0)
+            self.reading.compile_s += machine.compile_s.get(name, 0.0)
             machine.compile_s[name] = machine.compile_s.get(name, 0.0) / 2
 
     def train_to(self, steps: int) -> None:
         """On the clock; its losses fall on, and scatter about what its techniques move them by."""
-        have = len(self.found.losses)
+        have = len(self.reading.losses)
         self.machine.now_s += max(0, steps - have) * self.step_s
-        self.found.losses += [
+        self.reading.losses += [
             5.0 - 0.001 * i + self.moved * (1 + 0.5 * (-1) ** (i // 3)) for i in range(have, steps)
         ]
-        self.found.norms += [1.0] * (steps - have)
+        self.reading.norms += [1.0] * (steps - have)
 
     def run(self, blocks: int, steps: int) -> None:
         """On the clock."""
         self.machine.now_s += (1 + blocks * steps) * self.step_s
         for _ in range(blocks):
-            noise = 0.001 * (len(self.found.seconds) % 3)
-            noise += 0.1 * (len(self.found.seconds) % 4 == self.slow)
+            noise = 0.001 * (len(self.reading.seconds) % 3)
+            noise += 0.1 * (len(self.reading.seconds) % 4 == self.slow)
             self.machine.ran += 1
-            self.found.seconds.append(
+            self.reading.seconds.append(
                 self.step_s * (1 + noise + self.machine.drift * self.machine.ran)
             )
-        if self.machine.off and len(self.found.seconds) == 4 and blocks == 1:
+        if self.machine.off and len(self.reading.seconds) == 4 and blocks == 1:
             self.machine.off -= 1
-            self.found.seconds[-1] *= 1.5
+            self.reading.seconds[-1] *= 1.5
 
 
 @pytest.fixture(name="Machine", scope="session")

@@ -21,8 +21,8 @@ from headrace.tuner.ablate import FILE, ablate_command
 from headrace.tuner.ablation import Ablation, trials_of
 from headrace.tuner.command import locked
 from headrace.tuner.interplay import ADDED, LEFT_OUT, PAIR, TABLE, ratio_of, stand
+from headrace.tuner.paired_blocks import SampleSize
 from headrace.tuner.readings import Reading
-from headrace.tuner.turns import Size
 
 THREE = ("selective_checkpoint", "chunked_cross_entropy", "z_loss")
 CHUNKED = "[techniques.chunked_cross_entropy]\nchunk_tokens = 8\n"
@@ -107,7 +107,7 @@ def test_what_is_left_out_and_what_is_added_have_the_gains_of_the_clock(
     assert {row[-1] for row in pairs} == {"adds"}
     (advice, where) = found.lines()
     assert "50% less memory" in advice and where == f"rows: {tmp_path / FILE}"
-    json.dumps(found.plain(), allow_nan=False)
+    json.dumps(found.to_dict(), allow_nan=False)
 
 
 def test_an_ablation_goes_on_where_it_was_ended(
@@ -129,7 +129,7 @@ def test_an_ablation_goes_on_where_it_was_ended(
     assert len(rest.asked) == 4 and not second.left and len(second.rows) == 6
     again = Made(product)
     assert run(again).rows == second.rows and not again.asked
-    for other in ({"set": ["model.dim=64"]}, {"size": Size(1, 1, 1)}, {"loss_steps": 1}):
+    for other in ({"set": ["model.dim=64"]}, {"size": SampleSize(1, 1, 1)}, {"loss_steps": 1}):
         again = Made(product)
         run(again, **other)
         assert len(again.asked) == 6, other
@@ -310,9 +310,14 @@ def test_a_tiny_plan_on_a_real_clock(
     monkeypatch.setattr(progress, "note", notes.append)
     plan = Plan.read(text, catalogue(), without=["selective_checkpoint", "z_loss"])
     found = ablate_command(
-        plan, catalogue=catalogue(), folder=tmp_path, in_process=True, loss_steps=2,
-        size=Size(1, 1, 1), progress=progress,
-    )  # fmt: skip
+        plan,
+        catalogue=catalogue(),
+        folder=tmp_path,
+        in_process=True,
+        loss_steps=2,
+        size=SampleSize(1, 1, 1),
+        progress=progress,
+    )
     (((kind, (name,)), row),) = found.rows.items()
     assert (kind, name) == (LEFT_OUT, "chunked_cross_entropy") and len(notes) == 2
     assert not found.left and not row.get("refused") and not row["different"]

@@ -12,9 +12,9 @@ from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.train.guard import First
 from headrace.tuner.command import told
+from headrace.tuner.effects import effect_of
 from headrace.tuner.equality import LEAST_STEPS, NATS, WANTED_STEPS, equality, seed_noise
-from headrace.tuner.judge import Compared, Gain, Rules, judge
-from headrace.tuner.kinds import kind_of
+from headrace.tuner.judge import Compared, Rules, WorthMoreSteps, judge
 from headrace.tuner.page import write_tune_page
 from headrace.tuner.pairs import measure_with
 from headrace.tuner.path import Tuned, dumps
@@ -33,16 +33,24 @@ def firsts() -> list[First]:
 
 
 def reading(
-    step_s: float = 1.0, off: float = 0.0, steps: int = 40, scatter: float = 0.0, seed: int = 0,
-) -> Reading:  # fmt: skip
+    step_s: float = 1.0,
+    off: float = 0.0,
+    steps: int = 40,
+    scatter: float = 0.0,
+    seed: int = 0,
+) -> Reading:
     """Four blocks, and losses of the same batches that fall; an own scatter about a distance."""
     draw, own = default_rng(0), default_rng(seed + 1)
     losses = [8 * (i + 1) ** -0.1 + 0.05 * draw.standard_normal() for i in range(steps)]
     losses = [loss + off + scatter * own.standard_normal() for loss in losses]
     return Reading(
-        seconds=[step_s * (1 + 0.001 * i) for i in range(4)], losses=losses, norms=[1.0] * steps,
-        firsts=firsts(), limits=LIMITS, steps=54,
-    )  # fmt: skip
+        seconds=[step_s * (1 + 0.001 * i) for i in range(4)],
+        losses=losses,
+        norms=[1.0] * steps,
+        firsts=firsts(),
+        limits=LIMITS,
+        steps=54,
+    )
 
 
 def judged(after: Reading, before: Reading, kind: Any = "exact", rules: Rules = CUDA) -> Compared:
@@ -63,14 +71,16 @@ def test_where_two_trainings_went_says_nothing_of_an_exact_change() -> None:
 
 @pytest.mark.parametrize(
     ("moved", "told"),
-    [(First(6.07, 1.0, {"a": 0.6, "b": 0.8}), "its loss of batch 3 is 6.07 nats, and 6"),
-     (First(6.0, 1.2, {"a": 0.6, "b": 0.8}), "all parameters has norm 1.2 in batch 3, and 1"),
-     (First(6.0, 1.0, {"a": 0.6, "b": 0.5}), "gradient of b has norm 0.5 in batch 3, and 0.8"),
-     (First(6.05, 1.05, {"a": 0.63, "b": 0.78}), ""),  # rounding
-     (First(6.0, 1.0, {"a": 0.6}), "gradient of b has norm 0 in batch 3, and 0.8"),
-     (First(6.0, 1.0, {"a": 0.6, "b": 0.8, "c": 0.5}), "gradient of c has norm 0.5"),
-     (First(6.0, float("inf"), {"a": 0.6, "b": 0.8}), "")],  # fp16 looks for its scale
-)  # fmt: skip
+    [
+        (First(6.07, 1.0, {"a": 0.6, "b": 0.8}), "its loss of batch 3 is 6.07 nats, and 6"),
+        (First(6.0, 1.2, {"a": 0.6, "b": 0.8}), "all parameters has norm 1.2 in batch 3, and 1"),
+        (First(6.0, 1.0, {"a": 0.6, "b": 0.5}), "gradient of b has norm 0.5 in batch 3, and 0.8"),
+        (First(6.05, 1.05, {"a": 0.63, "b": 0.78}), ""),  # rounding
+        (First(6.0, 1.0, {"a": 0.6}), "gradient of b has norm 0 in batch 3, and 0.8"),
+        (First(6.0, 1.0, {"a": 0.6, "b": 0.8, "c": 0.5}), "gradient of c has norm 0.5"),
+        (First(6.0, float("inf"), {"a": 0.6, "b": 0.8}), ""),
+    ],  # fp16 looks for its scale
+)
 def test_an_exact_change_computes_the_same_from_the_same_weights(moved: First, told: str) -> None:
     """In every batch: what was recorded in the first may not be right for the third."""
     before, after = reading(), reading(0.5)
@@ -128,14 +138,14 @@ def test_a_loss_that_is_not_finite_is_another() -> None:
         (320, 0.008, 0.06, "not shown", "so that it lies within 0.01 is not shown"),
         (320, -0.03, 0.005, "different", "is off by -0.03"),
     ],
-)  # fmt: skip
+)
 def test_an_approximate_gain_is_kept_where_a_training_shows_that_it_learns_the_same(
     steps: int, off: float, scatter: float, verdict: str, says: str
 ) -> None:
     before, after = reading(steps=steps), reading(0.5, off, steps, scatter)
     found = judged(after, before, "approximate")
     assert found.verdict == verdict and says in found.reason, found.reason
-    gain = Gain("approximate", CUDA)
+    gain = WorthMoreSteps("approximate", CUDA)
     wanted = gain.train_to(replace(after, beside=before))
     assert (wanted > steps) == (verdict == "not shown") and wanted == (found.enough or 0)
     assert gain(replace(after, beside=before)) == (verdict != "different")
@@ -166,10 +176,13 @@ def test_a_training_that_has_hardly_begun_allows_less() -> None:
 def test_how_often_a_training_is_taken_for_the_same(off: float, most: float, least: float) -> None:
     """Of 300 with the scatter that rounding brings: one that loses the margin, and an equal one."""
     before = reading(steps=640)
-    share = sum(
-        equality(before, reading(1.0, off, 640, 0.03, seed), "approximate").verdict == "same"
-        for seed in range(300)
-    ) / 300  # fmt: skip
+    share = (
+        sum(
+            equality(before, reading(1.0, off, 640, 0.03, seed), "approximate").verdict == "same"
+            for seed in range(300)
+        )
+        / 300
+    )
     assert least <= share <= most
 
 
@@ -186,8 +199,17 @@ ROUNDS = "bf16_autocast"
 def go(machine: Any, plan: Plan, minutes: float, **how: Any) -> tuple[Tuned, list[str]]:
     """Tune where what rounds otherwise is twice as fast."""
     lines = list[str]()
-    tuned = tune(plan, "time", minutes, machine.sources([], names=[ROUNDS]), machine.measure, CUDA,
-                 clock=machine.clock, tell=lines.append, **how)  # fmt: skip
+    tuned = tune(
+        plan,
+        "time",
+        minutes,
+        machine.sources([], names=[ROUNDS]),
+        machine.measure,
+        CUDA,
+        clock=machine.clock,
+        note=lines.append,
+        **how,
+    )
     return tuned, lines
 
 
@@ -197,7 +219,7 @@ def go(machine: Any, plan: Plan, minutes: float, **how: Any) -> tuple[Tuned, lis
 def test_what_rounds_otherwise_is_trained_on_until_it_is_shown(
     Machine: Any, plan: Plan, off: float, verdict: str
 ) -> None:
-    assert kind_of(plan, changed(plan, [f"+{ROUNDS}"], KNOWN)) == "approximate"
+    assert effect_of(plan, changed(plan, [f"+{ROUNDS}"], KNOWN)) == "approximate"
     machine = Machine({ROUNDS: 0.5}, losses={ROUNDS: off})
     (row,) = go(machine, plan, 10)[0].path
     assert row.verdict == verdict, row.reason
@@ -261,11 +283,22 @@ def test_what_is_left_unshown_comes_last_beside_other_plans(Machine: Any, plan: 
     machine = Machine({ROUNDS: 0.5, "fused_rope": 0.9}, losses={ROUNDS: 0.0002}, base_s=2.0)
     whole = [
         machine.proposal(changed(plan, words, KNOWN), step_s)
-        for words, step_s in (([f"+{ROUNDS}"], 1.0), ([f"+{ROUNDS}", "+fused_rope"], 0.9),
-                              (["+fused_rope"], 1.8))
-    ]  # fmt: skip
-    tuned = tune(plan, "time", 8, machine.sources(whole, start_s=2.0), machine.measure, CUDA,
-                 clock=machine.clock)  # fmt: skip
+        for words, step_s in (
+            ([f"+{ROUNDS}"], 1.0),
+            ([f"+{ROUNDS}", "+fused_rope"], 0.9),
+            (["+fused_rope"], 1.8),
+        )
+    ]
+    tuned = tune(
+        plan,
+        "time",
+        8,
+        machine.sources(whole, start_s=2.0),
+        machine.measure,
+        CUDA,
+        clock=machine.clock,
+    )
     assert [(row.changes, row.verdict) for row in tuned.path[:2]] == [
-        ((f"+{ROUNDS}", "+fused_rope"), "not shown"), (("+fused_rope",), "kept"),
-    ]  # fmt: skip
+        ((f"+{ROUNDS}", "+fused_rope"), "not shown"),
+        (("+fused_rope",), "kept"),
+    ]

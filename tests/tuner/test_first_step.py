@@ -9,14 +9,14 @@ from headrace.assemble.filled import PATIENT_STEPS
 from headrace.data.loader import Loader, StepBatch
 from headrace.model.head import IGNORED
 from headrace.plan.plan import Plan
+from headrace.tuner.brief_training import train_steps
+from headrace.tuner.paired_blocks import SampleSize
 from headrace.tuner.pairs import time_pair, visit
 from headrace.tuner.readings import Reading, time_steps
-from headrace.tuner.short import train_steps
-from headrace.tuner.turns import Size
 
 Change = Callable[..., Plan]
 Trial = Callable[[Plan, Plan], Reading]
-SMALL = Size(warm=1, steps=1, rounds=1)
+SMALL = SampleSize(warm=1, steps=1, rounds=1)
 TRIALS: dict[str, Trial] = {
     "pair": lambda first, second: time_pair(first, second, size=SMALL),
     "visit": lambda first, second: visit(second, blocks=1, size=SMALL, share=1.0),

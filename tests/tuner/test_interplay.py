@@ -20,9 +20,15 @@ from headrace.tuner.interplay import (
 
 
 def row(
-    low: float, value: float, high: float, measurement: str = ADDED, *, memory: float | None = None,
-    n: int = 4, **more: Any,
-) -> dict[str, Any]:  # fmt: skip
+    low: float,
+    value: float,
+    high: float,
+    measurement: str = ADDED,
+    *,
+    memory: float | None = None,
+    n: int = 4,
+    **more: Any,
+) -> dict[str, Any]:
     metrics: dict[str, Any] = {"speed_ratio": {"low": low, "value": value, "high": high}}
     if memory is not None:
         metrics["memory_ratio"] = {"value": memory}

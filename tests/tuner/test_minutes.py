@@ -1,4 +1,4 @@
-"""What a trial takes is foreseen, told before it begins, and none begins that cannot end."""
+"""What a trial takes is predicted, reported before it begins, and none begins that cannot end."""
 
 from typing import Any
 
@@ -33,10 +33,18 @@ def test_what_cannot_end_any_more_does_not_begin_and_says_what_it_needs(
     whole = [
         machine.proposal(changed(plan, words, KNOWN), step_s)
         for words, step_s in (([f"+{FAST}"], 1.0), ([f"+{OTHER}"], 1.5), ([f"+{ROUNDS}"], 1.7))
-    ]  # fmt: skip
+    ]
     lines = list[str]()
-    tuned = tune(plan, "time", 10, machine.sources(whole, start_s=2.0), machine.measure, CUDA,
-                 clock=machine.clock, tell=lines.append)  # fmt: skip
+    tuned = tune(
+        plan,
+        "time",
+        10,
+        machine.sources(whole, start_s=2.0),
+        machine.measure,
+        CUDA,
+        clock=machine.clock,
+        note=lines.append,
+    )
     row = tuned.path[2]
     assert row.changes == (f"-{FAST}", f"+{ROUNDS}")
     assert row.verdict == "not tried" and row.stage == "none" and row.steps == 0

@@ -14,15 +14,15 @@ from headrace.core.statistics import order_abba
 from headrace.plan.plan import Plan
 from headrace.train.guard import First, watch
 from headrace.train.train import step
-from headrace.tuner.judge import Compared, Gain, Rules, judge
-from headrace.tuner.kinds import kind_of
+from headrace.tuner.effects import effect_of
+from headrace.tuner.judge import Compared, Rules, WorthMoreSteps, judge
+from headrace.tuner.paired_blocks import Limit, SampleSize
 from headrace.tuner.pairs import SAME, measure_with, time_pair, visit
-from headrace.tuner.readings import OUT_OF_MEMORY, Clock, Reading, opened, read
-from headrace.tuner.turns import Limit, Size
+from headrace.tuner.readings import Reading, StepClock, opened, read
 from headrace.tuner.worker import Worker
 
 Change = Callable[..., Plan]
-SMALL = Size(warm=1, steps=1, rounds=1)
+SMALL = SampleSize(warm=1, steps=1, rounds=1)
 CUDA = Rules(device="cuda", precision="bf16")
 
 
@@ -35,8 +35,12 @@ def reading(step_s: float = 1.0, off: float = 0.0, seed: int = 0, **more: Any) -
     """Four blocks, and losses that fall and scatter."""
     draw = default_rng(seed)
     losses = [6 - 0.02 * i + off + 0.05 * draw.standard_normal() for i in range(40)]
-    return Reading(seconds=[step_s * (1 + 0.001 * i) for i in range(4)], losses=losses,
-                   norms=[1.0] * 40, **more)  # fmt: skip
+    return Reading(
+        seconds=[step_s * (1 + 0.001 * i) for i in range(4)],
+        losses=losses,
+        norms=[1.0] * 40,
+        **more,
+    )
 
 
 def test_two_plans_in_one_process_compute_the_same(plan: Plan, change: Change) -> None:
@@ -108,7 +112,7 @@ def test_the_first_batches_are_read_at_the_first_weights(plan: Plan) -> None:
 
 def test_a_clock_says_how_long_the_device_was_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.02))
-    clock = Clock(torch.device("cuda"))
+    clock = StepClock(torch.device("cuda"))
     assert clock.seconds() == [] and 0.02 <= clock.behind_s < 5
 
 
@@ -150,7 +154,7 @@ def test_plans_that_do_not_fit_together_take_turns_in_visits(plan: Plan, change:
             asked.append((what, plans[-1]))
             if what is time_pair:
                 return Reading(
-                    refused="out of memory", refusal=RefusalKind.MEMORY, beside=Reading()
+                    refused="out of memory: tried", refusal=RefusalKind.MEMORY, beside=Reading()
                 )
             blocks = how["blocks"]
             step_s = 0.5 if plans[0] == fast else 1.0 if plans[0] == plan else 1.5
@@ -158,20 +162,20 @@ def test_plans_that_do_not_fit_together_take_turns_in_visits(plan: Plan, change:
 
     measure, fast = measure_with(Small(here=True)), change(plan, "+full_checkpoint")
     slow = change(plan, "+chunked_mlp")
-    found = measure(plan, fast, size=Size(), together=True, limit_s=60)
+    found = measure(plan, fast, size=SampleSize(), together=True, limit_s=60)
     assert [p for what, p in asked if what is visit] == [plan, fast, plan]
     assert found.seconds == [0.5] * 4 and found.beside is not None and found.steps == 56
     assert found.beside.seconds == [1.0] * 4
-    measure(plan, slow, size=Size(), together=False, limit_s=60)
+    measure(plan, slow, size=SampleSize(), together=False, limit_s=60)
     assert [p for _, p in asked[4:]] == [slow, plan]
-    screened = Size(worth=Gain("exact", CUDA))
+    screened = SampleSize(worth=WorthMoreSteps("exact", CUDA))
     found = measure(plan, slow, size=screened, together=False, limit_s=60)
     assert [p for _, p in asked[6:]] == [plan, slow] and found.screened
 
 
 @pytest.mark.slow
 def test_a_pair_is_read_in_a_process_of_its_own(plan: Plan, change: Change) -> None:
-    size = replace(SMALL, worth=Gain("exact", Rules()))  # which is sent there
+    size = replace(SMALL, worth=WorthMoreSteps("exact", Rules()))  # which is sent there
     with Worker() as worker:
         measure = measure_with(worker)
         for together in (True, False):
@@ -229,9 +233,15 @@ def test_what_gains_nothing_is_rarely_kept_on_a_device_that_drifts() -> None:
 
 @pytest.mark.parametrize(
     ("peak", "step_s", "verdict"),
-    [(0.9, 1.0, "better"), (0.997, 1.0, "undecided"), (1.003, 1.0, "undecided"),
-     (1.01, 1.0, "worse"), (0.9, 1.08, "better"), (0.9, 1.2, "worse")],
-)  # fmt: skip
+    [
+        (0.9, 1.0, "better"),
+        (0.997, 1.0, "undecided"),
+        (1.003, 1.0, "undecided"),
+        (1.01, 1.0, "worse"),
+        (0.9, 1.08, "better"),
+        (0.9, 1.2, "worse"),
+    ],
+)
 @pytest.mark.parametrize("counted", [True, False], ids=["measured", "foreseen"])
 def test_less_memory_decides_where_it_costs_no_larger_share_of_time(
     peak: float, step_s: float, verdict: str, counted: bool
@@ -248,26 +258,29 @@ def test_less_memory_decides_where_it_costs_no_larger_share_of_time(
 
 @pytest.mark.parametrize(
     ("step_s", "slower", "capacity", "verdict", "says"),
-    [(1.9, 1.0, 2e6, "better", "the peak is 0.200 times what it was (predicted 0.300)"),
-     (2.1, 1.0, 2e6, "worse", "but a step takes 2.1 times as long as the first plan's, and 2"),
-     (1.5, 1.5, 2e6, "worse", "takes 2.2 times as long"),  # with what was kept before
-     (0.9, 3.0, 2e6, "better", "(predicted 0.300)"),
-     (2.1, 1.0, 1.01e6, "better", "and the plan before leaves a long run no room: ")],
-)  # fmt: skip
+    [
+        (1.9, 1.0, 2e6, "better", "the peak is 0.200 times what it was (predicted 0.300)"),
+        (2.1, 1.0, 2e6, "worse", "but a step takes 2.1 times as long as the first plan's, and 2"),
+        (1.5, 1.5, 2e6, "worse", "takes 2.2 times as long"),  # with what was kept before
+        (0.9, 3.0, 2e6, "better", "(predicted 0.300)"),
+        (2.1, 1.0, 1.01e6, "better", "and the plan before leaves a long run no room: "),
+    ],
+)
 def test_less_memory_is_not_worth_any_time(
     step_s: float, slower: float, capacity: float, verdict: str, says: str
 ) -> None:
     """However much smaller the peak is, a step stays within twice the first plan's."""
     before, after = reading(), reading(step_s)
     before.peak_bytes, after.peak_bytes, after.beside = 1e6, 2e5, before
-    rules = Rules(aim="memory", device="cuda", peaks=(1e6, 3e5), slower=slower,
-                  capacity_bytes=capacity)  # fmt: skip
+    rules = Rules(
+        aim="memory", device="cuda", peaks=(1e6, 3e5), slower=slower, capacity_bytes=capacity
+    )
     found = judge(after, "exact", rules)
     assert found.verdict == verdict and says in found.reason
 
 
 def test_a_first_look_that_may_hide_a_gain_is_worth_more_steps() -> None:
-    worth, before = Gain("exact", CUDA), reading()
+    worth, before = WorthMoreSteps("exact", CUDA), reading()
     before.seconds = [1.0] * 4
     for seconds, more in (
         ([0.99, 0.995, 1.0, 1.003], True),  # 1.003, and perhaps 1.013
@@ -280,7 +293,7 @@ def test_a_first_look_that_may_hide_a_gain_is_worth_more_steps() -> None:
 
 
 def test_a_plan_that_runs_is_better_than_one_that_does_not() -> None:
-    failed = Reading(refused="out of memory", refusal=RefusalKind.MEMORY)
+    failed = Reading(refused="out of memory: tried to allocate 3 GiB", refusal=RefusalKind.MEMORY)
     found = judged(reading(), failed)
     assert found.verdict == "better" and "out of memory" in found.reason
     assert judged(failed, reading()).verdict == "refused"
@@ -289,12 +302,12 @@ def test_a_plan_that_runs_is_better_than_one_that_does_not() -> None:
 
 
 def test_kinds_are_read_from_techniques_and_keys(plan: Plan, change: Change) -> None:
-    assert kind_of(plan, change(plan, "+full_checkpoint", "batch.micro_sequences=2")) == "exact"
-    assert kind_of(plan, change(plan, "+full_checkpoint", "+bf16_autocast")) == "approximate"
-    assert kind_of(plan, change(plan, "+z_loss")) == "learning"
-    assert kind_of(change(plan, "+tied_embeddings"), plan) == "learning"
-    assert kind_of(plan, change(plan, "optimizer.lr=0.1", "+full_checkpoint")) == "learning"
-    assert kind_of(plan, change(plan, "name=another", "eval.tokens=128")) == "exact"
+    assert effect_of(plan, change(plan, "+full_checkpoint", "batch.micro_sequences=2")) == "exact"
+    assert effect_of(plan, change(plan, "+full_checkpoint", "+bf16_autocast")) == "approximate"
+    assert effect_of(plan, change(plan, "+z_loss")) == "learning"
+    assert effect_of(change(plan, "+tied_embeddings"), plan) == "learning"
+    assert effect_of(plan, change(plan, "optimizer.lr=0.1", "+full_checkpoint")) == "learning"
+    assert effect_of(plan, change(plan, "name=another", "eval.tokens=128")) == "exact"
 
 
 @pytest.mark.parametrize(
@@ -311,4 +324,4 @@ def test_a_full_memory_is_told_and_a_hosts_ends_its_process(
         raise error
 
     found = read(what)
-    assert found.refused.startswith(OUT_OF_MEMORY) and found.poisoned is poisoned
+    assert found.refusal is RefusalKind.MEMORY and found.poisoned is poisoned

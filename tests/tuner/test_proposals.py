@@ -11,8 +11,9 @@ from headrace.cli.app import catalogue
 from headrace.costs.machine import Machine as Rates
 from headrace.plan.changes import difference
 from headrace.plan.plan import Plan
-from headrace.tuner.kinds import changes_architecture
-from headrace.tuner.proposals import NEAR, Pool, learning_order, sources, with_batches
+from headrace.tuner.effects import changes_architecture
+from headrace.tuner.pool import NEAR, Pool
+from headrace.tuner.proposals import learning_order, sources, with_batches
 
 KNOWN = catalogue()
 Change = Callable[..., Plan]
@@ -111,7 +112,7 @@ def test_what_shares_a_word_with_what_was_cut_comes_last(made: Callable[..., Mad
     at.pool.take()
     at.pool.keep(best, 0.8)
     ab, ac, abc = at.add(AB=0.5, AC=0.7, ABC=0.4)
-    at.pool.late(ab)
+    at.pool.note_cut_off(ab)
     assert at.pool.cut == {B}
     assert at.order()[0] is ac
     assert at.pool.take() is None and abc.prediction.time.step_s == 0.4
@@ -252,18 +253,21 @@ def test_other_architectures_are_tried_where_they_are_asked_for(plan: Plan) -> N
 
 def test_half_a_batch_comes_with_the_schedule_and_with_its_tokens(plan: Plan) -> None:
     plan = plan.replaced(
-        goal={"minutes": 3}, schedule={"steps": 400, "warmup_steps": 20},
+        goal={"minutes": 3},
+        schedule={"steps": 400, "warmup_steps": 20},
         batch={"tokens": 64, "micro_sequences": plan.rows_per_step},
-    )  # fmt: skip
+    )
     few = " batch.micro_sequences=0"
     long = "schedule.steps=800 schedule.warmup_steps=40"
     found = [" ".join(words) for words in with_batches(plan, [("+muon",)])]
     assert found == [
-        f"+muon batch.tokens=32{few}", f"batch.tokens=32{few}",
-        f"+muon batch.tokens=32{few} {long}", f"batch.tokens=32{few} {long}",
+        f"+muon batch.tokens=32{few}",
+        f"batch.tokens=32{few}",
+        f"+muon batch.tokens=32{few} {long}",
+        f"batch.tokens=32{few} {long}",
         "+muon batch.tokens=128 schedule.steps=200 schedule.warmup_steps=10",
         "batch.tokens=128 schedule.steps=200 schedule.warmup_steps=10",
-    ]  # fmt: skip
+    ]
     plan = plan.replaced(goal={"tokens": 6400}, schedule={"steps": None}, batch={"tokens": 64})
     assert with_batches(plan, []) == [("batch.tokens=32",), ("batch.tokens=128",)]
 

@@ -11,9 +11,15 @@ from headrace.tuner.store import Store
 
 @pytest.mark.parametrize(
     "line",
-    [b'{"reading": {"seco', b'"x"\n', b"\xff\xfe\n", b"[]\n", b'{"reading": 3, "seconds": 1}\n',
-     b'{"reading": {"seconds": "x"}, "seconds": 1, "here": {}}\n'],
-)  # fmt: skip
+    [
+        b'{"reading": {"seco',
+        b'"x"\n',
+        b"\xff\xfe\n",
+        b"[]\n",
+        b'{"reading": 3, "seconds": 1}\n',
+        b'{"reading": {"seconds": "x"}, "seconds": 1, "here": {}}\n',
+    ],
+)
 def test_a_damaged_line_is_none_and_the_others_stand(
     line: bytes, plan: Plan, tmp_path: Path
 ) -> None:
@@ -27,7 +33,7 @@ def test_a_damaged_line_is_none_and_the_others_stand(
             return Reading([1.0], losses=[2.0])
 
         told = Store(file, {}).once(
-            {"target": name}, measured, limit_s=9.0, alike_s=0.0, again=False
+            {"target": name}, measured, limit_s=9.0, alike_s=0.0, repeat=False
         )
         return told, bool(fresh)
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from headrace.core.errors import RefusalKind
 from headrace.plan.plan import Plan
 from headrace.tuner.readings import NOT_DONE, Reading
-from headrace.tuner.store import ALIKE_S, Store, kept_kind
+from headrace.tuner.store import ALIKE_S, Store
 from headrace.tuner.target import crossed_s, judge_seeds, learn, reach, train_with, trimmed
 from headrace.tuner.worker import Worker
 
@@ -47,11 +48,16 @@ def test_a_run_that_the_clock_ended_tells_how_far_it_came(plan: Plan, tmp_path: 
         (10.0, 10.5, 4, "worse", "with 0 of 2 seeds: given up as lost"),
         (10.0, 5.0, 4, "better", "with 2 of 2 seeds, which is sure at p < 0.01"),
         (10.0, 8.8, 6, "better", "with 3 of 3 seeds, which is sure at p < 0.01"),
-        (10.0, inf, 2, "worse", "with 0 of 1 seeds: it missed the target with a seed, or took over "
-         "1.25 times as long"),
+        (
+            10.0,
+            inf,
+            2,
+            "worse",
+            "with 0 of 1 seeds: it missed the target with a seed, or took over 1.25 times as long",
+        ),
         (inf, 5.0, 4, "refused", "the plan before it misses the target itself"),
     ],
-)  # fmt: skip
+)
 def test_few_seeds_are_enough_for_a_large_effect_and_for_a_loss(
     plan: Plan, before_s: float, after_s: float, runs: int, verdict: str, says: str
 ) -> None:
@@ -82,12 +88,13 @@ def asked_of(
     def train(run: Plan, limit_s: float) -> Reading:
         took = seconds(run)
         if isinstance(took, str):
-            return Reading(refused=took, refusal=kept_kind(took, None))
+            cut = took.startswith(NOT_DONE)
+            return Reading(refused=took, refusal=RefusalKind.TIME if cut else "other")
         return Reading(seconds=[took], tokens_per_s=200.0 if run.optimizer.lr == 0.5 else 100.0)
 
-    def once(what: Any, act: Any, *, limit_s: float, alike_s: float, again: bool) -> Reading:
+    def once(what: Any, act: Any, *, limit_s: float, alike_s: float, repeat: bool) -> Reading:
         run, given_s = act.args
-        assert given_s == limit_s and not again
+        assert given_s == limit_s and not repeat
         asked.append((run.optimizer.lr == 0.5, limit_s, alike_s))
         return act()
 

@@ -16,11 +16,11 @@ from headrace.plan.changes import changed, difference
 from headrace.plan.plan import Plan
 from headrace.predict.candidates import Asking, PredictionFailed
 from headrace.predict.sweep import sweep
-from headrace.tuner import command, proposals, turns
+from headrace.tuner import command, paired_blocks, proposals
 from headrace.tuner.judge import Rules
 from headrace.tuner.pairs import measure_with
 from headrace.tuner.path import PAGE, PATH, PLAN, TRIALS, Tuned
-from headrace.tuner.proposals import Pool
+from headrace.tuner.pool import Pool
 from headrace.tuner.readings import Reading
 from headrace.tuner.store import Store
 from headrace.tuner.target import FEWEST
@@ -36,8 +36,16 @@ Change = Callable[..., Plan]
 def go(machine: Any, plan: Plan, *names: str, minutes: float = 60, **how: Any) -> Tuned:
     """Tune on the made-up machine, with techniques by name as single changes."""
     sources = how.pop("sources", None) or machine.sources([], names=names)
-    return tune(plan, how.pop("aim", "time"), minutes, sources, machine.measure, CUDA,
-                clock=machine.clock, **how)  # fmt: skip
+    return tune(
+        plan,
+        how.pop("aim", "time"),
+        minutes,
+        sources,
+        machine.measure,
+        CUDA,
+        clock=machine.clock,
+        **how,
+    )
 
 
 def test_what_is_faster_is_kept_and_what_is_slower_is_reverted(
@@ -145,7 +153,7 @@ def test_a_plan_that_cannot_run_is_replaced_on_few_steps(
     Machine: Any, plan: Plan, change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine({}, bytes={FAST: 0.5}, base_s=1.0, build_s=42.0, room_bytes=0.9e6)
-    monkeypatch.setattr(turns, "time", SimpleNamespace(time=machine.clock))
+    monkeypatch.setattr(paired_blocks, "time", SimpleNamespace(time=machine.clock))
     machine.measure = measure_with(machine)
     (row,) = go(machine, plan, FAST, minutes=2).path
     assert row.verdict == "kept" and "cannot run" in row.reason and row.steps < 12
@@ -158,7 +166,7 @@ def test_slow_steps_leave_time_for_other_plans(
     names = (FAST, SLOW, OTHER, "chunked_mlp")
     for apart in (False, True):
         machine = Machine({FAST: 0.67, SLOW: 1.1, OTHER: 0.98}, base_s=3.0, build_s=40.0)
-        monkeypatch.setattr(turns, "time", SimpleNamespace(time=machine.clock))
+        monkeypatch.setattr(paired_blocks, "time", SimpleNamespace(time=machine.clock))
         if apart:
             machine.bytes, machine.room_bytes = {}, 1.5e6
             machine.measure = measure_with(machine)
@@ -190,7 +198,7 @@ def test_memory_that_is_not_there_refuses(Machine: Any, plan: Plan, change: Chan
     proposals.append(machine.proposal(change(plan, f"+{OTHER}"), None, fits="no"))
     tuned = go(machine, plan, sources=machine.sources(proposals))
     assert [s.verdict for s in tuned.path] == ["refused"] * 3 and len(machine.asked) == 1
-    assert "ran out of memory" in tuned.path[1].reason and "foreseen" in tuned.path[2].reason
+    assert "ran out of memory" in tuned.path[1].reason and "predicted" in tuned.path[2].reason
     machine = Machine({}, bytes={FAST: 1.45}, room_bytes=1.46e6)  # too near to be safe
     (row,) = go(machine, plan, FAST).path
     assert row.verdict == "refused" and "no room" in row.reason
@@ -215,9 +223,14 @@ def test_the_real_order_of_a_cpu_begins_with_a_needless_checkpoint(
     Once the clock has cut that off, all that compiles comes last.
     """
     slow = change(
-        plan, "+full_checkpoint", "batch.micro_sequences=1", "batch.tokens=1024", "model.dim=128",
-        "model.ffn=384", "data.sequence_length=128",
-    )  # fmt: skip
+        plan,
+        "+full_checkpoint",
+        "batch.micro_sequences=1",
+        "batch.tokens=1024",
+        "model.dim=128",
+        "model.ffn=384",
+        "data.sequence_length=128",
+    )
     context = make_context(slow, choose_device(slow))
     found = proposals.sources("time", context, Rates.assumed("cpu"), catalogue())
     start, others = found.whole(slow)
@@ -228,7 +241,7 @@ def test_the_real_order_of_a_cpu_begins_with_a_needless_checkpoint(
     while (one := pool.take()) is not None:
         taken.append(difference(slow, one.plan))
         if "+torch_compile" in taken[-1]:
-            pool.late(one)
+            pool.note_cut_off(one)
     assert taken[0] == ("-full_checkpoint",) and ("batch.micro_sequences=8",) in taken[:3]
     compiling = [i for i, words in enumerate(taken) if "+torch_compile" in words]
     assert compiling[0] < len(taken) - len(compiling) and compiling[-1] == len(taken) - 1
@@ -360,7 +373,7 @@ def test_an_interruption_keeps_the_files_and_a_second_call_measures_nothing_twic
     assert not machine.asked
     page = (folder / PAGE).read_text()
     assert "<svg" in page and f"+{FAST}" in page and "<script" not in page
-    assert command.told(tuned, folder).endswith(f"headrace train {folder / PLAN}")
+    assert command.format_end(tuned, folder).endswith(f"headrace train {folder / PLAN}")
 
 
 def test_a_folder_that_cannot_be_written_costs_no_reading_and_tells_what_won(

@@ -38,8 +38,9 @@ def test_what_was_cut_off_waits_for_more_time_than_it_had(
             return whole.whole(best)
 
         planned = type(whole)(sources, whole.single, whole.learning)
-        tuned = tune(plan, "time", minutes, planned, machine.measure, CUDA, store=store,
-                     clock=machine.clock)  # fmt: skip
+        tuned = tune(
+            plan, "time", minutes, planned, machine.measure, CUDA, store=store, clock=machine.clock
+        )
         assert machine.now_s <= 60 * minutes
         return tuned, [difference(*asked[:2]) for asked in machine.asked], machine.now_s
 
@@ -72,11 +73,8 @@ def test_a_run_to_the_target_that_was_cut_off_waits_for_more_time(
         runs.append(limit_s)
         now[0] += min(took_s, limit_s)
         late = took_s > limit_s
-        return (
-            Reading(refused=f"{NOT_DONE} {limit_s:.0f} s", refusal=RefusalKind.TIME)
-            if late
-            else Reading(seconds=[took_s])
-        )
+        cut = Reading(refused=f"{NOT_DONE} {limit_s:.0f} s", refusal=RefusalKind.TIME)
+        return cut if late else Reading(seconds=[took_s])
 
     slow = changed(plan, [f"+{SLOW}"], KNOWN)
     told = []

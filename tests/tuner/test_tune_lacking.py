@@ -38,17 +38,33 @@ def test_what_noise_may_have_hidden_is_tried_once_more_after_all_else(
 ) -> None:
     """Others used the device in the first trial; it is quiet in the last."""
     machine = Machine({FAST: 0.98}, shaken=1)
-    tuned = tune(plan, "time", 60, machine.sources([], names=(FAST, SLOW)), machine.measure, CUDA,
-                 clock=machine.clock)  # fmt: skip
+    tuned = tune(
+        plan,
+        "time",
+        60,
+        machine.sources([], names=(FAST, SLOW)),
+        machine.measure,
+        CUDA,
+        clock=machine.clock,
+    )
     assert [(row.changes, row.verdict) for row in tuned.path[:3]] == [
-        ((f"+{FAST}",), "reverted"), ((f"+{SLOW}",), "reverted"), ((f"+{FAST}",), "kept"),
-    ]  # fmt: skip
+        ((f"+{FAST}",), "reverted"),
+        ((f"+{SLOW}",), "reverted"),
+        ((f"+{FAST}",), "kept"),
+    ]
 
 
 def test_where_nothing_gains_the_end_says_what_came_nearest(Machine: Any, plan: Plan) -> None:
     machine = Machine({FAST: 0.999, SLOW: 1.2})
-    tuned = tune(plan, "time", 60, machine.sources([], names=(FAST, SLOW)), machine.measure, CUDA,
-                 clock=machine.clock)  # fmt: skip
+    tuned = tune(
+        plan,
+        "time",
+        60,
+        machine.sources([], names=(FAST, SLOW)),
+        machine.measure,
+        CUDA,
+        clock=machine.clock,
+    )
     said = tuned.sentence()
     assert f"0 kept; the fastest of them, +{FAST}, is 1.001 (" in said
-    assert said.endswith("times as fast, and nothing else is foreseen to make a step shorter.")
+    assert said.endswith("times as fast, and nothing else is predicted to make a step shorter.")

@@ -43,13 +43,25 @@ def go(machine: Any, plan: Plan, run_s: Callable[[Plan], float], **how: Any) -> 
         return Reading(seconds=[seconds], tokens_per_s=run.batch.tokens / machine.step_s(run))
 
     def learning(best: Plan) -> list[Any]:
-        return [] if LEARNS in best.techniques else [
-            machine.proposal(changed(best, [f"+{LEARNS}"], KNOWN), None)]  # fmt: skip
+        return (
+            []
+            if LEARNS in best.techniques
+            else [machine.proposal(changed(best, [f"+{LEARNS}"], KNOWN), None)]
+        )
 
     found = machine.sources([], names=[FAST])
     sources = type(found)(found.whole, found.single, learning)
-    return tune(aimed(plan), "quality", 60, sources, machine.measure, CUDA, train=train,
-                clock=machine.clock, **how)  # fmt: skip
+    return tune(
+        aimed(plan),
+        "quality",
+        60,
+        sources,
+        machine.measure,
+        CUDA,
+        train=train,
+        clock=machine.clock,
+        **how,
+    )
 
 
 def seconds_of(machine: Any, ready_s: float = 0.0) -> Callable[[Plan], float]:
@@ -76,7 +88,7 @@ def test_the_whole_way_to_the_target_is_measured_and_the_bill_is_in_runs(
     said = tuned.sentence()
     assert said.startswith("The target comes 1.56 times as soon (first plan beside last over 2 ")
     assert "a step is 1.25 times as fast by the changes of execution" in said
-    assert f"won back after {int(tuned.seconds / saved_s) + 1} such runs" in said
+    assert tuned.even_after == f"{int(tuned.seconds / saved_s) + 1} such runs"
     told = json.loads(dumps(tuned))
     assert told["after_s"] == pytest.approx(0.08) and told["after_from"] == "runs to the target"
     assert told["tokens_per_s"] == pytest.approx(plan.batch.tokens / 0.08)
@@ -123,7 +135,7 @@ def test_the_aim_is_told_first_and_follows_the_plan(
     ]
     for run, asked, aim, said in cases:
         lines.clear()
-        tuned = command.tune_command(run, aim=asked, tell=lines.append, **how)
+        tuned = command.tune_command(run, aim=asked, note=lines.append, **how)
         assert tuned.aim == aim and said in lines[0]
 
 
@@ -132,9 +144,15 @@ def hasty(
 ) -> Tuned:
     """Tune a plan of 1,000 steps for what the minutes allow, where a run takes so long."""
     return hurried(
-        machine, plan, minutes, late(machine, [], run_s, gain), chosen=False,
-        goal={"minutes": 60, "steps": 1000}, schedule={"steps": 1000}, **how,
-    )  # fmt: skip
+        machine,
+        plan,
+        minutes,
+        late(machine, [], run_s, gain),
+        chosen=False,
+        goal={"minutes": 60, "steps": 1000},
+        schedule={"steps": 1000},
+        **how,
+    )
 
 
 def test_minutes_that_allow_no_two_pairs_of_runs_go_to_faster_steps(
@@ -142,7 +160,7 @@ def test_minutes_that_allow_no_two_pairs_of_runs_go_to_faster_steps(
 ) -> None:
     """A run takes 100 s at most, by the first steps that were timed, or by predicted ones."""
     lines: list[str] = []
-    tuned = hasty(Machine({FAST: 0.8}), plan, 3, 80.0, tell=lines.append)
+    tuned = hasty(Machine({FAST: 0.8}), plan, 3, 80.0, note=lines.append)
     assert tuned.aim == "time" and tuned.changes == (f"+{FAST}",) and tuned.target is None
     said = (
         "a run to 1.1 takes 100.1 s at most (1,000 steps at 100 ms each), and two pairs of runs do"
@@ -180,7 +198,7 @@ def test_what_a_run_to_the_target_is_too_short_for_is_undone_by_its_bill(
     machine = Machine({FAST: 0.8}, compile_s={FAST: 5.2})
     tuned = hasty(machine, plan, 10, 90.0, gain=0.5)
     assert {*tuned.plan.techniques} == {LEARNS}
-    said = "undone: its compiling is won back after 260 steps, and a run is 1,000 steps at most"
+    said = "undone: its compiling breaks even after 260 steps, and a run is 1,000 steps at most"
     assert said in tuned.path[0].reason
 
 
@@ -208,13 +226,25 @@ def late(
 def hurried(machine: Any, plan: Plan, minutes: float, train: Any, **how: Any) -> Tuned:
     """Tune for quality in minutes, with changes of execution and one of learning."""
     found = machine.sources([], start_s=how.pop("start_s", None), names=how.pop("names", [FAST]))
-    sources = type(found)(found.whole, found.single, lambda best: [
-        machine.proposal(changed(best, [f"+{LEARNS}"], KNOWN), None)])  # fmt: skip
+    sources = type(found)(
+        found.whole,
+        found.single,
+        lambda best: [machine.proposal(changed(best, [f"+{LEARNS}"], KNOWN), None)],
+    )
     goal = how.pop("goal", {"minutes": 3, "steps": 10**6})
     schedule = how.pop("schedule", {"steps": 9})
     aims = plan.replaced(goal={"bits_per_byte": 1.1, **goal}, schedule=schedule)
-    return tune(aims, "quality", minutes, sources, machine.measure, CUDA, train=train,
-                clock=machine.clock, **how)  # fmt: skip
+    return tune(
+        aims,
+        "quality",
+        minutes,
+        sources,
+        machine.measure,
+        CUDA,
+        train=train,
+        clock=machine.clock,
+        **how,
+    )
 
 
 def test_what_was_kept_without_a_run_to_the_target_is_provisional_and_says_so(
@@ -233,7 +263,7 @@ def test_what_was_kept_without_a_run_to_the_target_is_provisional_and_says_so(
     lines: list[str] = []
     store = Store(tmp_path / TRIALS, {}, machine.clock)
     second = hurried(
-        machine, plan, 0.5, late(machine, limits, 170.0), store=store, tell=lines.append
+        machine, plan, 0.5, late(machine, limits, 170.0), store=store, note=lines.append
     )
     assert first.interrupted and not machine.asked and len(limits) == 1
     for tuned in (first, second):
@@ -242,7 +272,7 @@ def test_what_was_kept_without_a_run_to_the_target_is_provisional_and_says_so(
         said = tuned.sentence()
         assert said.startswith("A step is 1.35 times as fast")
         assert ", but the time to the target was not measured: 1 plan measured" in said
-        assert "1 of them provisionally" in said and "won back" not in said
+        assert "1 of them provisionally" in said and not tuned.bill
         page = write_tune_page(tuned, tmp_path).read_text()
         assert "kept, provisional" in page and "A run to the target" in page
         assert "1.35 times as fast, the target not measured" in page
@@ -252,7 +282,7 @@ def test_what_was_kept_without_a_run_to_the_target_is_provisional_and_says_so(
     assert "before a seed of both, and no run has reached the target yet: the first plan's" in told
     assert "not done within 0.5 minutes; --minutes 1 gives it twice as long, and" in told
     assert second.untried == (f"+{LEARNS}",) and len(limits) == 1  # nothing to judge it by
-    end = command.told(second, tmp_path)
+    end = command.format_end(second, tmp_path)
     assert "no run has reached the target: --minutes 1 gives a run to the target at" in end
     machine = Machine({FAST: 0.74})
     store = Store(tmp_path / TRIALS, {}, machine.clock)
@@ -271,8 +301,9 @@ def test_one_trial_leaves_time_for_what_is_learned(
     assert limits and limits[0][0] == pytest.approx(90.0) and machine.now_s <= 180
     row = cut.path[0]
     assert row.verdict == "not tried"
-    assert row.reason.endswith("90 s: --minutes 6 gives it twice as long, and the same command "
-                               "goes on")  # fmt: skip
+    assert row.reason.endswith(
+        "90 s: --minutes 6 gives it twice as long, and the same command goes on"
+    )
     again = hurried(Machine({FAST: 0.8}, build_s=55.0), plan, 6, late(machine, limits, 10.0))
     assert again.path[0].verdict == "kept"
     short = next(step for step in cut.path if step.stage == "learning")
@@ -285,27 +316,45 @@ def test_what_a_run_to_the_target_takes_is_told_from_one_and_not_from_the_goals_
 ) -> None:
     """An hour is what it may take. The pilot's seconds tell, or else the goal's own steps."""
     cases: list[tuple[float, dict[str, Any], str]] = [
-        (80.0, {"minutes": 60},
-         "; one run to 1.1 took 80.0 s, 4 such runs would take 5 min: --minutes 11 would do"),
-        (9e9, {"minutes": 60},
-         "of both, and no run has reached the target yet: the first plan's was not done within 2.0 "
-         "minutes; --minutes 8 gives it twice as long,"),
-        (9e9, {"minutes": 60, "steps": 6000},
-         "; the 6,000 steps of the goal take 10 min at 100 ms each, 4 such runs would take 40 "
-         "min: --minutes 81 would do, or fewer"),
-        (9e9, {"steps": 50},
-         "; the 50 steps of the goal take 5.0 s at 100 ms each, and it took longer: "
-         "--minutes 8 gives it twice as long,"),
-    ]  # fmt: skip
+        (
+            80.0,
+            {"minutes": 60},
+            "; one run to 1.1 took 80.0 s, 4 such runs would take 5 min: --minutes 11 would do",
+        ),
+        (
+            9e9,
+            {"minutes": 60},
+            "of both, and no run has reached the target yet: the first plan's was not done within "
+            "2.0 minutes; --minutes 8 gives it twice as long,",
+        ),
+        (
+            9e9,
+            {"minutes": 60, "steps": 6000},
+            "; the 6,000 steps of the goal take 10 min at 100 ms each, 4 such runs would take 40 "
+            "min: --minutes 81 would do, or fewer",
+        ),
+        (
+            9e9,
+            {"steps": 50},
+            "; the 50 steps of the goal take 5.0 s at 100 ms each, and it took longer: "
+            "--minutes 8 gives it twice as long,",
+        ),
+    ]
     for run_s, goal, says in cases:
         limits: list[tuple[float, float]] = []
         machine = Machine({FAST: 1.2}, build_s=30.0)
-        tuned = hurried(machine, plan, 4, late(machine, limits, run_s), goal=goal,
-                        names=[FAST, "fused_swiglu", "fused_rms_norm"])  # fmt: skip
+        tuned = hurried(
+            machine,
+            plan,
+            4,
+            late(machine, limits, run_s),
+            goal=goal,
+            names=[FAST, "fused_swiglu", "fused_rms_norm"],
+        )
         row = tuned.path[-1]
         assert row.stage == "learning" and row.verdict == "not tried"
         assert says in row.reason, row.reason
-        assert "1680" not in command.told(tuned, Path()) and tuned.wanted < 300
+        assert "1680" not in command.format_end(tuned, Path()) and tuned.wanted < 300
         assert tuned.unreached == (run_s > 80)
 
 
@@ -327,7 +376,7 @@ def test_what_was_kept_on_few_steps_is_provisional_until_it_is_timed_again(
         (row,) = tuned.path
         assert machine.now_s <= 60 * minutes and row.verdict == "kept"
         assert len(machine.asked) == 1 + sure and (row.steps >= 54) == sure
-        assert row.provisional != sure and ("timed again on 5" in row.reason) == sure
+        assert row.provisional != sure and ("timed once more on 5" in row.reason) == sure
         assert ("provisionally: on fewer than 54 steps" in tuned.sentence()) != sure
         assert row.line().startswith("kept: " if sure else "kept provisionally: ")
         assert json.loads(dumps(tuned))["path"][0]["provisional"] != sure

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.report.read import read_run
+from headrace.report.run_files import read_run
 
 MakeRun = Callable[..., Path]
 

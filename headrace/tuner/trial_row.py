@@ -1,4 +1,4 @@
-"""A plan that was tried, as a row of the tuner's way."""
+"""Hold a trial: a plan that was tried beside the best so far, as a row of the tuner's path."""
 
 from dataclasses import dataclass
 from math import ceil, isfinite
@@ -7,17 +7,17 @@ from typing import Literal
 from headrace.core.statistics import Interval, break_even_steps
 from headrace.core.units import format_bytes, format_seconds
 from headrace.plan.plan import Plan
-from headrace.tuner.kinds import Kind
+from headrace.tuner.effects import Effect
 
-Became = Literal["kept", "reverted", "not shown", "refused", "not tried"]
-Stage = Literal["screen", "accept", "learning", "none"]
+TrialVerdict = Literal["kept", "reverted", "not shown", "refused", "not tried"]
+TrialStage = Literal["screen", "accept", "learning", "none"]
 COMPILES_S = 0.5
-"""Seconds of compiling from which a reader is told when they are won back."""
+"""Seconds of compiling from which a reader is told when they break even."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """A plan that was tried beside the best so far.
+class TrialRow:
+    """Hold a plan that was tried beside the best so far.
 
     Args:
         number: from 1.
@@ -50,10 +50,10 @@ class Step:
 
     number: int
     changes: tuple[str, ...]
-    verdict: Became
+    verdict: TrialVerdict
     reason: str
-    stage: Stage = "none"
-    equality: Kind = "exact"
+    stage: TrialStage = "none"
+    equality: Effect = "exact"
     predicted: float | None = None
     ratio: Interval | None = None
     memory: float | None = None
@@ -72,32 +72,32 @@ class Step:
     compile_s: float | None = None
 
     @property
-    def foretold(self) -> float | None:
-        """What was predicted in the unit of `ratio`; of a time to a target nothing is."""
+    def predicted_ratio(self) -> float | None:
+        """Return what was predicted in the unit of `ratio`; None of a time to a target."""
         return None if self.stage == "learning" else self.predicted_speed
 
     @property
     def saved_s(self) -> float | None:
-        """Seconds that the change saves of each step; None where that was not measured."""
+        """Return the seconds that the change saves of each step; None where not measured."""
         if self.stage == "learning" or self.ratio is None or self.before_s is None:
             return None
         return self.before_s * (1 - 1 / self.ratio.value)
 
     @property
     def break_even(self) -> float | None:
-        """Steps after which its compiling is won back; None where it saves or compiles nothing."""
+        """Return the steps after which its compiling breaks even; None where it saves nothing."""
         if not self.saved_s or self.saved_s < 0 or self.compile_s is None:
             return None
         return break_even_steps(self.compile_s, self.saved_s, 0.0)
 
     def worth(self, length: "Length | None") -> bool | None:
-        """Whether a run of that length wins its compiling back; None where that is not known."""
+        """Return whether its compiling breaks even in a run of that length; None if unknown."""
         if self.break_even is None or length is None:
             return None
         return self.break_even <= length.steps
 
     def bought(self, length: "Length | None") -> str:
-        """What a kept change buys, and when its compiling is won back; "" of one that bought none.
+        """Render what a kept change buys, and when its compiling breaks even; "" if nothing.
 
         Args:
             length: of a run of the plan with the change.
@@ -113,28 +113,30 @@ class Step:
             before = self.peak_bytes / self.memory if self.peak_bytes and self.memory else 0.0
             less = before - (self.peak_bytes or 0.0)
             return f"{format_bytes(less)} of the peak" if less > 0 else ""
-        told = f"{format_seconds(self.saved_s)} of each step"
+        words = f"{format_seconds(self.saved_s)} of each step"
         if self.break_even is None or self.compile_s is None or self.compile_s < COMPILES_S:
-            return told
-        told += f"; {format_seconds(self.compile_s)} of compiling are won back after "
-        told += f"{ceil(self.break_even):,} steps"
+            return words
+        words += f"; {format_seconds(self.compile_s)} of compiling break even after "
+        words += f"{ceil(self.break_even):,} steps"
         if length is None:
-            return told
+            return words
         worth = "worth it" if self.worth(length) else "not worth it for this run alone"
-        return f"{told}, and this run {length.words}: {worth}"
+        return f"{words}, and this run {length.words}: {worth}"
 
     def line(self) -> str:
-        """It in a line; where memory is the aim the ratio of time is named."""
-        said = "" if self.foretold is None else f", predicted {self.foretold:.3f}"
+        """Render it in a line; where memory is the aim the ratio of time is named."""
+        predicted = (
+            "" if self.predicted_ratio is None else f", predicted {self.predicted_ratio:.3f}"
+        )
         name = "" if self.predicted_memory is None else "speed "
-        found = "" if self.ratio is None else f" {name}{told(self.ratio)}{said},"
+        measured = "" if self.ratio is None else f" {name}{format_ratio(self.ratio)}{predicted},"
         verdict = f"{self.verdict} provisionally" if self.provisional else self.verdict
-        return f"{verdict}: {' '.join(self.changes)}:{found} {self.reason}".replace("\n", " ")
+        return f"{verdict}: {' '.join(self.changes)}:{measured} {self.reason}".replace("\n", " ")
 
 
 @dataclass(frozen=True)
 class Length:
-    """How long a plan's run is.
+    """Hold how long a plan's run is.
 
     Args:
         steps: after which it ends at the latest.
@@ -148,7 +150,7 @@ class Length:
 
 
 def length_of(plan: Plan, step_s: float | None) -> Length | None:
-    """When a plan's own budgets or its schedule end it; None where nothing but a target does.
+    """Return when a plan's budgets or its schedule end it; None where only a target does.
 
     Past the end of a schedule the rate falls no more, and what the plan describes is over.
 
@@ -163,14 +165,14 @@ def length_of(plan: Plan, step_s: float | None) -> Length | None:
     minutes = [(goal.minutes, f"{goal.minutes:g} minutes")] if goal.minutes else []
     if goal.dollars and price:
         minutes.append((60 * goal.dollars / price, f"${goal.dollars:,.2f}"))
-    for long, told in minutes if step_s else []:
+    for long, words in minutes if step_s else []:
         steps = 60 * long / (step_s or 1.0)
-        ends.append(Length(steps, f"is {told}, some {steps:,.0f} steps", told))
+        ends.append(Length(steps, f"is {words}, some {steps:,.0f} steps", words))
     return min(ends, key=lambda one: one.steps, default=None)
 
 
-def told(ratio: Interval) -> str:
-    """A ratio with its interval, where there is one."""
+def format_ratio(ratio: Interval) -> str:
+    """Render a ratio with its interval, where there is one."""
     if ratio.n < 2:
         return f"{ratio.value:.3f} (n = 1)"
     return f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"

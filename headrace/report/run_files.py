@@ -28,17 +28,30 @@ from headrace.core.files import parse_json, parse_object, recorded_plan, shell
 from headrace.observe import REPORT_FORMAT
 
 PHASES: tuple[str, ...] = (
-    "input", "forward", "backward", "optimizer", "communication_exposed", "checkpoint", "eval",
+    "input",
+    "forward",
+    "backward",
+    "optimizer",
+    "communication_exposed",
+    "checkpoint",
+    "eval",
     "compile",
-)  # fmt: skip
+)
 COLUMNS = (
-    "step", "tokens", "wall_s", "loss", "step_s", "input_s", "forward_s", "backward_s",
+    "step",
+    "tokens",
+    "wall_s",
+    "loss",
+    "step_s",
+    "input_s",
+    "forward_s",
+    "backward_s",
     "optimizer_s",
-)  # fmt: skip
+)
 
 
 def _finite(value: object) -> object:
-    """A number that is not finite was not measured."""
+    """Return None for a number that is not finite: it was not measured."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -47,13 +60,13 @@ Count = Annotated[int | None, BeforeValidator(_finite)]
 
 
 class Table(BaseModel):
-    """A table of report.json; keys that this version does not know are ignored."""
+    """Read a table of report.json; keys that this version does not know are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class Goal(Table):
-    """What was asked, whether and when it was reached, and what ended the run."""
+class GoalRecord(Table):
+    """Hold what was asked, whether and when it was reached, and what ended the run."""
 
     asked: dict[str, Number]
     reached: bool | None
@@ -64,7 +77,7 @@ class Goal(Table):
 
 
 class Utilization(Table):
-    """Model FLOPs over the device's peak, with the peak's source and the formula."""
+    """Hold model FLOPs over the device's peak, with the peak's source and the formula."""
 
     value: Number
     peak_flops: Number = None
@@ -74,7 +87,7 @@ class Utilization(Table):
 
 
 class PeakMemory(Table):
-    """Peak bytes and the method that measured them."""
+    """Hold peak bytes and the method that measured them."""
 
     allocated: Number
     reserved: Number
@@ -83,22 +96,22 @@ class PeakMemory(Table):
 
 
 class MemoryLine(Table):
-    """One named line of the ledger at the peak."""
+    """Hold one named line of the ledger at the peak."""
 
     name: str
     bytes: Number
 
 
 class InputWait(Table):
-    """How long steps waited for data."""
+    """Hold how long steps waited for data."""
 
     p50_s: Number = None
     p99_s: Number = None
     stalled_steps: Count = None
 
 
-class Validation(Table):
-    """One evaluation on held-out text."""
+class ValidationRecord(Table):
+    """Hold one evaluation on held-out text."""
 
     step: int
     tokens: int
@@ -109,7 +122,7 @@ class Validation(Table):
 
 
 class DoubtRecord(Table):
-    """Why the plan, or the validation loss, may not be what its user means, and what would be."""
+    """Hold why the plan, or the loss, may not be what its user means, and what would be."""
 
     kind: str = ""
     reason: str = Field(validation_alias=AliasChoices("reason", "sentence"))
@@ -117,7 +130,7 @@ class DoubtRecord(Table):
 
 
 class Texts(Table):
-    """What is trained on and what is held out, and how many targets an evaluation counts."""
+    """Hold what is trained on and what is held out, and how many targets an evaluation counts."""
 
     train_bytes: Count = None
     train_documents: Count = None
@@ -130,7 +143,7 @@ class Texts(Table):
 
 
 class TechniqueRecord(Table):
-    """A technique of the plan and the proof that it was in force."""
+    """Hold a technique of the plan and the evidence that it was in force."""
 
     active: bool | None
     detail: str = ""
@@ -139,14 +152,14 @@ class TechniqueRecord(Table):
 
 
 class Attended(Table):
-    """Who computed attention; a technique that did has evidence of its own, and no detail here."""
+    """Hold who computed attention; a technique that did has evidence of its own instead."""
 
     kernels: tuple[str, ...] = ()
     detail: str = ""
 
 
 class FirstStep(Table):
-    """How far the first step was from the plain trainer's, or why that was not asked."""
+    """Hold how far the first step was from the plain trainer's, or why that was not asked."""
 
     compared: bool
     why: str = ""
@@ -159,10 +172,10 @@ class FirstStep(Table):
     band: Number = None
 
 
-class Narrowest(Table):
-    """The doctor's verdict, with the remedy to try first where one is known."""
+class BottleneckRecord(Table):
+    """Hold the doctor's verdict, with the remedy to try first where one is known."""
 
-    station: str
+    name: str = Field(validation_alias="station")
     share: Number = None
     sentence: str
     evidence: str = ""
@@ -172,15 +185,15 @@ class Narrowest(Table):
     unknown: str = ""
 
 
-class Sample(Table):
-    """Text that the trained model wrote."""
+class SampleRecord(Table):
+    """Hold text that the trained model wrote."""
 
     prompt: str
     text: str
 
 
 class Omission(Table):
-    """What of the sources is no text to train on, for one reason."""
+    """Hold what of the sources is no text to train on, for one reason."""
 
     reason: str
     words: str
@@ -188,29 +201,29 @@ class Omission(Table):
     examples: tuple[str, ...] = ()
 
 
-class Parent(Table):
-    """The run and the step that this run begins at."""
+class ParentRecord(Table):
+    """Hold the run and the step that this run begins at."""
 
     run: str
     step: int
 
 
-class Ended(Table):
-    """Whether the run diverged, in one sentence where it did."""
+class DivergenceRecord(Table):
+    """Hold whether the run diverged, with a sentence where it did."""
 
     diverged: bool
     sentence: str = ""
 
 
 class Report(Table):
-    """report.json."""
+    """Hold report.json."""
 
     format: Literal[1]
     name: str
     status: Literal["done", "failed", "interrupted"]
     message: str | None = None
-    goal: Goal
-    outcome: Ended | None = None
+    goal: GoalRecord
+    outcome: DivergenceRecord | None = None
     doubts: tuple[DoubtRecord, ...] = ()
     steps: Count = None
     tokens: Count
@@ -223,9 +236,9 @@ class Report(Table):
     phase_s: dict[str, Number]
     wasted_token_fraction: Number
     input_wait: InputWait = InputWait()
-    val: tuple[Validation, ...]
+    val: tuple[ValidationRecord, ...]
     dollars: Number
-    parent: Parent | None = None
+    parent: ParentRecord | None = None
     restarts: Count
     skipped_steps: Count
     techniques: dict[str, TechniqueRecord]
@@ -234,27 +247,27 @@ class Report(Table):
     stream_sha256: str | None
     seed: Count
     parameters: Count = None
-    narrowest: Narrowest | None = None
-    sample: Sample | None = None
+    bottleneck: BottleneckRecord | None = Field(None, validation_alias="narrowest")
+    sample: SampleRecord | None = None
     command: str | None = None
     tokenizer: dict[str, Any] | None = None
     data: Texts | None = None
     left_out: tuple[Omission, ...] = ()
 
     @property
-    def evaluated(self) -> list[Validation]:
-        """The evaluations that gave a number."""
+    def evaluated(self) -> list[ValidationRecord]:
+        """Return the evaluations that gave a number."""
         return [row for row in self.val if row.bits_per_byte is not None]
 
     @property
     def best_bits_per_byte(self) -> float | None:
-        """The lowest validation loss."""
+        """Return the lowest validation loss in bits per byte."""
         return min((row.bits_per_byte or math.inf for row in self.evaluated), default=None)
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run's folder, read.
+class RunFiles:
+    """Hold the files of a run's folder, read and checked.
 
     Args:
         directory: the folder.
@@ -274,14 +287,14 @@ class Run:
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """How many tokens the validation text has per byte; turns nats per token into bits."""
+        """Return the tokens per byte of the validation text; turns nats per token into bits."""
         for row in reversed(self.report.evaluated):
             if row.loss_nats and row.bits_per_byte:
                 return row.bits_per_byte * math.log(2) / row.loss_nats
         return None
 
 
-def read_run(directory: Path) -> Run:
+def read_run(directory: Path) -> RunFiles:
     """Read a run's folder.
 
     Raises:
@@ -293,7 +306,7 @@ def read_run(directory: Path) -> Run:
     environment = directory / "environment.json"
     plan, shown = recorded_plan(directory), directory / "plan.toml"
     text = _read_text(plan) if plan.exists() else ""
-    return Run(
+    return RunFiles(
         directory=directory,
         report=_read_report(directory / "report.json"),
         metrics=_read_metrics(directory / "metrics.jsonl"),
@@ -315,13 +328,13 @@ def _check_is_run(directory: Path) -> None:
     if not directory.exists():
         runs = [path.parent.name for path in directory.parent.glob("*/report.json")]
         near = nearest(directory.name, runs)
-        found = f"; the nearest run in {directory.parent} is {near}" if runs else ""
+        listing = f"; the nearest run in {directory.parent} is {near}" if runs else ""
         example = directory.parent / (near.split(", ")[0] if runs else "NAME")
         command = again((directory, example), verb="report")
-        raise ConfigError(f"{directory} does not exist{found}", command)
+        raise ConfigError(f"{directory} does not exist{listing}", command)
     names = sorted(path.name for path in directory.iterdir())
-    found = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    message = f"{directory} is not a run: it has no report.json (found: {found or 'nothing'})"
+    listing = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    message = f"{directory} is not a run: it has no report.json (found: {listing or 'nothing'})"
     beneath = _nearest_run(directory)
     if beneath:
         message += f"; the nearest run beneath it is {beneath}"
@@ -333,15 +346,15 @@ def _check_is_run(directory: Path) -> None:
 
 
 def _nearest_run(directory: Path) -> Path | None:
-    """The first run beneath `directory`, shallow folders first, down to three levels."""
+    """Return the first run beneath `directory`, shallow folders first, down to three levels."""
     for pattern in ("*/report.json", "*/*/report.json", "*/*/*/report.json"):
-        if found := sorted(directory.glob(pattern)):
-            return found[0].parent
+        if runs := sorted(directory.glob(pattern)):
+            return runs[0].parent
     return None
 
 
 def _read_text(path: Path) -> str:
-    """A file as text, or ConfigError."""
+    """Return a file as text, or raise ConfigError."""
     aside = f"mv {shell(path)} {shell(f'{path}.damaged')}"
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -353,7 +366,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, or ConfigError with the place of the fault."""
+    """Return a JSON object, or raise ConfigError with the place of the fault."""
     text = _read_text(path)
     mend = f"mv {shell(path)} {shell(f'{path}.damaged')}"
     if path.name == "report.json":
@@ -365,11 +378,11 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_report(path: Path) -> Report:
-    """report.json, or ConfigError naming the keys that are missing or wrong."""
+    """Return report.json, or raise ConfigError naming the keys that are missing or wrong."""
     values = _read_object(path)
     if values.get("format", REPORT_FORMAT) != REPORT_FORMAT:
-        found = f"{path} has format {values['format']!r}"
-        message = f"{found}; this Headrace reads format {REPORT_FORMAT}"
+        problem = f"{path} has format {values['format']!r}"
+        message = f"{problem}; this Headrace reads format {REPORT_FORMAT}"
         aside = f"mv {shell(path)} {shell(f'{path}.newer')}"
         other = f"{aside}; {train_command(path.parent, '--resume')}"
         raise ConfigError(message, f"the version of Headrace that wrote it; or {other}")
@@ -382,12 +395,12 @@ def _read_report(path: Path) -> Report:
     lines += [
         f"{key} = {e['input']!r}: {e['msg'].lower()}" for key, e in faults if e["type"] != "missing"
     ]
-    again = train_command(path.parent, "--resume")
-    raise ConfigError(f"{path} is not a complete report: " + "; ".join(lines), again)
+    remedy = train_command(path.parent, "--resume")
+    raise ConfigError(f"{path} is not a complete report: " + "; ".join(lines), remedy)
 
 
 def _read_metrics(path: Path) -> dict[str, NDArray[np.float64]]:
-    """The columns of metrics.jsonl; empty arrays when there is no such file."""
+    """Return the columns of metrics.jsonl; empty arrays when there is no such file."""
     lines = _read_text(path).split("\n") if path.exists() else [""]
     rows: dict[float, list[float]] = {}
     # What follows the last newline is a row that was being written when the process ended.

@@ -1,4 +1,4 @@
-"""A short training, whose losses tell techniques apart."""
+"""Train for a few steps, whose losses tell techniques apart."""
 
 import torch
 from torch import Tensor
@@ -10,28 +10,29 @@ from headrace.tuner.readings import Reading, opened, read
 
 
 def of_length(plan: Plan, steps: int) -> Plan:
-    """The plan with a schedule that ends with the training, and a warmup that fits into it."""
+    """Return the plan with a schedule and a warmup that end with the training."""
     warmup = min(plan.schedule.warmup_steps, steps)
     ends = plan.schedule.model_copy(update={"steps": steps, "warmup_steps": warmup})
     return plan.replaced(schedule=ends)
 
 
 def train_steps(plan: Plan, *, steps: int) -> Reading:
-    """The loss of every step on the plan's own text, and evidence after the last.
+    """Return a reading with the loss of every step on the plan's own text, and evidence.
 
-    The first step with targets is asked already: what is not in force then ends the training.
+    The first step with targets is asked already: a technique that is not in force ends the
+    training.
     """
 
-    def go(found: Reading) -> None:
+    def go(reading: Reading) -> None:
         losses: list[Tensor] = []
-        told = None
+        evidence = None
         with opened(of_length(plan, steps), text=True) as (build, micros):
             for index in range(steps):
                 numbers = train.step(build, micros(index), index)
                 losses.append(numbers[0])
-                if told is None:
-                    told = evidence_after(build, numbers, last=index == steps - 1)
-            found.losses = torch.stack(losses).tolist()
-            found.evidence = (told or {}) | newest(build)
+                if evidence is None:
+                    evidence = evidence_after(build, numbers, last=index == steps - 1)
+            reading.losses = torch.stack(losses).tolist()
+            reading.evidence = (evidence or {}) | newest(build)
 
     return read(go)

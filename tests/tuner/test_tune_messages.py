@@ -37,15 +37,15 @@ def test_the_end_says_what_time_was_too_short_for(Machine: Any, plan: Plan) -> N
     machine = Machine({FAST: 0.8, **dict.fromkeys(SLOW, 1.1)}, build_s=20.0)
     tuned = go(machine, plan, FAST, *SLOW, "activation_offload", "chunked_mlp", minutes=2)
     assert tuned.up and tuned.left == (f"+{SLOW[1]}",)
-    end = command.told(tuned, Path("tuned")).splitlines()
+    end = command.format_end(tuned, Path("tuned")).splitlines()
     told = "time was up; 1 change was not tried: --minutes 1 should do, and the same"
     assert f"{told} command goes on" in end
-    assert "not tried: no gain foreseen: +activation_offload, +chunked_mlp" in end
+    assert "not tried: no gain predicted: +activation_offload, +chunked_mlp" in end
     tuned = go(Machine({FAST: 0.8}), plan, FAST, minutes=60)
-    assert "not tried" not in command.told(tuned, Path("tuned"))
+    assert "not tried" not in command.format_end(tuned, Path("tuned"))
 
 
-def test_what_is_foreseen_to_gain_nothing_is_neither_tried_nor_advised_for(
+def test_what_is_predicted_to_gain_nothing_is_neither_tried_nor_advised_for(
     Machine: Any, plan: Plan, change: Any, tmp_path: Path
 ) -> None:
     """Plenty of time, or none: it is told in one line, and no minutes are asked for it."""
@@ -59,18 +59,18 @@ def test_what_is_foreseen_to_gain_nothing_is_neither_tried_nor_advised_for(
         assert not tuned.up and not tuned.left and not tuned.untried
         assert {*tuned.no_gain} == {f"+{name}" for name in idle}
         assert [step.changes for step in tuned.path] == [(f"+{FAST}",)]
-        end = command.told(tuned, Path("tuned"))
+        end = command.format_end(tuned, Path("tuned"))
         assert "--minutes" not in end and "time was up" not in end
         (line,) = [line for line in end.splitlines() if line.startswith("not tried")]
-        assert line.startswith("not tried: no gain foreseen: +")
-        assert "No gain is foreseen" in write_tune_page(tuned, tmp_path).read_text()
-        assert {*tuned.plain()["no_gain_foreseen"]} == {*tuned.no_gain}
+        assert line.startswith("not tried: no gain predicted: +")
+        assert "No gain is predicted" in write_tune_page(tuned, tmp_path).read_text()
+        assert {*tuned.to_dict()["no_gain_foreseen"]} == {*tuned.no_gain}
 
 
 def test_minutes_are_told_as_they_were_given(Machine: Any, plan: Plan) -> None:
     machine, lines = Machine({FAST: 0.8}), list[str]()
     sources = machine.sources([], names=[FAST])
-    tune(plan, "time", 2.5, sources, machine.measure, CUDA, clock=machine.clock, tell=lines.append)
+    tune(plan, "time", 2.5, sources, machine.measure, CUDA, clock=machine.clock, note=lines.append)
     assert lines[0].startswith(f"{plan.name}: 1 changes to try in 2.5 min;")
 
 
@@ -92,8 +92,9 @@ def test_what_is_predicted_stands_in_the_unit_of_what_is_measured_beside_it(
     Machine: Any, plan: Plan, change: Any, tmp_path: Path
 ) -> None:
     """Speed beside speed and peak beside peak; the order of trials is by neither alone."""
-    machine = Machine({FAST: 1.1, SLOW[0]: 1.5, SLOW[1]: 4.4},
-                      bytes={FAST: 0.5, SLOW[0]: 0.6, SLOW[1]: 0.2})  # fmt: skip
+    machine = Machine(
+        {FAST: 1.1, SLOW[0]: 1.5, SLOW[1]: 4.4}, bytes={FAST: 0.5, SLOW[0]: 0.6, SLOW[1]: 0.2}
+    )
     whole = [machine.proposal(change(plan, f"+{FAST}"), 1.25)]
     whole[0].prediction.memory.peak_bytes = 0.4e6
     sources = machine.sources(whole, start_s=1.0, names=SLOW)
@@ -108,7 +109,7 @@ def test_what_is_predicted_stands_in_the_unit_of_what_is_measured_beside_it(
     assert dear.verdict == "reverted" and "4.4 times as long as the first" in dear.reason
     assert {*tuned.plan.techniques} == {FAST, SLOW[0]}  # 1.1 x 1.5 is within twice
     page = write_tune_page(tuned, tmp_path).read_text()
-    assert f">{tuned.told_measured}<" in page
+    assert f">{tuned.count_measured}<" in page
     assert "0.500, predicted 0.400" in page and ">0.800<" in page and ">2.000<" not in page
 
 

@@ -5,23 +5,23 @@ from typing import Any
 
 import pytest
 
+from headrace.core.errors import RefusalKind
 from headrace.core.statistics import order_abba
-from headrace.tuner.judge import Gain, Rules
-from headrace.tuner.pairs import _compiled_otherwise
-from headrace.tuner.readings import NOT_DONE, Reading
-from headrace.tuner.store import kept_kind
-from headrace.tuner.turns import (
+from headrace.tuner.judge import Rules, WorthMoreSteps
+from headrace.tuner.paired_blocks import (
     ACCEPT,
     LOOK,
     MARGIN,
     PAIR_STEPS,
     Limit,
-    Size,
-    take_turns,
+    SampleSize,
+    take_blocks,
     take_visits,
     train_on,
     visit_steps,
 )
+from headrace.tuner.pairs import _compiled_otherwise
+from headrace.tuner.readings import NOT_DONE, Reading
 
 LIMIT = MARGIN["cuda"]
 
@@ -31,20 +31,20 @@ class Clocked:
 
     def __init__(self, step_s: float, now: list[float], noise: float = 0.0) -> None:
         self.step_s, self.now, self.noise = step_s, now, noise
-        self.found, self.runs = Reading(), list[tuple[int, int]]()
+        self.reading, self.runs = Reading(), list[tuple[int, int]]()
 
     def train_to(self, steps: int) -> None:
         """On the clock."""
-        self.now[0] += max(0, steps - len(self.found.losses)) * self.step_s
-        self.found.losses += [6.0] * (steps - len(self.found.losses))
+        self.now[0] += max(0, steps - len(self.reading.losses)) * self.step_s
+        self.reading.losses += [6.0] * (steps - len(self.reading.losses))
 
     def run(self, blocks: int, steps: int) -> None:
         """On the clock; every other block is slower by `noise`."""
         self.runs.append((blocks, steps))
         self.now[0] += (1 + blocks * steps) * self.step_s
         for _ in range(blocks):
-            self.found.seconds.append(
-                self.step_s * (1 + self.noise * (len(self.found.seconds) % 2))
+            self.reading.seconds.append(
+                self.step_s * (1 + self.noise * (len(self.reading.seconds) % 2))
             )
 
 
@@ -52,22 +52,26 @@ def turns(a_s: float, b_s: float, left_s: float, worth: bool = True, **how: Any)
     """Both in turn, in so many seconds."""
     now = [0.0]
     one, two = Clocked(a_s, now, how.get("noise", 0.0)), Clocked(b_s, now)
-    two.found.beside = one.found
-    size = Size(worth=Gain("exact", Rules(device="cuda"))) if worth else how.get("size", ACCEPT)
-    take_turns(one, two, size, lambda: left_s - now[0], how.get("share_s", left_s), LIMIT)
-    return SimpleNamespace(one=one, two=two, found=two.found, spent_s=now[0])
+    two.reading.beside = one.reading
+    size = (
+        SampleSize(worth=WorthMoreSteps("exact", Rules(device="cuda")))
+        if worth
+        else how.get("size", ACCEPT)
+    )
+    take_blocks(one, two, size, lambda: left_s - now[0], how.get("share_s", left_s), LIMIT)
+    return SimpleNamespace(one=one, two=two, reading=two.reading, spent_s=now[0])
 
 
 def test_a_gain_goes_on_where_it_stands_and_what_shows_none_is_left() -> None:
     took = turns(0.2, 0.1, 600.0)
-    assert took.found.steps == 56 and not took.found.screened
+    assert took.reading.steps == 56 and not took.reading.screened
     assert took.one.runs == [(1, 3), (2, 3), (1, 3), (1, 11), (2, 11), (1, 11)]
     assert took.two.runs == [(2, 3), (2, 3), (2, 11), (2, 11)]
-    assert len(took.found.seconds) == len(took.one.found.seconds) == 8
+    assert len(took.reading.seconds) == len(took.one.reading.seconds) == 8
     took = turns(0.1, 0.2, 600.0)
-    assert took.found.steps == 12 and took.found.screened
+    assert took.reading.steps == 12 and took.reading.screened
     took = turns(0.1, 0.2, 600.0, worth=False)  # asked for by name, all is measured
-    assert took.found.steps == 54 and len(took.found.seconds) == len(order_abba(3)) // 2
+    assert took.reading.steps == 54 and len(took.reading.seconds) == len(order_abba(3)) // 2
 
 
 @pytest.mark.parametrize(
@@ -76,59 +80,65 @@ def test_a_gain_goes_on_where_it_stands_and_what_shows_none_is_left() -> None:
 def test_slow_steps_fit_the_time(left_s: float, least: int, most: int) -> None:
     """Of 3 and 2 s; a plan that was late has its fewest blocks."""
     took = turns(3.0, 2.0, left_s)
-    assert least <= took.found.steps <= most
+    assert least <= took.reading.steps <= most
     assert took.spent_s <= max(left_s, 18.0)
     if left_s == 600.0:
         assert turns(3.0, 2.0, left_s, share_s=100.0).spent_s <= 100.0
         look = turns(3.0, 2.0, left_s, share_s=10.0)  # whose 12 steps nothing is kept without
-        assert look.found.steps == LOOK and look.spent_s == PAIR_STEPS * 2.5 + 0.5
+        assert look.reading.steps == LOOK and look.spent_s == PAIR_STEPS * 2.5 + 0.5
 
 
 def test_what_a_gain_is_left_undecided_by_is_taken_once_more_without_a_new_build() -> None:
     whole = [(1, 3), (2, 3), (1, 3), (1, 11), (2, 11), (1, 11)]
     took = turns(1.0, 1.0, 600.0, noise=0.02)  # 1.010, and perhaps 1.004 or 1.016
     assert took.one.runs == [*whole, (1, 9), (2, 9), (2, 9), (1, 9)]
-    assert took.found.steps == 56 + 54 and len(took.found.seconds) == 14
+    assert took.reading.steps == 56 + 54 and len(took.reading.seconds) == 14
     assert turns(1.0, 1.0, 180.0, noise=0.02).one.runs == whole  # no time
     assert turns(1.0, 0.9, 600.0, noise=0.02).one.runs == whole  # it is sure
     assert turns(1.0, 1.05, 600.0, noise=0.02).one.runs == whole[:3]  # nor worth it
-    assert turns(1.0, 1.0, 600.0, worth=False, noise=0.02).found.steps == 54
+    assert turns(1.0, 1.0, 600.0, worth=False, noise=0.02).reading.steps == 54
 
 
 @pytest.mark.parametrize(
     ("left_s", "most_s", "steps", "untrained_s"),
-    [(600.0, 600.0, 320, 0.0), (240.0, 600.0, 160, 240.0), (600.0, 240.0, 160, 240.0),
-     (200.0, 600.0, 0, 480.0), (600.0, 200.0, 0, 480.0), (-5.0, 600.0, 0, 480.0)],
-)  # fmt: skip
+    [
+        (600.0, 600.0, 320, 0.0),
+        (240.0, 600.0, 160, 240.0),
+        (600.0, 240.0, 160, 240.0),
+        (200.0, 600.0, 0, 480.0),
+        (600.0, 200.0, 0, 480.0),
+        (-5.0, 600.0, 0, 480.0),
+    ],
+)
 def test_a_training_goes_on_where_half_of_it_fits(
     left_s: float, most_s: float, steps: int, untrained_s: float
 ) -> None:
     """Of 320 steps of both, 1 s and 0.5 s each; what is wanting is noted."""
     now = [0.0]
     one, two = Clocked(1.0, now), Clocked(0.5, now)
-    two.found.beside = one.found
+    two.reading.beside = one.reading
     wants: Any = SimpleNamespace(train_to=lambda found: 320 if len(found.losses) < 320 else 0)
-    train_on(one, two, Size(worth=wants), lambda: left_s - now[0], most_s)
-    assert len(one.found.losses) == len(two.found.losses) == steps
-    assert two.found.untrained_s == pytest.approx(untrained_s)
+    train_on(one, two, SampleSize(worth=wants), lambda: left_s - now[0], most_s)
+    assert len(one.reading.losses) == len(two.reading.losses) == steps
+    assert two.reading.untrained_s == pytest.approx(untrained_s)
     assert now[0] <= max(0.0, left_s)
 
 
 def test_a_visit_fits_its_share() -> None:
-    def steps(step_s: float, room_s: float, size: Size = ACCEPT) -> int:
+    def steps(step_s: float, room_s: float, size: SampleSize = ACCEPT) -> int:
         return visit_steps(step_s, 2, size, room_s, Limit(100.0))
 
-    assert steps(0.1, 100.0) == 9 and steps(0.001, 100.0, Size(block_s=0.1)) == 100
+    assert steps(0.1, 100.0) == 9 and steps(0.001, 100.0, SampleSize(block_s=0.1)) == 100
     assert steps(3.0, 22.0) == 3 and steps(3.0, -5.0) == 1
-    worth = Size(worth=Gain("exact", Rules()))
+    worth = SampleSize(worth=WorthMoreSteps("exact", Rules()))
     assert steps(0.5, 22.0, worth) == 7 and steps(1.0, 22.0, worth) == 3  # others wait
     assert steps(3.0, 40.0, worth) == 3  # a look
 
 
 def test_blocks_are_as_long_as_the_faster_plan_needs() -> None:
-    size = Size(block_s=0.1)
+    size = SampleSize(block_s=0.1)
     took = turns(0.1, 0.002, 600.0, worth=False, size=size)
-    assert took.two.runs[0] == (2, 50) and took.found.steps == 6 * 50
+    assert took.two.runs[0] == (2, 50) and took.reading.steps == 6 * 50
 
 
 def visits(left_s: float, *last: str) -> tuple[Reading, list[Reading]]:
@@ -139,11 +149,15 @@ def visits(left_s: float, *last: str) -> tuple[Reading, list[Reading]]:
         asked.append(plan)
         first = plan == "first"
         if asked.count("first") == 2 and last:
-            return Reading(refused=last[0], refusal=kept_kind(last[0], None))
+            cut = last[0].startswith(NOT_DONE)
+            return Reading(refused=last[0], refusal=RefusalKind.TIME if cut else "other")
         return Reading(
-            seconds=[2.0 if first else 1.0] * blocks, steps=blocks * steps, ready_s=5.0,
-            peak_bytes=10.0 * len(asked) if first else 7.0, losses=[1.0],
-        )  # fmt: skip
+            seconds=[2.0 if first else 1.0] * blocks,
+            steps=blocks * steps,
+            ready_s=5.0,
+            peak_bytes=10.0 * len(asked) if first else 7.0,
+            losses=[1.0],
+        )
 
     plans: Any = ("first", "second")
     return take_visits(visit, plans[0], plans[1], ACCEPT, lambda: left_s)

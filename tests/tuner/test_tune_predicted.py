@@ -1,4 +1,4 @@
-"""The tuner on an H200 that is made up: its steps are those foreseen, off by what no plan knows."""
+"""The tuner on an H200 that is made up: its steps are those predicted, off by noise."""
 
 import random
 import sys
@@ -18,7 +18,7 @@ from headrace.plan.plan import Plan
 from headrace.predict.candidates import Asking
 from headrace.predict.prediction import Prediction
 from headrace.predict.sweep import sweep
-from headrace.tuner import proposals, turns
+from headrace.tuner import paired_blocks, proposals
 from headrace.tuner.judge import Rules
 from headrace.tuner.pairs import measure_with
 from headrace.tuner.proposals import sources
@@ -30,12 +30,12 @@ tuner = import_module("tuner")
 
 GPU, GIB = "NVIDIA H200", 2**30
 OFF = 0.03
-"""Standard deviation of what each technique does to a step beyond what is foreseen."""
+"""Standard deviation of what each technique does to a step beyond what is predicted."""
 
 
 @pytest.fixture
 def H200(Machine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A made-up machine with a plan's foreseen steps; foreseeing them is on nobody's clock."""
+    """A made-up machine with a plan's predicted steps; predicting them is on nobody's clock."""
 
     class Foreseen(Machine):
         def __init__(self, start: Plan) -> None:
@@ -43,7 +43,7 @@ def H200(Machine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             self.compile_s, self.seen = {"torch_compile": 45.0}, dict[str, Prediction]()
             self.context = elsewhere(make_context(start, torch.device("cpu")), GPU)
             self.asking = Asking(start, self.context, Rates.assumed(GPU), catalogue())
-            monkeypatch.setattr(turns, "time", SimpleNamespace(time=self.clock))
+            monkeypatch.setattr(paired_blocks, "time", SimpleNamespace(time=self.clock))
 
         def predict(self, plan: Plan) -> Prediction:
             if (key := fingerprint(plan)) not in self.seen:
@@ -74,13 +74,17 @@ def test_eight_minutes_find_what_is_as_fast_as_the_best_plan_known(
     naive, best = naive_and_best(workload, monkeypatch)
     machine = H200(naive)
     found = tune(
-        naive, "time", 8.0,
+        naive,
+        "time",
+        8.0,
         sources("time", machine.context, Rates.assumed(GPU), catalogue()),
-        measure_with(machine), Rules(device="cuda", precision="bf16"), clock=machine.clock,
-    )  # fmt: skip
+        measure_with(machine),
+        Rules(device="cuda", precision="bf16"),
+        clock=machine.clock,
+    )
     assert machine.now_s < 480
     assert machine.step_s(best) / machine.step_s(found.plan) > 0.97
-    assert machine.step_s(naive) / machine.step_s(found.plan) > 1.35  # as foreseen today
+    assert machine.step_s(naive) / machine.step_s(found.plan) > 1.35  # as predicted today
     assert sum(step.verdict == "refused" for step in found.path) <= 3
 
 
@@ -96,9 +100,14 @@ def test_a_new_technique_is_tuned_and_ranked_by_its_own_words(
     assert fewer_bytes in ranked.ranked[0].plan.techniques
     monkeypatch.setattr(proposals, "sweep", lambda *given: ranked)  # once is enough
     found = tune(
-        naive, "time", 8.0, sources("time", machine.context, rates, known),
-        measure_with(machine), Rules(device="cuda", precision="bf16"), clock=machine.clock,
-    )  # fmt: skip
+        naive,
+        "time",
+        8.0,
+        sources("time", machine.context, rates, known),
+        measure_with(machine),
+        Rules(device="cuda", precision="bf16"),
+        clock=machine.clock,
+    )
     assert fewer_bytes in found.plan.techniques
     (row,) = [step for step in found.kept if f"+{fewer_bytes}" in step.changes]
     assert row.stage == "accept" and row.ratio is not None and row.predicted is not None

@@ -8,26 +8,34 @@ import pytest
 
 from headrace.core.statistics import Interval
 from headrace.plan.plan import Plan
-from headrace.tuner import again
+from headrace.tuner import retrial
 from headrace.tuner.judge import Compared, Rules
+from headrace.tuner.paired_blocks import ACCEPT, LOOK
 from headrace.tuner.path import Target
-from headrace.tuner.proposals import Pool, Sources
-from headrace.tuner.running import Run
-from headrace.tuner.step import Step
+from headrace.tuner.pool import Pool
+from headrace.tuner.proposals import Sources
+from headrace.tuner.running import Tuning
 from headrace.tuner.store import Store
-from headrace.tuner.tune import _Loop
-from headrace.tuner.turns import ACCEPT, LOOK
+from headrace.tuner.trial_row import TrialRow
+from headrace.tuner.tune import _TuningLoop
 
 GAIN, LOSS = Interval(1.2, 1.25, 1.3, 12), Interval(0.7, 0.8, 0.9, 12)
 NAMES = ("fused_rope", "fused_swiglu", "fused_rms_norm")
 
 
-def kept(number: int, value: float, **how: Any) -> Step:
+def kept(number: int, value: float, **how: Any) -> TrialRow:
     """A row of the path that stays, on few steps."""
     ratio = Interval(value - 0.01, value, value + 0.01, 12)
-    given = {"stage": "accept", "ratio": ratio, "steps": 12, "before_s": 1.0, "after_s": 0.9,
-             "provisional": True, "memory": 1.0} | how  # fmt: skip
-    return Step(number, (f"+{NAMES[number - 1]}",), "kept", "better", **given)
+    given = {
+        "stage": "accept",
+        "ratio": ratio,
+        "steps": 12,
+        "before_s": 1.0,
+        "after_s": 0.9,
+        "provisional": True,
+        "memory": 1.0,
+    } | how
+    return TrialRow(number, (f"+{NAMES[number - 1]}",), "kept", "better", **given)
 
 
 @pytest.fixture
@@ -35,13 +43,18 @@ def made(Machine: Any, plan: Plan, change: Callable[..., Plan]) -> Callable[...,
     """A run with rows that stay, its plans one upon the other, and what its pairs come to."""
 
     def make(
-        *steps: Step, minutes: float = 100.0, aim: str = "time", kind: type[Run] = Run
-    ) -> Any:  # fmt: skip
+        *steps: TrialRow, minutes: float = 100.0, aim: str = "time", kind: type[Tuning] = Tuning
+    ) -> Any:
         machine = Machine({})
         run: Any = kind(
-            plan, Rules(device="cuda", aim=aim), minutes, machine.measure,  # type: ignore[arg-type]
-            Store(None, {}, machine.clock), lambda line: None, machine.clock,
-        )  # fmt: skip
+            plan,
+            Rules(device="cuda", aim=aim),
+            minutes,
+            machine.measure,  # type: ignore[arg-type]
+            Store(None, {}, machine.clock),
+            lambda line: None,
+            machine.clock,
+        )
         plans = [plan]
         for name in NAMES:
             plans.append(change(plans[-1], f"+{name}"))
@@ -63,11 +76,11 @@ def made(Machine: Any, plan: Plan, change: Callable[..., Plan]) -> Callable[...,
 
 def test_the_largest_gain_is_timed_again_first(made: Callable[..., Any]) -> None:
     run = made(kept(1, 1.1), kept(2, 1.3), kept(3, 1.2))
-    again.provisional(run)
+    retrial.provisional(run)
     assert run.asked == [(1, 2), (2, 3), (0, 1)]
     assert not any(step.provisional for step in run.kept)
     run = made(kept(1, 1.1, memory=0.7), kept(2, 1.3, memory=0.9), aim="memory")
-    again.provisional(run)
+    retrial.provisional(run)
     assert run.asked == [(0, 1), (1, 2)]
 
 
@@ -78,13 +91,13 @@ def test_what_does_not_win_again_is_undone_unless_others_stand_on_it(
     run = made(kept(1, 1.1), kept(2, 1.3, before_s=0.8))
     run.found = Compared("worse", "lost", ratio=LOSS, steps=ACCEPT.timed, before_s=0.7)
     run.target = run.total = Target(GAIN, True, 1.0, 0.8)
-    again.provisional(run)
+    retrial.provisional(run)
     assert [step.number for step in run.kept] == [] and run.asked == [(1, 2), (0, 1)]
     assert run.pool.best is run.proposals[0] and run.target is None and run.total is None
     assert run.pool.best_s == 0.7
     run = made(kept(1, 1.3), kept(2, 1.1, provisional=False))
     run.found = Compared("worse", "lost", ratio=LOSS, steps=ACCEPT.timed)
-    again.provisional(run)
+    retrial.provisional(run)
     (first, _) = run.kept
     assert first.provisional and "later changes stand on it" in first.reason
     assert first.ratio == LOSS and run.pool.best is run.proposals[2]
@@ -99,7 +112,7 @@ def test_what_was_undone_meanwhile_is_not_timed(made: Callable[..., Any]) -> Non
         return whole(before, after)
 
     run.pair, run.found = pair, Compared("cut", "late")
-    again.provisional(run)
+    retrial.provisional(run)
     assert run.asked == [(1, 2)]
 
 
@@ -109,7 +122,7 @@ def test_what_says_too_little_leaves_it_as_it_was(
 ) -> None:
     run = made(kept(1, 1.1))
     run.found = Compared("worse", "lost", **{"ratio": LOSS, "steps": ACCEPT.timed} | how)
-    again.provisional(run)
+    retrial.provisional(run)
     assert run.path == [kept(1, 1.1)] and run.asked
 
 
@@ -119,7 +132,7 @@ def test_the_whole_way_is_known_by_a_look_at_least(
 ) -> None:
     run = made(kept(1, 1.1), kept(2, 1.3))
     run.found = Compared("better", "won", ratio=GAIN, steps=steps)
-    again.whole_way(run)
+    retrial.time_first_beside_best(run)
     assert run.asked == [(0, 2)] and run.total == (GAIN if known else None)
 
 
@@ -129,11 +142,11 @@ def test_the_whole_way_is_left_out_where_it_says_nothing_or_does_not_fit(
     for change in ({"minutes_s": 0.0}, {"first_s": None}, {"path": [kept(1, 1.1)]}):
         run = made(kept(1, 1.1), kept(2, 1.3))
         vars(run).update(change)
-        again.whole_way(run)
+        retrial.time_first_beside_best(run)
         assert not run.asked
     run = made(kept(1, 1.1), kept(2, 1.3), minutes=1.0)
     run.ready_s = [30.0, 61.0]
-    again.whole_way(run)
+    retrial.time_first_beside_best(run)
     assert not run.asked
 
 
@@ -180,7 +193,7 @@ def test_the_target_is_what_went_to_it_or_else_a_product(made: Callable[..., Any
 
 
 def test_the_best_plan_is_as_fast_as_it_was_last_measured(made: Callable[..., Any]) -> None:
-    run = made(kind=_Loop)
+    run = made(kind=_TuningLoop)
     run.pool.best_s, one = 1.0, run.proposals[1]
     run.follow(one, Compared("worse", "", ratio=LOSS, before_s=0.5, after_s=0.6))
     assert run.pool.best_s == 0.5 and run.first_s == 1.0
@@ -190,18 +203,19 @@ def test_the_best_plan_is_as_fast_as_it_was_last_measured(made: Callable[..., An
 
 
 def test_what_was_cut_off_is_late_and_has_not_lost(made: Callable[..., Any]) -> None:
-    run = made(kind=_Loop)
+    run = made(kind=_TuningLoop)
     run.follow(run.proposals[2], Compared("cut", ""))
     assert run.pool.cut == {f"+{name}" for name in NAMES[:2]} and not run.pool.lost
 
 
 def test_a_prediction_that_fails_is_told_once(made: Callable[..., Any]) -> None:
-    run = made(kind=_Loop)
+    run = made(kind=_TuningLoop)
     failed = {("+fused_rope",): "it broke"}
     run.sources = Sources(lambda p: (run.start, []), lambda p: [], lambda p: [], failed=failed)
     run.ask()
     failed["+fused_swiglu",] = "so did it"
     run.ask()
     assert [(step.verdict, step.reason) for step in run.path] == [
-        ("refused", "it broke"), ("refused", "so did it"),
-    ]  # fmt: skip
+        ("refused", "it broke"),
+        ("refused", "so did it"),
+    ]

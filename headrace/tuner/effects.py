@@ -1,8 +1,9 @@
-"""What a change of a plan does to learning, read from the techniques and keys that differ.
+"""Classify what a change of a plan does to learning, by the techniques and keys that differ.
 
-"exact": only how it is executed; "approximate": within a band of rounding; "learning": another
-model, other data, another rule. A technique says so itself (`equality`); of the plan's own keys
-those of `EXECUTION` are told here, and every other one is learning.
+The classes are "exact", only how it is executed; "approximate", within a band of rounding; and
+"learning", another model, other data or another rule. A technique states its own (`equality`). Of
+the plan's own keys those of `EXECUTION` are exact, those of `APPROXIMATE` round otherwise, and
+every other one is learning.
 """
 
 from typing import Literal
@@ -10,16 +11,29 @@ from typing import Literal
 from headrace.plan.changes import flat, rewritten
 from headrace.plan.plan import Plan
 
-Kind = Literal["exact", "approximate", "learning"]
+Effect = Literal["exact", "approximate", "learning"]
 EXECUTION = {
-    "name", "directory", "device", "guard", "attention", "batch.micro_sequences", "data.workers",
-    "data.prefetch", "data.directory", "mesh", "eval", "checkpoint", "hardware", "track", "trace",
-}  # fmt: skip
-"""Tables and keys of a plan that decide how it runs and not what it learns."""
+    "name",
+    "directory",
+    "device",
+    "guard",
+    "attention",
+    "batch.micro_sequences",
+    "data.workers",
+    "data.prefetch",
+    "data.directory",
+    "mesh",
+    "eval",
+    "checkpoint",
+    "hardware",
+    "track",
+    "trace",
+}
+"""Tables and keys of a plan that decide how it is executed and not what it learns."""
 APPROXIMATE = {"model.precision"}
 """Keys that round otherwise."""
 TIMELESS = {"name", "directory", "seed", "goal", "schedule", "optimizer", "hardware", "track"}
-"""Tables and keys of a plan that leave the time of a step and what is done beside it alone."""
+"""Tables and keys of a plan that change neither the time of a step nor what is done beside it."""
 ARCHITECTURE_ROOMS = {"adapt", "attention", "design"}
 """Rooms of techniques that make another model: other blocks, attention, shapes or adapters. Only
 those of them count whose `equality` is "learning": kernels compute the same model."""
@@ -28,21 +42,23 @@ SAME_ARCHITECTURE = {"model.init_std"}
 RANKS: dict[str, int] = {"exact": 0, "approximate": 1, "learning": 2}
 
 
-def kind_of(before: Plan, after: Plan) -> Kind:
-    """The strongest of what differs between two plans."""
-    found: set[Kind] = {"exact"}
+def effect_of(before: Plan, after: Plan) -> Effect:
+    """Return the strongest effect among the differences of two plans."""
+    effects: set[Effect] = {"exact"}
     for name in before.techniques.keys() | after.techniques.keys():
         one, two = before.techniques.get(name), after.techniques.get(name)
         if one != two:
             technique = two or one
             assert technique is not None, "it is in one of them"
-            found.add(technique.equality)
-    said = rewritten(before) | rewritten(after)  # by techniques, whose equality counts for them
+            effects.add(technique.equality)
+    by_techniques = rewritten(before) | rewritten(
+        after
+    )  # by techniques, whose equality counts for them
     for key in _differing(before, after):
-        if key in said:
+        if key in by_techniques:
             continue
-        found.add(_kind_of_key(key))
-    return max(found, key=RANKS.__getitem__)
+        effects.add(_effect_of_key(key))
+    return max(effects, key=RANKS.__getitem__)
 
 
 def changes_architecture(before: Plan, after: Plan) -> bool:
@@ -56,26 +72,26 @@ def changes_architecture(before: Plan, after: Plan) -> bool:
             return True
     return any(
         key.startswith("model.")
-        and _kind_of_key(key) == "learning"
+        and _effect_of_key(key) == "learning"
         and key not in SAME_ARCHITECTURE
         for key in _differing(before, after)
     )
 
 
-def _kind_of_key(key: str) -> Kind:
+def _effect_of_key(key: str) -> Effect:
     if key in EXECUTION or key.partition(".")[0] in EXECUTION:
         return "exact"
     return "approximate" if key in APPROXIMATE else "learning"
 
 
 def _differing(before: Plan, after: Plan) -> list[str]:
-    """Keys of the plan itself, techniques left out, whose values are not the same."""
+    """Return the keys of the plan itself, without techniques, whose values differ."""
     one, two = flat(before), flat(after)
     return [key for key in one.keys() | two.keys() if one.get(key) != two.get(key)]
 
 
 def learns_otherwise(run: Plan, plan: Plan) -> str:
-    """Why the loss curve of a run does not tell of a plan, as a verb's end; "" where it does.
+    """Return why a run's loss curve is no evidence for a plan, as a verb's end; "" where it is.
 
     Goals may differ, if the schedule ends at the same step, and a run writes down the size of the
     vocabulary that a plan may leave open.
@@ -83,14 +99,14 @@ def learns_otherwise(run: Plan, plan: Plan) -> str:
     alike = _written(plan, run)
     if plan.horizon_steps != run.horizon_steps:
         return f"has a schedule of {run.horizon_steps} steps, this one of {plan.horizon_steps}"
-    if kind_of(run, alike) != "learning":
+    if effect_of(run, alike) != "learning":
         return ""
-    keys = [key for key in _differing(run, alike) if _kind_of_key(key) == "learning"]
+    keys = [key for key in _differing(run, alike) if _effect_of_key(key) == "learning"]
     return f"learned otherwise ({', '.join(sorted(keys)[:3]) or 'other techniques'})"
 
 
 def runs_otherwise(run: Plan, plan: Plan) -> str:
-    """Why the clock of a run does not tell of a plan, as a verb's end; "" where it does."""
+    """Return why a run's clock is no evidence for a plan, as a verb's end; "" where it is."""
     alike = _written(plan, run)
     if run.techniques != alike.techniques:
         return "ran otherwise (other techniques)"
@@ -99,8 +115,9 @@ def runs_otherwise(run: Plan, plan: Plan) -> str:
 
 
 def _written(plan: Plan, run: Plan) -> Plan:
-    """The plan with the run's goal, and with what a run writes down that a plan may leave open."""
+    """Return the plan with the run's goal and with what a run writes down where a plan is open."""
     return plan.replaced(
-        goal=run.goal, model=plan.model.model_copy(update={"vocab": run.model.vocab}),
+        goal=run.goal,
+        model=plan.model.model_copy(update={"vocab": run.model.vocab}),
         schedule=plan.schedule.model_copy(update={"steps": run.schedule.steps}),
-    )  # fmt: skip
+    )
