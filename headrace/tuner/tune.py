@@ -207,7 +207,8 @@ class _TuningLoop(Tuning):
                 if seen.memory.fits == "no"
                 else "a plan ran out of memory that was to need"
             )
-            reason = f"{format_bytes(seen.memory.peak_bytes)} are predicted, and {what} {format_bytes(least)}"
+            predicted = format_bytes(seen.memory.peak_bytes)
+            reason = f"{predicted} are predicted, and {what} {format_bytes(least)}"
             self.record(proposal, Compared("refused", reason), "none", spent_s)
             return
         if reason := self.why_too_slow(takes):

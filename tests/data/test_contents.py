@@ -132,7 +132,7 @@ def test_what_a_second_remedy_replaces_is_kept_beside_the_first(write: Any, suff
     content = b'{"text": "one"}\n{"text": \n{"text": "two"}\n{"text" "three"}\n'
     path = write(f"a.jsonl{suffix}", content)
     before = path.read_bytes()
-    run(refused(path).remedy)
+    run(refused(path).remedy.text)
     assert mended(refused(path), path) == ["one", "two"]
     kept = sorted(p.name for p in path.parent.iterdir() if p != path)
     assert kept == [f"a.jsonl{suffix}.bad", f"a.jsonl{suffix}.bad2"]

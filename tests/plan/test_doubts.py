@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import ConfigError
+from headrace.plan.changes import changed
 from headrace.plan.doubts import check_meant, doubts_of
 from headrace.plan.plan import Plan
 from headrace.plan.technique import installed
@@ -96,7 +97,8 @@ def test_what_is_dubious_is_told_and_its_remedy_ends_the_doubt(keys: list[str], 
     assert told in doubt.line and not doubt.meaningless and "\n" not in doubt.line
     check_meant([doubt])
     for words in doubt.remedy.changes[:1]:
-        assert told not in "".join(one.line for one in doubts_of(read(*keys, *words)))
+        mended = changed(read(*keys), words, installed())
+        assert told not in "".join(one.line for one in doubts_of(mended))
 
 
 @pytest.mark.parametrize("keys", AT_THE_BORDER)

@@ -11,7 +11,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from headrace.model.attention import Sdpa
 from headrace.model.mask import BlockPattern, MaskSpec, Rows, allowed, bias
-from headrace.plan.technique import Context, Supported, Unsupported
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context, Supported, Unsupported, installed
 from headrace.techniques.attention.flex_attention import (
     FlexAttention,
     FlexBackend,
@@ -126,7 +127,7 @@ def test_a_query_over_a_cache_sees_all_of_it() -> None:
 
 def test_refuses_where_it_cannot_train() -> None:
     gpu = Context(
-        plan=None,
+        plan=Plan.read("goal = {steps = 1}", installed()),
         device="cuda",
         device_name="NVIDIA H200",
         capability=(9, 0),
@@ -138,8 +139,8 @@ def test_refuses_where_it_cannot_train() -> None:
     )
     assert isinstance(FlexAttention().supports(gpu), Supported)
     for how, says in (
-        ({"device": "cpu"}, "backward"),
-        ({"device": "mps"}, "backward"),
+        ({"device": "cpu"}, "NVIDIA GPU"),
+        ({"device": "mps"}, "NVIDIA GPU"),
         ({"capability": (7, 5)}, "Ampere"),
         ({"has_triton": False}, "Triton"),
     ):
