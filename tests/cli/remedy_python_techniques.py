@@ -123,7 +123,7 @@ def fewer_rows(remedy: str) -> None:
 
 def measures(remedy: str) -> None:
     """Choose with a catalogue, or let the plan's techniques decide."""
-    call, _, key = remedy.partition(", or ")
+    call, _, key = remedy.partition(" or ")
     plan = chosen("attention=measured")
     names = {"train": train, "plan": plan, "progress": Progress(), "catalogue": catalogue}
     Path("x.txt").write_text("The old mill grinds the corn of the valley.\n\n" * 400)

@@ -56,7 +56,7 @@ def test_the_right_name_is_offered(
         assert bool(told.code) or turn, "nothing is wrong"
         if not told.code:
             return
-        offered = shlex.split(told.remedy.text.partition("; ")[0])
+        offered = shlex.split(told.remedy.partition("; ")[0])
         meant = {folded(word) for word in offered if "=" in word}
         argv = after([word for word in argv if folded(word) not in meant], offered)
     raise AssertionError((argv, told))

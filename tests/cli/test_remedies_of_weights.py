@@ -218,8 +218,8 @@ def test_every_verb_tells_a_name_of_the_hub_alike(
 
 
 def test_a_tokenizer_of_tiktoken_is_told_by_its_name(refusal: Any) -> None:
-    assert refusal("data.tokenizer=gpt2").remedy == "data.tokenizer=tiktoken:gpt2"
-    assert "hf download org/chat" in refusal("data.tokenizer=org/chat").remedy
+    assert refusal("data.tokenizer=gpt2").remedy.text == "data.tokenizer=tiktoken:gpt2"
+    assert "hf download org/chat" in refusal("data.tokenizer=org/chat").remedy.text
 
 
 def test_a_home_folder_is_found(refusal: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
