@@ -38,6 +38,8 @@ def doctor(
             from headrace.doctor.trace.facts import HEAD, kernel_lines
             from headrace.doctor.words.answer import findings_json, render_advice
             from headrace.plan.technique import installed
+
+            installed()  # imports every technique
         first, kernels = what[0], []
         if _is_plan(first):
             words = [str(word) for word in what[1:]]

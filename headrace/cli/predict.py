@@ -39,6 +39,8 @@ def plan(
             from headrace.predict.prediction import after, predict
             from headrace.train.run_folder import RunFolder
             from headrace.tuner.effects import learns_otherwise, runs_otherwise
+
+            installed()  # imports every technique
         wanted = named_plan(plan, overrides, with_, without, verb="plan")
         context, machine = place(wanted, device_name)
         measured = curve = None

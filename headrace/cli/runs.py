@@ -35,6 +35,8 @@ def evaluate_run(
             from headrace.inference.load import computed, open_model, resolve_run
             from headrace.plan.technique import installed
             from headrace.train.evaluate import doubts, evaluate, finite
+
+            installed()  # imports every technique
         folder = resolve_run(run)
         build = open_model(folder, installed(), checkpoint=checkpoint, with_data=True)
         found = computed(
@@ -84,6 +86,8 @@ def sample(
             from headrace.inference.load import computed, open_model, resolve_run
             from headrace.inference.sample import generate_text
             from headrace.plan.technique import installed
+
+            installed()  # imports every technique
         folder = resolve_run(run)
         build = open_model(folder, installed(), checkpoint=checkpoint)
         how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
@@ -146,6 +150,8 @@ def export(
             from headrace.inference.load import open_model, read_plan, resolve_run
             from headrace.model.companions import LOST, Companions, read_companions
             from headrace.plan.technique import installed
+
+            installed()  # imports every technique
         folder = resolve_run(run)
         build = open_model(folder, installed(), checkpoint=checkpoint)
         plan = read_plan(folder, installed())

@@ -27,6 +27,8 @@ def list_techniques(
             from headrace.model.zoo import families
             from headrace.plan.technique import installed
             from headrace.recipes import recipes
+
+            installed()  # imports every technique
         if families_ and recipes_:
             raise ConfigError(
                 "list prints one table, and --families and --recipes ask for two",
@@ -71,6 +73,8 @@ def explain(
             from headrace.cli.plans import named_plan
             from headrace.plan.technique import installed
             from headrace.recipes import recipes
+
+            installed()  # imports every technique
         known = installed()
         changes = bool(overrides or with_ or without)
         check_explained(what, known, matrix=matrix, graph=graph, changes=changes)

@@ -43,6 +43,8 @@ def train(
             from headrace.plan.technique import installed
             from headrace.train import train as trainer
             from headrace.train.interrupts import Closing, Interrupts
+
+            installed()  # imports every technique
         wanted = named_plan(plan, overrides, with_, without)
         if checkpoint and not resume:
             raise ConfigError(

@@ -44,6 +44,8 @@ def tune(
             from headrace.cli.plans import named_plan, place
             from headrace.plan.technique import installed
             from headrace.tuner.command import folder_of, format_end, tune_command
+
+            installed()  # imports every technique
         wanted = named_plan(plan, overrides, with_, without, verb="tune")
         context, machine = place(wanted)
         progress = make_progress(json)
@@ -88,6 +90,8 @@ def ablate(
             from headrace.cli.plans import named_plan
             from headrace.plan.technique import installed
             from headrace.tuner.ablate import ablate_command
+
+            installed()  # imports every technique
         wanted = named_plan(plan, overrides, with_, without, verb="ablate")
         changes = [f"+{n}" for n in with_ or ()] + [f"-{n}" for n in without or ()]
         progress = make_progress(json)
