@@ -31,15 +31,14 @@ def test_files_are_short(root: Path) -> None:
 
 
 def test_functions_are_short(trees: dict[str, ast.Module]) -> None:
-    long = [
-        f"{module}.{node.name} has {node.end_lineno - node.lineno + 1} lines"
+    """The signature is not counted: the formatter gives each of many arguments its own line."""
+    lines = {
+        f"{module}.{node.name}": (node.end_lineno or 0) - node.body[0].lineno + 1
         for module, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, FUNCTIONS)
-        and node.end_lineno is not None
-        and node.end_lineno - node.lineno + 1 > FUNCTION_LINES
-    ]
-    assert not long
+    }
+    assert not {name: count for name, count in lines.items() if count > FUNCTION_LINES}
 
 
 def test_lines_are_narrow(root: Path) -> None:
