@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from headrace.plan.technique import Catalogue
+from headrace.plan.technique import Catalogue, installed
 from headrace.train.interrupts import Closing
 
 
@@ -75,12 +75,12 @@ class Result:
 
     Args:
         folder: the folder of the run.
-        catalogue: the techniques that its remedies may use.
+        catalogue: the techniques that its remedies may use; None for all that are installed.
         first: whether this process is the first rank, which alone concludes a run.
     """
 
     folder: Path
-    catalogue: Catalogue
+    catalogue: Catalogue | None = None
     first: bool = True
     _conclusion: Conclusion | None = field(default=None, repr=False)
 
@@ -97,7 +97,7 @@ class Result:
             return self._conclusion
         room = import_module("headrace.report.conclude")
         conclusion: Conclusion = room.conclude(
-            self.folder, self.catalogue, closing or Closing(), say or _ignore
+            self.folder, self.catalogue or installed(), closing or Closing(), say or _ignore
         )
         self._conclusion = conclusion
         return conclusion

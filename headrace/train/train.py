@@ -29,7 +29,7 @@ from headrace.parallel.layout import local_of
 from headrace.parallel.world import World, open_world
 from headrace.plan.doubts import check_meant, doubts_of
 from headrace.plan.plan import Plan
-from headrace.plan.technique import Catalogue, Context, installed
+from headrace.plan.technique import Catalogue, Context
 from headrace.train.checkpoint import Saved, steps_in
 from headrace.train.evaluate import count_targets, doubts
 from headrace.train.guard import guard
@@ -108,7 +108,7 @@ def run(
             with session.watched():
                 numbers = step(build, batch.micros, session.counters.step)
             session.after_step(batch, numbers)
-        return Result(session.finish(stop), catalogue or installed(), first=world.rank == 0)
+        return Result(session.finish(stop), catalogue, first=world.rank == 0)
 
 
 def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:

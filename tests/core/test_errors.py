@@ -46,7 +46,7 @@ def test_a_full_gpu_is_told_with_what_lay_free_in_pieces(pools: str) -> None:
 def test_segments_that_grow_are_a_remedy_where_pieces_and_what_is_left_would_do(
     asked: str, free: str, pieces: str, would_fit: bool
 ) -> None:
-    assert ("expandable_segments" in full(asked, free, pieces).remedy) is would_fit
+    assert ("expandable_segments" in full(asked, free, pieces).remedy.text) is would_fit
 
 
 def test_what_others_hold_of_a_full_gpu_is_told() -> None:
