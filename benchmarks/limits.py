@@ -203,7 +203,7 @@ def measure_context(args: argparse.Namespace) -> None:
                     time_long_row,
                     plan,
                     limit_s=args.child_s,
-                    short=args.short,
+                    brief_tokens=args.short,
                     steps=args.steps,
                 )
             facts |= {"evidence": reading.evidence, "losses": reading.losses}

@@ -80,8 +80,8 @@ def test_what_is_approximate_and_kept_is_trained_beside_its_base(
         kept = Compared("better", "", ratio=Interval(1.1, 1.2, 1.3, 6), before_s=0.1, after_s=0.1)
         return [kept, Compared("different", "off"), kept][len(asked) - 1]
 
-    monkeypatch.setattr(program.Run, "pair", pair)
-    monkeypatch.setattr(program, "kind_of", lambda one, two: "approximate")
+    monkeypatch.setattr(program.Tuning, "pair", pair)
+    monkeypatch.setattr(program, "effect_of", lambda one, two: "approximate")
     monkeypatch.setattr(numbers, "LOSER_STEPS", 8)
     rows = _run(tiny, monkeypatch, "--train-steps", 8, "--ready-s", 900)
     assert [row["verdict"] for row in rows] == ["kept", "rejected"]
@@ -104,7 +104,7 @@ def test_a_cut_pair_has_a_row_only_of_a_whole_limit(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = Compared("cut", "not done within 60 s")
-    monkeypatch.setattr(program.Run, "pair", lambda *given, screen: cut)
+    monkeypatch.setattr(program.Tuning, "pair", lambda *given, screen: cut)
     assert _run(tiny, monkeypatch, "--limit-s", 900) == []
     rows = _run(tiny, monkeypatch, "--limit-s", 60)
     assert [row["verdict"] for row in rows] == ["cut", "cut"]

@@ -11,7 +11,7 @@ from headrace.cli.app import catalogue
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.train.guard import First
-from headrace.tuner.command import told
+from headrace.tuner.command import format_end
 from headrace.tuner.effects import effect_of
 from headrace.tuner.equality import LEAST_STEPS, NATS, WANTED_STEPS, equality, seed_noise
 from headrace.tuner.judge import Compared, Rules, WorthMoreSteps, judge
@@ -271,7 +271,7 @@ def test_plans_that_do_not_fit_together_train_in_visits_of_their_own(
     (row,) = tuned.path
     assert row.verdict == "not shown" and "steps of both should show it" in row.reason
     assert len(slow.visits) == 3 and slow.now_s < 480
-    said = told(tuned, Path())
+    said = format_end(tuned, Path())
     assert (
         "Nothing that was tried could be shown to be better than the plan as it is: 1 plan" in said
     )
@@ -279,7 +279,7 @@ def test_plans_that_do_not_fit_together_train_in_visits_of_their_own(
 
 
 def test_what_is_left_unshown_comes_last_beside_other_plans(Machine: Any, plan: Plan) -> None:
-    """An exact change that was foreseen to gain less is tried before the other plans with it."""
+    """An exact change that is forecast to gain less is tried before the other plans with it."""
     machine = Machine({ROUNDS: 0.5, "fused_rope": 0.9}, losses={ROUNDS: 0.0002}, base_s=2.0)
     whole = [
         machine.proposal(changed(plan, words, KNOWN), step_s)
