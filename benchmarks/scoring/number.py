@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from headrace.core.statistics import Interval, wilson
+from headrace.core.statistics import Interval
+from scoring.accuracy import wilson
 from scoring.rows import Spread
 
 Number = dict[str, Any]

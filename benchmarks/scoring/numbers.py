@@ -8,19 +8,14 @@ null with n 0.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
 
 from headrace.core.errors import ConfigError
-from headrace.core.statistics import (
-    Interval,
-    coverage,
-    kendall_tau,
-    median_absolute_error,
-    regret,
-)
+from headrace.core.statistics import Interval
+from scoring.accuracy import coverage, kendall_tau, median_absolute_error, regret
 from scoring.marks import MARKS
 from scoring.natural import Run, natural
 from scoring.number import (
@@ -398,18 +393,23 @@ def _tuner(results: Path) -> dict[str, Number]:
         len(ratios),
         workloads=len(newest),
         refused=topic.refused,
-        of={
-            name: {
-                "value": row.metrics.ratio_to_best.value,
-                "date": row.date,
-                "commit": row.commit,
-                "minutes": row.minutes,
-            }
-            for name, row in newest.items()
-        },
+        of=_by_workload(newest),
         **beside_retracted(gone, [ratio.value for ratio in ratios]),
     )
     return {"tuner_ratio": number, "tuner_small_ratio": _small(topic.rows)}
+
+
+def _by_workload(newest: Mapping[str, Tuned]) -> dict[str, Any]:
+    """Return the ratio of the newest tuning of each workload, and where it is from."""
+    return {
+        name: {
+            "value": row.metrics.ratio_to_best.value,
+            "date": row.date,
+            "commit": row.commit,
+            "minutes": row.minutes,
+        }
+        for name, row in newest.items()
+    }
 
 
 def _small(rows: Sequence[Tuned]) -> Number:
@@ -424,15 +424,7 @@ def _small(rows: Sequence[Tuned]) -> Number:
         len(newest),
         low=least.low,
         high=least.high,
-        of={
-            name: {
-                "value": row.metrics.ratio_to_best.value,
-                "date": row.date,
-                "commit": row.commit,
-                "minutes": row.minutes,
-            }
-            for name, row in newest.items()
-        },
+        of=_by_workload(newest),
         by_hardware={name: {"n": n} for name, n in by.items()},
     )
 

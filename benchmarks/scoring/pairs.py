@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.core.statistics import relative_errors
+from scoring.accuracy import relative_errors
 from scoring.rows import (
     FORECASTS,
     FORECASTS_SAID,

@@ -20,15 +20,13 @@ Left out for seeds: e-values, of which two pairs give 35 at most for a gain of t
 error of 1% needs 100; and spreads taken from earlier trainings, which would be a guess of this one.
 
 Sources: the t distribution's finite sums are Abramowitz and Stegun 26.7.3 and 26.7.4; the interval
-of a share is Wilson's (1927); tau-b is Kendall's (1945); the interval of a trimmed mean is Tukey's
-and McLaughlin's (1963).
+of a trimmed mean is Tukey's and McLaughlin's (1963).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
 from statistics import NormalDist, fmean, median, stdev
 from typing import Literal
 
@@ -85,7 +83,7 @@ def paired_ratio(
         exp of the mean of the pairs' log ratios, with n pairs. One pair has the interval (0, inf):
         nothing is known of its noise. A trimmed mean has Tukey's and McLaughlin's interval.
     """
-    _same_length(a, b)
+    same_length(a, b)
     logs = sorted(_log(_middle(x)) - _log(_middle(y)) for x, y in zip(a, b, strict=True))
     n = len(logs)
     cut = n // 5 if trimmed and n >= TRIMMED_PAIRS else 0
@@ -162,8 +160,8 @@ def equivalence(
         level: of each of both tests.
         batches: of which the spread is taken.
     """
-    _check_level(level)
-    _check_numbers(*differences)
+    check_level(level)
+    check_numbers(*differences)
     size = len(differences) // batches
     if size < 1 or batches < 2 or margin <= 0:
         raise ValueError(f"{len(differences)} differences in {batches} batches within {margin}")
@@ -229,7 +227,7 @@ def seeds_better(
         most: seeds that are tried at most.
         level: of all tests together.
     """
-    _check_level(level)
+    check_level(level)
     error = look_error(len(ours), most, 1 - level)
     return error > 0 and seeds_error(ours, theirs) < error
 
@@ -269,7 +267,7 @@ def seeds_ratio(
     The interval is that of `seeds_error`'s test, over the seeds with which both came to the target;
     one has the interval (0, inf).
     """
-    _check_level(level)
+    check_level(level)
     sized = [pair for pair in _finished(ours, theirs) if math.inf not in pair]
     if not sized:
         return None
@@ -287,7 +285,7 @@ def seeds_enough(ours: Sequence[float], theirs: Sequence[float], level: float = 
 
     None where nothing was gained, or more than `MOST_SEEDS` would be needed.
     """
-    _check_level(level)
+    check_level(level)
     sized = [pair for pair in _finished(ours, theirs) if math.inf not in pair]
     gain = fmean(_gains(sized)) if sized else 0.0
     if gain <= 0:
@@ -303,7 +301,7 @@ def seeds_enough(ours: Sequence[float], theirs: Sequence[float], level: float = 
 
 def _finished(ours: Sequence[float], theirs: Sequence[float]) -> list[tuple[float, float]]:
     """Pairs of which one came to the target at least."""
-    _same_length(ours, theirs)
+    same_length(ours, theirs)
     for time in (*ours, *theirs):
         if time != math.inf:
             _log(time)
@@ -339,76 +337,6 @@ def _size_error(sized: Sequence[tuple[float, float]]) -> float:
     return min(1.0, len(tests) * min(found))
 
 
-# --- how right it was ------------------------------------------------------------------------
-
-
-def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
-    """The distance of each prediction as a share of what was measured, without its sign."""
-    _same_length(predicted, measured)
-    if 0 in measured:
-        raise ValueError("an error is no share of a measured 0")
-    return [abs(p - m) / abs(m) for p, m in zip(predicted, measured, strict=True)]
-
-
-def median_absolute_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """The median of `relative_errors`: 0.25 is a quarter of what was measured."""
-    return median(relative_errors(predicted, measured))
-
-
-def coverage(intervals: Sequence[Interval], values: Sequence[float]) -> Interval:
-    """The share of values that lie inside their intervals, with Wilson's interval of the share."""
-    _same_length(intervals, values)
-    inside = sum(i.holds(v) for i, v in zip(intervals, values, strict=True))
-    return wilson(inside, len(values))
-
-
-def wilson(successes: int, n: int, level: float = 0.95) -> Interval:
-    """A share and its interval, which holds for few trials and near 0 and 1 too."""
-    if not 0 <= successes <= n or n < 1:
-        raise ValueError(f"{successes} of {n}")
-    _check_level(level)
-    share, z = successes / n, NormalDist().inv_cdf((1 + level) / 2)
-    scale = 1 + z * z / n
-    middle = (share + z * z / (2 * n)) / scale
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / scale
-    return Interval(
-        max(0.0, min(share, middle - half)), share, min(1.0, max(share, middle + half)), n
-    )
-
-
-def kendall_tau(x: Sequence[float], y: Sequence[float]) -> float:
-    """Kendall's tau-b of two rankings: 1 the same order, -1 the reverse; ties count for neither.
-
-    NaN when all of x, or all of y, are equal: that is no order.
-    """
-    _same_length(x, y)
-    _check_numbers(*x, *y)
-    order = ordered_x = ordered_y = 0
-    for (x0, y0), (x1, y1) in combinations(zip(x, y, strict=True), 2):
-        by_x, by_y = (x0 > x1) - (x0 < x1), (y0 > y1) - (y0 < y1)
-        order += by_x * by_y
-        ordered_x += by_x != 0
-        ordered_y += by_y != 0
-    return order / math.sqrt(ordered_x * ordered_y) if ordered_x and ordered_y else math.nan
-
-
-def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """How much slower the predicted best is than the measured best, as a share; 0 is the best pick.
-
-    Of several that are predicted equally fast the slowest counts: luck is no merit.
-
-    Args:
-        predicted: seconds of a step, per candidate; inf for one that was said not to run.
-        measured: likewise; inf for one that did not run.
-    """
-    _same_length(predicted, measured)
-    _check_numbers(*predicted, *measured)
-    _log(min(measured))
-    best = min(predicted)
-    picked = max(m for p, m in zip(predicted, measured, strict=True) if p == best)
-    return picked / min(measured) - 1
-
-
 # --- Student's t -----------------------------------------------------------------------------
 
 
@@ -420,7 +348,7 @@ def t_two_sided(level: float, freedom: int) -> float:
         level: between 0 and 1.
         freedom: degrees of freedom, a whole number.
     """
-    _check_level(level)
+    check_level(level)
     if freedom < 1:
         raise ValueError(f"{freedom} degrees of freedom; 1 is the fewest")
     low, high = 0.0, math.pi / 2  # angles: t = sqrt(freedom) tan(angle)
@@ -458,16 +386,19 @@ def _log(time: float) -> float:
     return math.log(time)
 
 
-def _check_numbers(*values: float) -> None:
+def check_numbers(*values: float) -> None:
+    """Raise ValueError where a value is no number (NaN)."""
     if any(map(math.isnan, values)):
         raise ValueError("not a number (NaN)")
 
 
-def _same_length(x: Sequence[object], y: Sequence[object]) -> None:
+def same_length(x: Sequence[object], y: Sequence[object]) -> None:
+    """Raise ValueError where sequences are empty, or of two lengths."""
     if not x or len(x) != len(y):
         raise ValueError(f"sequences of {len(x)} and {len(y)}; both need the same, and 1 at least")
 
 
-def _check_level(level: float) -> None:
+def check_level(level: float) -> None:
+    """Raise ValueError where a level of confidence does not lie between 0 and 1."""
     if not 0 < level < 1:
         raise ValueError(f"a level of {level}; it lies between 0 and 1")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from scoring import MARKS, compute, judge, notes, table
+from scoring.accuracy import wilson
 from scoring.marks import places
 from scoring.numbers import QUIET
 from scoring.pairs import retracted
@@ -26,7 +27,6 @@ from truth_rows import (
 )
 
 from headrace.core.errors import ConfigError
-from headrace.core.statistics import wilson
 from headrace.plan.symptoms import BOTTLENECKS
 
 EXPECTED = {

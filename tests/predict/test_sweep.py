@@ -15,15 +15,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from rich.console import Console
+from scoring.accuracy import kendall_tau, regret
 from test_planner import measured
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import show_table
 from headrace.core.errors import UnsupportedError
 from headrace.core.remedy import mend
-from headrace.core.statistics import kendall_tau, regret
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.machine import Machine
 from headrace.costs.step import step_time
