@@ -17,7 +17,7 @@ from kernel_gaps import parser, plan_from
 
 from headrace.assemble.autotune import ROUNDS, choose_attention, told
 from headrace.assemble.context import choose_device
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.progress import Progress
 from headrace.data.ingest import prepare
 from headrace.parallel.world import World

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import receipts
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.data.ingest import prepare
 from headrace.data.loader import Loader
 from headrace.data.rows import Cut

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headrace.assemble.build import make_build
 from headrace.assemble.context import choose_device
 from headrace.assemble.sockets import Build
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
 from headrace.export.hf import export_hf

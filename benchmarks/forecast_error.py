@@ -31,7 +31,7 @@ import torch
 from residuals import DEVICE, PLANS, standing
 
 from headrace.assemble.context import elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import HeadraceError
 from headrace.costs.work import SLOW_HOST
 from headrace.doctor.forecast import DRIFT, NOTHING, moved

@@ -38,7 +38,7 @@ import receipts
 import torch
 
 from headrace.assemble.context import choose_device, elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import HeadraceError, RefusalKind
 from headrace.costs.machine import Machine
 from headrace.doctor.findings import KIND_OF, Finding

@@ -25,7 +25,7 @@ import torch
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.costs.machine import ANCHOR_MATMUL, Machine
 from headrace.costs.rates import BACKWARD

@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.plan.changes import parse
 from headrace.plan.plan import Plan
 

@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import receipts
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.data.rows import Cut
 from headrace.observe.signals import STALL_SHARE
 from headrace.plan.changes import changed

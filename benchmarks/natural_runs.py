@@ -14,7 +14,7 @@ from pathlib import Path
 import receipts
 import tomli_w
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.costs.count import total_parameters
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan

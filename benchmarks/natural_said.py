@@ -20,7 +20,7 @@ from natural_gate import Gate
 from natural_times import TOGETHER_BYTES
 
 from headrace.assemble.context import choose_device
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.cli.plans import rates_here
 from headrace.core.errors import HeadraceError
 from headrace.doctor.advice import Advice, advise

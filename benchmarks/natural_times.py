@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from natural_gate import Gate
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import HeadraceError
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan

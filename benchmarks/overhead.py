@@ -28,7 +28,7 @@ from typing import Any
 import receipts
 
 from headrace.assemble.sockets import Build
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.statistics import Interval, order_abba, paired_ratio, t_two_sided
 from headrace.data.loader import Micro
 from headrace.observe.gauges import EVERY_S, Gauges

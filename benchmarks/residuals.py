@@ -30,7 +30,7 @@ from lists import configurations, firsts
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.machine import Machine
 from headrace.costs.step import step_time

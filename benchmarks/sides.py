@@ -16,7 +16,7 @@ import torch
 from headrace.assemble.build import make_context
 from headrace.assemble.context import check_supported, choose_device
 from headrace.assemble.filled import check_active, note_own_attention
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import HeadraceError
 from headrace.plan.plan import Plan
 from headrace.train import train

@@ -43,7 +43,7 @@ from typing import Any
 import receipts
 from sides import ATTENTION, GRAPHS, Side, attention_of, run_whole, short, sides
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.tuner.brief_training import train_steps
 from headrace.tuner.readings import Reading, time_steps
 from headrace.tuner.worker import Worker

@@ -18,7 +18,7 @@ from typing import Any
 
 import receipts
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.data.ingest import prepare
 from headrace.plan.plan import Plan
 from headrace.train import train

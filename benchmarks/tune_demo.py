@@ -35,7 +35,7 @@ import receipts
 from tuner import file_of, interval
 
 from headrace.assemble.context import choose_device, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.statistics import Interval
 from headrace.data.ingest import prepare
 from headrace.plan.changes import changed, parse

@@ -31,7 +31,7 @@ from variants import FLASH4, KERNELS
 
 from headrace import probes
 from headrace.assemble.context import check_supported, choose_device, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.cli.plans import rates_here
 from headrace.core.errors import HeadraceError, UnsupportedError
 from headrace.core.limits import TUNE_MINUTES

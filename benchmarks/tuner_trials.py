@@ -32,7 +32,7 @@ import torch
 from scoring.numbers import LOSER_NATS, LOSER_STEPS
 
 from headrace.assemble.context import choose_device, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.cli.plans import rates_here
 from headrace.core.statistics import Equivalence, equivalence
 from headrace.data.ingest import prepare

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.plan.changes import Changes, parse
 from headrace.plan.plan import Plan
 

@@ -8,7 +8,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from headrace.catalogue.pages import reference
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.recipes import recipes
 
 ROOT = Path(__file__).parents[1]

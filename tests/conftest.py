@@ -19,7 +19,7 @@ import torch
 from latecomer import fewer_bytes as fewer_bytes  # a fixture
 from tiny import PLAN, keep_rates, save_weights, write_corpus
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.plan.plan import Plan
 
 if not torch.cuda.is_available():  # read when triton is imported: its kernels run on the host

@@ -4,15 +4,10 @@ The module of a verb is imported when the verb is called, and what the verb work
 So `headrace --help` and the help of a verb wait neither for torch nor for a technique.
 """
 
-from typing import TYPE_CHECKING
-
 import typer
 
 from headrace.cli.arguments import Version
 from headrace.cli.verbs import Verb, Verbs
-
-if TYPE_CHECKING:
-    from headrace.plan.technique import Catalogue
 
 
 class Headrace(Verbs):
@@ -80,10 +75,3 @@ app = typer.Typer(
 @app.callback()
 def _before_verbs(*, version: Version = False) -> None:
     """Train language models, name the bottleneck of a run, and remove it with a receipt."""
-
-
-def catalogue() -> "Catalogue":
-    """Return every technique and model family that is installed."""
-    from headrace.plan.technique import installed
-
-    return installed()

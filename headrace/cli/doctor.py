@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.arguments import DeviceName, Json, With, Without
+from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import exit_codes, show_json, show_table
 from headrace.core.command import again
 from headrace.core.errors import ConfigError
@@ -37,24 +38,21 @@ def doctor(
             from headrace.doctor.run import TRACES
             from headrace.doctor.trace.facts import HEAD, kernel_lines
             from headrace.doctor.words.answer import findings_json, render_advice
-            from headrace.plan.technique import installed
-
-            installed()  # imports every technique
         first, kernels = what[0], []
         if _is_plan(first):
             words = [str(word) for word in what[1:]]
             wanted = named_plan(str(first), words, with_, without, verb="doctor")
-            found = advice.advise_plan(wanted, *place(wanted, device_name), installed())
+            found = advice.advise_plan(wanted, *place(wanted, device_name), catalogue())
         elif with_ or without:
             raise ConfigError(
                 f"--with and --without change a plan, and {first} is none",
                 again((first, _plan_of(first)), verb="doctor"),
             )
         elif len(what) > 1 or (first.name.endswith(TRACES) and not first.is_dir()):
-            found = advice.advise_loop(what, installed())
+            found = advice.advise_loop(what, catalogue())
         else:
             folder = _judged_run(first)
-            found = advice.advise(folder, installed(), rates_here)
+            found = advice.advise(folder, catalogue(), rates_here)
             kernels = kernel_lines(folder)
         if json:
             show_json(findings_json(found))

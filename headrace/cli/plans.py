@@ -7,6 +7,7 @@ import torch
 
 from headrace.assemble.build import NOT_OF_WEIGHTS
 from headrace.assemble.context import choose_device, elsewhere, make_context
+from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import is_first, note, probe_progress
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.files import toml_values
@@ -15,7 +16,7 @@ from headrace.core.remedy import mend
 from headrace.costs.machine import Machine
 from headrace.model.adapter import load_pretrained
 from headrace.plan.plan import Plan
-from headrace.plan.technique import Context, installed
+from headrace.plan.technique import Context
 from headrace.probes.at_hand import rates
 from headrace.recipes import read_recipe
 
@@ -34,7 +35,7 @@ def named_plan(
         ConfigError: there is none, and what to give the verb; or it is not well formed.
     """
     text, said = read_recipe(name, verb), overrides or []
-    plan = Plan.read(text, installed(), overrides=said, with_=add or (), without=drop or ())
+    plan = Plan.read(text, catalogue(), overrides=said, with_=add or (), without=drop or ())
     left = left_to_weights(toml_values(text, name), said)
     if any(word.partition("=")[0].strip() == "model.pretrained" for word in said):
         _weigh(plan, left, said)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from headrace.cli.arguments import DeviceName, Json, Overrides, PlanName, With, Without
+from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import exit_codes, make_progress, show_json, show_table
 from headrace.core.errors import UnsupportedError
 from headrace.core.limits import SweepAim
@@ -33,22 +34,19 @@ def plan(
             from headrace.cli.plans import named_plan, place
             from headrace.inference.load import read_recorded_plan, resolve_run, run_of
             from headrace.plan.doubts import doubts_of
-            from headrace.plan.technique import installed
             from headrace.predict import page, sweep
             from headrace.predict.ending import Curve
             from headrace.predict.prediction import after, predict
             from headrace.train.run_folder import RunFolder
             from headrace.tuner.effects import learns_otherwise, runs_otherwise
-
-            installed()  # imports every technique
         wanted = named_plan(plan, overrides, with_, without, verb="plan")
         context, machine = place(wanted, device_name)
         measured = curve = None
         if after_ is not None:
             run = resolve_run(after_)
-            ran = read_recorded_plan(run, installed())
+            ran = read_recorded_plan(run, catalogue())
             try:
-                measured = after(run, installed(), context, machine)
+                measured = after(run, catalogue(), context, machine)
             except UnsupportedError:  # the run's clock tells, where no time of a step is foreseen
                 if sweep_ or predict(wanted, context, machine).time.step_s is not None:
                     raise
@@ -67,7 +65,7 @@ def plan(
                 if parent:
                     print(f"it begins at step {parent['step']} of {parent['run']}")
             return
-        ranked = sweep.sweep(wanted, context, machine, installed(), aim, calibration=measured)
+        ranked = sweep.sweep(wanted, context, machine, catalogue(), aim, calibration=measured)
         if json:
             show_json(sweep.plain(ranked))
         else:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.arguments import Checkpoint, Json, RunName
+from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import exit_codes, show_json, show_table
 from headrace.core.errors import ConfigError
 from headrace.core.limits import MOST, WIDEST
@@ -33,17 +34,14 @@ def evaluate_run(
     with exit_codes(json):
         with loading():
             from headrace.inference.load import computed, open_model, resolve_run
-            from headrace.plan.technique import installed
             from headrace.train.evaluate import doubts, evaluate, finite
-
-            installed()  # imports every technique
         folder = resolve_run(run)
-        build = open_model(folder, installed(), checkpoint=checkpoint, with_data=True)
+        build = open_model(folder, catalogue(), checkpoint=checkpoint, with_data=True)
         found = computed(
             lambda: finite(evaluate(build, tokens)),
             build,
             folder,
-            installed(),
+            catalogue(),
             checkpoint=checkpoint,
         )
         values = {"run": str(folder), **vars(found), **build.prepared.loss_fields}
@@ -85,17 +83,14 @@ def sample(
         with loading():
             from headrace.inference.load import computed, open_model, resolve_run
             from headrace.inference.sample import generate_text
-            from headrace.plan.technique import installed
-
-            installed()  # imports every technique
         folder = resolve_run(run)
-        build = open_model(folder, installed(), checkpoint=checkpoint)
+        build = open_model(folder, catalogue(), checkpoint=checkpoint)
         how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         text = computed(
             lambda: generate_text(build, prompt, new_tokens=tokens, **how),
             build,
             folder,
-            installed(),
+            catalogue(),
             checkpoint=checkpoint,
         )
         lost = build.prepared.loss_fields
@@ -149,12 +144,9 @@ def export(
             from headrace.export.run import export_run
             from headrace.inference.load import open_model, read_plan, resolve_run
             from headrace.model.companions import LOST, Companions, read_companions
-            from headrace.plan.technique import installed
-
-            installed()  # imports every technique
         folder = resolve_run(run)
-        build = open_model(folder, installed(), checkpoint=checkpoint)
-        plan = read_plan(folder, installed())
+        build = open_model(folder, catalogue(), checkpoint=checkpoint)
+        plan = read_plan(folder, catalogue())
         companions = read_companions(
             folder, plan.model.pretrained, lambda line: print(line, file=sys.stderr)
         )

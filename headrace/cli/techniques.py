@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.arguments import Json, Overrides, With, Without
+from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import exit_codes, make_progress, show_json, show_table
 from headrace.core.errors import ConfigError
 from headrace.core.loading import loading
@@ -25,10 +26,7 @@ def list_techniques(
         with loading():
             from headrace.catalogue.table import catalogue_rows
             from headrace.model.zoo import families
-            from headrace.plan.technique import installed
             from headrace.recipes import recipes
-
-            installed()  # imports every technique
         if families_ and recipes_:
             raise ConfigError(
                 "list prints one table, and --families and --recipes ask for two",
@@ -42,7 +40,7 @@ def list_techniques(
         elif recipes_:
             rows = [{"recipe": name, "file": str(path)} for name, path in recipes().items()]
         else:
-            rows = catalogue_rows(installed())
+            rows = catalogue_rows(catalogue())
         if json:
             show_json(rows)
         else:
@@ -71,11 +69,8 @@ def explain(
             )
             from headrace.catalogue.matrix import explain_matrix, read_matrix
             from headrace.cli.plans import named_plan
-            from headrace.plan.technique import installed
             from headrace.recipes import recipes
-
-            installed()  # imports every technique
-        known = installed()
+        known = catalogue()
         changes = bool(overrides or with_ or without)
         check_explained(what, known, matrix=matrix, graph=graph, changes=changes)
         if matrix:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.arguments import Checkpoint, Json, Overrides, PlanName, With, Without
+from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import (
     exit_codes,
     make_progress,
@@ -40,11 +41,8 @@ def train(
         with loading():
             from headrace.cli.plans import named_plan
             from headrace.inference.load import plan_to_resume, run_of
-            from headrace.plan.technique import installed
             from headrace.train import train as trainer
             from headrace.train.interrupts import Closing, Interrupts
-
-            installed()  # imports every technique
         wanted = named_plan(plan, overrides, with_, without)
         if checkpoint and not resume:
             raise ConfigError(
@@ -61,14 +59,14 @@ def train(
         try:
             if resume:
                 more = {**changes, "tell": progress.note, "checkpoint": checkpoint}
-                wanted = plan_to_resume(wanted, run_of(plan), installed(), **more)
+                wanted = plan_to_resume(wanted, run_of(plan), catalogue(), **more)
             result = trainer.run(
                 wanted,
                 progress=progress,
                 resume=resume,
                 folder=run_of(plan),
                 checkpoint=checkpoint,
-                catalogue=installed(),
+                catalogue=catalogue(),
                 command=True,
             )
         except HeadraceError as error:
@@ -90,13 +88,12 @@ def train(
 
 def _conclude_failed(error: HeadraceError, closing: "Closing") -> None:
     """Conclude the run that an error ended, if it ended one."""
-    from headrace.plan.technique import installed
     from headrace.train.result import Result
 
     if error.run is None:
         return
     try:
-        Result(error.run, installed()).conclude(closing, note)
+        Result(error.run, catalogue()).conclude(closing, note)
     except Exception as failed:  # the error that ended the run is the one to report
         note(f"no conclusion: {failed}; the run is complete without")
 

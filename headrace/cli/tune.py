@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.arguments import Json, Overrides, PlanName, With, Without
+from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import console, exit_codes, make_progress, show_json, show_table
 from headrace.core.limits import MOST, TUNE_MINUTES, TUNE_SEEDS, TuneAim
 from headrace.core.loading import loading
@@ -42,10 +43,7 @@ def tune(
     with exit_codes(json):
         with loading():
             from headrace.cli.plans import named_plan, place
-            from headrace.plan.technique import installed
             from headrace.tuner.command import folder_of, format_end, tune_command
-
-            installed()  # imports every technique
         wanted = named_plan(plan, overrides, with_, without, verb="tune")
         context, machine = place(wanted)
         progress = make_progress(json)
@@ -54,7 +52,7 @@ def tune(
                 wanted,
                 aim=aim,
                 minutes=minutes,
-                catalogue=installed(),
+                catalogue=catalogue(),
                 context=context,
                 machine=machine,
                 seeds=seeds,
@@ -88,17 +86,14 @@ def ablate(
     with exit_codes(json):
         with loading():
             from headrace.cli.plans import named_plan
-            from headrace.plan.technique import installed
             from headrace.tuner.ablate import ablate_command
-
-            installed()  # imports every technique
         wanted = named_plan(plan, overrides, with_, without, verb="ablate")
         changes = [f"+{n}" for n in with_ or ()] + [f"-{n}" for n in without or ()]
         progress = make_progress(json)
         try:
             found = ablate_command(
                 wanted,
-                catalogue=installed(),
+                catalogue=catalogue(),
                 pairs=pairs,
                 minutes=minutes,
                 loss_steps=loss_steps,

@@ -113,7 +113,7 @@ def test_importing_headrace_stays_cheap() -> None:
 def test_the_catalogue_loads_no_compiler() -> None:
     """A verb that neither compiles nor shards waits for neither."""
     program = (
-        "import sys, headrace.cli.app; assert headrace.cli.app.catalogue().techniques;"
+        "import sys, headrace.cli.catalogue; assert headrace.cli.catalogue.catalogue().techniques;"
         "print(*sorted({'torch._dynamo', 'torch.distributed.tensor'} & set(sys.modules)))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

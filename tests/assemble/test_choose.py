@@ -19,7 +19,7 @@ from headrace.assemble.build import make_build
 from headrace.assemble.context import make_context
 from headrace.assemble.sockets import Build
 from headrace.catalogue.explain import explain_plan
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.progress import Progress
 from headrace.data.ingest import prepare

@@ -185,7 +185,7 @@ def asked(device: str, plan: Any) -> Any:
     import torch
 
     from headrace.assemble.context import elsewhere, make_context
-    from headrace.cli.app import catalogue
+    from headrace.cli.catalogue import catalogue
     from headrace.costs.machine import Machine
     from headrace.predict.candidates import Asking
 

@@ -13,7 +13,7 @@ from scoring import compute
 from tiny import READ
 
 from headrace.assemble.context import elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.statistics import Interval
 from headrace.costs.machine import Machine
 from headrace.plan.plan import Plan

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.doctor.remedies import BOUGHT, _cost, _costs
 from headrace.plan.technique import Card, Ratio, Receipt
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from headrace.catalogue.pages import card_path, reference
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.strict import meanings
 from headrace.plan.plan import Plan
 from headrace.recipes import recipes

@@ -14,7 +14,7 @@ from remedy_doctor import rank, record
 from torch import nn
 
 import headrace
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.data.loader import Loader
 from headrace.data.tokenizer import train_tokenizer
 from headrace.doctor.run import diagnose

@@ -22,7 +22,7 @@ from torch import nn
 from headrace import probes
 from headrace.assemble import autotune as choose
 from headrace.assemble.sockets import Work
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.model_config import ModelConfig
 from headrace.core.progress import Progress
 from headrace.costs.machine import Machine

@@ -9,7 +9,7 @@ import torch
 from remedies import words_of
 
 from headrace.assemble.context import check_supported, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import HeadraceError
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context

@@ -13,7 +13,7 @@ import pytest
 from house import Variant
 
 from headrace.assemble.filled import check_active
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import RunError
 from headrace.inference.load import open_model
 from headrace.plan.plan import Plan

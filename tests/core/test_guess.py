@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.command import typed
 from headrace.core.errors import ConfigError, alike, nearest
 from headrace.core.foreign import OPTIONS, SAME, UNLIKE, meant_by

@@ -15,7 +15,7 @@ import torch
 from tiny import PLAN, write_corpus
 
 import headrace
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core import files
 from headrace.core.errors import ConfigError
 from headrace.core.files import hold_lock, recorded_plan, write_whole

@@ -12,7 +12,7 @@ import pytest
 from snippets import blocks_of
 
 import headrace.techniques.loss
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.data.tokenizer import train_tokenizer
 
 

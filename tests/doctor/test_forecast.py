@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.assemble.context import elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.costs.machine import Machine
 from headrace.costs.work import EDGE_S, HOST_S, SLOW_HOST
 from headrace.doctor.forecast import DRIFT, ERROR, Measured, between, by_ledger, moved

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.assemble.context import elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.cli.plans import named_plan
 from headrace.core.statistics import Interval
 from headrace.costs.machine import Machine

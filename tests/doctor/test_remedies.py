@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headrace.assemble.context import elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.statistics import Interval
 from headrace.core.units import format_bytes
 from headrace.costs.machine import Machine

@@ -9,7 +9,7 @@ import torch
 from probed_cpu import probed_cpu
 
 from headrace.assemble.context import make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.costs.machine import Machine
 from headrace.costs.rates import MeasuredStep
 from headrace.doctor.findings import Finding, Kind

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from headrace.assemble.context import check_supported, elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.units import divisors, largest_divisor
 from headrace.costs.machine import Machine

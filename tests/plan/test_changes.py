@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError
 from headrace.plan.changes import changed, difference
 from headrace.plan.plan import Plan

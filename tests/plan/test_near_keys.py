@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError
 from headrace.plan.plan import Plan
 

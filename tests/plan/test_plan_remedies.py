@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError, nearest
 from headrace.plan.plan import Plan
 

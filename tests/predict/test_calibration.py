@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_prediction import H200, on_h200
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError
 from headrace.costs.step import StepTime
 from headrace.costs.work import EDGE_S

@@ -10,7 +10,7 @@ import torch
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import check_supported, elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.hardware import NAMES, lookup
 from headrace.costs.machine import Machine

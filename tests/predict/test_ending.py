@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_prediction import H200, on_h200
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.predict.ending import TELLS, Curve, ending

@@ -14,7 +14,7 @@ import torch
 
 from headrace.assemble.build import make_ledger, make_ledgers
 from headrace.assemble.context import elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.costs.ledger import Ledger
 from headrace.costs.machine import Machine
 from headrace.costs.step import step_time

@@ -10,7 +10,7 @@ from probed_cpu import BEGIN_S, BYTES_PER_S, FLOPS, probed_cpu
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.costs.machine import Machine
 from headrace.costs.rates import MatmulPoint, MatmulRates, MeasuredStep, StreamPoint
 from headrace.plan.plan import Plan

@@ -9,7 +9,7 @@ import torch
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError
 from headrace.core.units import format_bytes, format_count
 from headrace.costs.ledger import WORDS

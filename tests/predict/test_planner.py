@@ -14,7 +14,7 @@ import torch
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.ledger import DERIVED
 from headrace.costs.machine import Machine

@@ -18,7 +18,7 @@ from scoring import compute
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.allocator import MIB, Allocator, OutOfMemory
 from headrace.costs.machine import Machine

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 from probed_cpu import probed_cpu
 
 from headrace.assemble.context import elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import HeadraceError
 from headrace.costs.machine import Machine
 from headrace.costs.rates import MeasuredStep

@@ -11,7 +11,7 @@ import torch
 
 from headrace.assemble.build import make_ledger, make_ledgers
 from headrace.assemble.context import elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import COMMUNICATOR_BYTES, NODE, Link, assumed, collective_s, says, sent

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.costs.ledger import Ledger
 from headrace.kernels.chunked_loss import has_native, native_loss
 from headrace.plan.plan import Plan

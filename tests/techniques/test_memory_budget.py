@@ -9,7 +9,7 @@ from pieces import gradients
 from headrace.assemble.build import make_ledger
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError, RunError, UnsupportedError
 from headrace.costs.machine import Machine
 from headrace.data.loader import Micro

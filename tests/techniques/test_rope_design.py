@@ -9,7 +9,7 @@ from pieces import left
 
 from headrace.assemble.context import make_context
 from headrace.assemble.sockets import Build
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.model import position

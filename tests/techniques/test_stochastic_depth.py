@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import make_context
 from headrace.assemble.sockets import Build
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.ledger import Ledger
 from headrace.costs.machine import Machine

@@ -8,7 +8,7 @@ import torch
 
 from headrace.assemble.build import make_build
 from headrace.assemble.sockets import Build
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError
 from headrace.data.ingest import prepare
 from headrace.parallel.world import World

@@ -221,7 +221,7 @@ def test_an_exported_run_computes_the_same_in_transformers(
     assert ended.code == 0, ended.err
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
-    from headrace.cli.app import catalogue
+    from headrace.cli.catalogue import catalogue
     from headrace.inference.load import open_model
     from headrace.model.mask import Rows
 

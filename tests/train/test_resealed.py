@@ -34,7 +34,7 @@ def trained(
     """A run of two steps, and a build of the same plan."""
     from tiny import READ
 
-    from headrace.cli.app import catalogue
+    from headrace.cli.catalogue import catalogue
     from headrace.train import train as trainer
 
     folder = tmp_path_factory.mktemp("sealed")

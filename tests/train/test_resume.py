@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import READ, assert_same_run, metrics, report, without_times, write_corpus
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError, RunError
 from headrace.inference.load import open_model, plan_to_resume
 from headrace.plan.plan import Plan

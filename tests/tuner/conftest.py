@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny import READ
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import RefusalKind
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan

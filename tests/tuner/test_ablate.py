@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny import READ
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.command import typed
 from headrace.core.errors import ConfigError, RefusalKind, UnsupportedError
 from headrace.core.progress import Progress

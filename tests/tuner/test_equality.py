@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from numpy.random import default_rng
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.train.guard import First

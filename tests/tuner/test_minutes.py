@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.tuner.judge import Rules

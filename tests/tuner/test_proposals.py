@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.assemble.context import choose_device, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.costs.machine import Machine as Rates
 from headrace.plan.changes import difference
 from headrace.plan.plan import Plan

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import RefusalKind
 from headrace.plan.changes import changed, difference
 from headrace.plan.plan import Plan

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.assemble.context import choose_device, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.plan.plan import Plan
 from headrace.tuner.judge import Rules
 from headrace.tuner.proposals import without_compiler

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace.assemble.context import elsewhere, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.costs.machine import Machine as Rates
 from headrace.plan.plan import Plan
 from headrace.predict.candidates import Asking

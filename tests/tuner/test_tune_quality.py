@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.assemble.context import choose_device, make_context
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import RefusalKind
 from headrace.core.limits import TuneAim
 from headrace.costs.machine import Machine as Rates

@@ -81,7 +81,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from headrace.train import train
-from headrace.cli.app import catalogue
+from headrace.cli.catalogue import catalogue
 from headrace.plan.plan import Plan
 from headrace.train.interrupts import Interrupts
 from headrace.core.progress import Progress
