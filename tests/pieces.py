@@ -11,6 +11,8 @@ from torch import Tensor
 from headrace.assemble.sockets import Build
 from headrace.data.loader import Micro
 from headrace.parallel.ring import Ring
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context
 from headrace.train.train import step
 
 
@@ -18,6 +20,22 @@ def qkv(length: int, width: int = 8, device: str = "cpu", *, rows: int = 2) -> l
     """Queries of four heads, keys and values of two; the same numbers on every device."""
     torch.manual_seed(0)
     return [torch.randn(rows, length, heads, width).to(device) for heads in (4, 2, 2)]
+
+
+def h200(plan: Any = None, **changes: Any) -> Context:
+    """Return the place where a plan would run: one H200 in bf16, with `changes`."""
+    here: dict[str, Any] = {
+        "plan": plan or Plan.model_validate({"goal": {"steps": 1}}),
+        "device": "cuda",
+        "device_name": "NVIDIA H200",
+        "capability": (9, 0),
+        "torch": (2, 13),
+        "has_triton": True,
+        "has_compiler": True,
+        "ranks": 1,
+        "precision": "bf16",
+    }
+    return Context(**{**here, **changes})
 
 
 def gradients(build: Build, micros: Sequence[Micro]) -> dict[str, Tensor]:

@@ -27,7 +27,8 @@ import headrace.report.single
 import headrace.train.train
 import headrace.tuner.ablate
 import headrace.tuner.command  # noqa: F401 - what verbs import when they are called
-from headrace.cli.app import app, catalogue
+from headrace.cli.app import app
+from headrace.cli.catalogue import catalogue
 
 
 def child(request: dict) -> int:

@@ -16,12 +16,10 @@ class Remedy:
     Args:
         changes: alternatives, the best first. Each is the words that mend the plan together.
         text: what a reader is shown: the changes as they are typed, other commands, or prose.
-        leaves_out: the key that mends the plan when nobody writes it; "" where there is none.
     """
 
     changes: tuple[tuple[str, ...], ...] = ()
     text: str = ""
-    leaves_out: str = ""
 
     def __bool__(self) -> bool:
         """Return whether there is anything to show."""
@@ -74,7 +72,7 @@ def mend(*words: str, text: str = "") -> Remedy:
 
 def leave_out(key: str) -> Remedy:
     """Return the remedy that is not to write a key."""
-    return Remedy(text=f"leave out {key}", leaves_out=key)
+    return Remedy(text=f"leave out {key}")
 
 
 def as_remedy(remedy: Remedy | str) -> Remedy:

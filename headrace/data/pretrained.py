@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
+from headrace.core.remedy import mend
 from headrace.data.tokenizer import Tokenizer
 
 
@@ -39,7 +40,7 @@ def check_tokenizer(used: Tokenizer, folder: str, key: str, entries: int, remedy
         raise ConfigError(
             f"the run's tokenizer (sha256 {used.fingerprint[:12]}) is not the one of {key} = "
             f"{folder!r} (sha256 {own.fingerprint[:12]}): its ids stand for other text",
-            remedy or f"data.tokenizer={folder}",
+            remedy or mend(f"data.tokenizer={folder}"),
         )
 
 

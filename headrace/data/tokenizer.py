@@ -61,8 +61,9 @@ SPLIT_PATTERN = (
 )
 """GPT-4's, with numbers in twos: three cost too many entries of a small vocabulary (nanochat)."""
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_WHOLE_ALPHABET = (
-    "data.tokenizer=bpe, or a tokenizer.json trained with the whole byte alphabet "
+_OWN = mend("data.tokenizer=bpe")
+_WHOLE_ALPHABET = _OWN | (
+    "a tokenizer.json trained with the whole byte alphabet "
     "(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())"
 )
 Trainer = Literal["auto", "rustbpe", "tokenizers"]
@@ -129,7 +130,7 @@ class Tokenizer:
 
     def _find_losses(self, spec: dict[str, Any]) -> None:
         """Probe the tokenizer, once a process for each tokenizer.json."""
-        self._remedy = "data.tokenizer=bpe"
+        self._remedy = _OWN
         added_tokens = [t["content"] for t in spec["added_tokens"]]
         if self.fingerprint not in _PROBED:
             with silent_panics():  # as of a pattern that never ends
@@ -146,7 +147,7 @@ class Tokenizer:
             change = "a tokenizer.json that gives back every text"
             if changes:
                 change = f"a copy of it without its normalizer {', '.join(changes)}"
-            self.loses, self._remedy = lost, f"data.tokenizer=bpe, or {change}"
+            self.loses, self._remedy = lost, _OWN | change
 
     def _returned(self, texts: list[str]) -> list[tuple[str, int]]:
         """Return what the ids of each text decode to, and the bytes that they stand for."""

@@ -17,17 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
+from headrace.observe import PHASES
+
 STEP_PHASES = ("input", "forward", "backward", "optimizer")
-PHASES = (
-    "input",
-    "forward",
-    "backward",
-    "optimizer",
-    "communication_exposed",
-    "checkpoint",
-    "eval",
-    "compile",
-)
 OUTSIDE = ("checkpoint", "eval", "other")
 """Phases that stand between steps; `headrace.watch` marks the last two."""
 PARTS = {"copy": "input", "prepare": "forward"}

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from headrace.core.units import format_count
+from headrace.observe import PHASES
 from headrace.report.page import Safe, bar, join, muted, section, stack, swatch, table, tag
-from headrace.report.run_files import PHASES, Report, RunFiles
+from headrace.report.run_files import Report, RunFiles
 from headrace.report.words import NOT_MEASURED, percent, seconds, size, whole
 
 COLOURS = dict(zip(PHASES, ("c4", "c0", "c5", "c3", "c1", "c6", "c2", "soft"), strict=True))

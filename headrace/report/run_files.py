@@ -27,16 +27,6 @@ from headrace.core.errors import ConfigError, nearest
 from headrace.core.files import parse_json, parse_object, recorded_plan, shell
 from headrace.observe import REPORT_FORMAT
 
-PHASES: tuple[str, ...] = (
-    "input",
-    "forward",
-    "backward",
-    "optimizer",
-    "communication_exposed",
-    "checkpoint",
-    "eval",
-    "compile",
-)
 COLUMNS = (
     "step",
     "tokens",

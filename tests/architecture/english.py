@@ -39,8 +39,8 @@ def problems(source: str, path: Path) -> Iterator[tuple[int, str]]:
             for problem in of_docstring(text, imperative=function and not in_tests):
                 yield line, problem
         for line, text in _attribute_docstrings(node):
-            if NO_START.match(text):
-                yield line, f'this docstring begins with "{text.split()[0]}"'
+            if begins := NO_START.match(text):
+                yield line, f'this docstring begins with "{begins[0]}"'
         if not in_tests:
             for line, name in _defined(node):
                 for problem in of_name(name):

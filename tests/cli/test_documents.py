@@ -14,7 +14,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from headrace.cli.app import app, catalogue
+from headrace.cli.app import app
+from headrace.cli.catalogue import catalogue
 from headrace.cli.plans import named_plan, place
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan

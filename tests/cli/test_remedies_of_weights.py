@@ -73,7 +73,8 @@ def follow(refusal: Callable[..., HeadraceError | None], *words: str) -> list[st
         error = refusal(*words)
         assert error is not None
         told.append(error.message)
-        advised = re.split(r" \(or|; or", error.remedy.text)[0].split()
+        assert error.remedy.changes, error.remedy
+        advised = error.remedy.changes[0]
         assert advised and all(re.fullmatch(r"[\w.]+=\S+", word) for word in advised), error
         words = (*words, *advised)
         if refusal(*words) is None:

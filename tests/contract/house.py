@@ -35,6 +35,7 @@ from equality import gradients_of as gradients_of
 from equality import reference as reference
 from equality import rounding as rounding
 from equality import take_step as take_step
+from pieces import h200
 from tiny import save_weights
 from tiny_rows import LENGTH, ROWS
 from tiny_rows import make_micros as make_micros
@@ -155,17 +156,7 @@ def context_on(device: str, plan: Plan | None = None) -> Context:
     plan = plan or make_plan()
     asked = plan.model.precision
     if device == "cuda" and not torch.cuda.is_available():
-        return Context(
-            plan=plan,
-            device="cuda",
-            device_name="NVIDIA H200",
-            capability=(9, 0),
-            torch=(2, 13),
-            has_triton=True,
-            has_compiler=True,
-            ranks=1,
-            precision="bf16" if asked == "auto" else asked,
-        )
+        return h200(plan, precision="bf16" if asked == "auto" else asked)
     return make_context(plan, torch.device(device))
 
 

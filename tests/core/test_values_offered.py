@@ -1,7 +1,5 @@
 """The value that an error of a plan offers is one that the plan takes, with whatever else it is."""
 
-import re
-import shlex
 from collections.abc import Iterator
 from typing import get_args
 
@@ -41,13 +39,13 @@ def offered(key: str, value: str, technique: str = "") -> str | None:
     try:
         read([f"{key}={value}"], technique)
     except ConfigError as error:
-        way = re.split(r" or | \(or", error.remedy.text)[0]
-        if way.startswith("leave "):
+        if not error.remedy.changes:
+            assert error.remedy.text.startswith("leave ") and key in error.remedy.text
             read([], technique)
-        elif technique and way == f"--without {technique}":
+        elif error.remedy.changes[0] == (f"-{technique}",):
             read([], "")
         else:
-            read([f"{key}={value}", *shlex.split(way)], technique)
+            read([f"{key}={value}", *error.remedy.changes[0]], technique)
         return error.remedy.text
     return None
 

@@ -19,7 +19,8 @@ from snippets import ROOT, blocks_of
 from typer.testing import CliRunner
 
 from headrace.catalogue.pages import reference
-from headrace.cli.app import app, catalogue
+from headrace.cli.app import app
+from headrace.cli.catalogue import catalogue
 from headrace.model.head import IGNORED, Vocabulary
 from headrace.recipes import recipes
 

@@ -12,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 import headrace
-from headrace.cli.app import app, catalogue
+from headrace.cli.app import app
+from headrace.cli.catalogue import catalogue
 from headrace.doctor.findings import KIND_OF, PHASES, Finding, Kind, phase_findings
 from headrace.doctor.forecast import Forecast, by_share
 from headrace.doctor.loop import Change, Loop

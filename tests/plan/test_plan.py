@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli.app import app, catalogue
+from headrace.cli.app import app
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import EXIT_PLAN, ConfigError
 from headrace.plan.plan import Plan
 from headrace.recipes import read_recipe, recipes

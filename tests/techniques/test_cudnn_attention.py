@@ -6,29 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from pieces import qkv
+from pieces import h200, qkv
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.model.attention import Sdpa, check_mask
 from headrace.model.mask import BlockPattern, MaskSpec, Rows
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Context, Supported, Unsupported
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.attention.cudnn_attention import CudnnAttention, CudnnSdpa
 
 B, H = 2, 4  # of qkv
-GPU = Context(
-    plan=Plan.model_validate({"goal": {"steps": 1}}),
-    device="cuda",
-    device_name="NVIDIA H200",
-    capability=(9, 0),
-    torch=(2, 13),
-    has_triton=True,
-    has_compiler=True,
-    ranks=1,
-    precision="bf16",
-)
+GPU = h200()
 
 
 def test_no_other_kernel_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pieces import qkv
+from pieces import h200, qkv
 from torch import Tensor
 
 from headrace.core.errors import UnsupportedError
@@ -14,23 +14,13 @@ from headrace.core.model_config import ModelConfig
 from headrace.model.attention import Sdpa
 from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.plan import Plan
-from headrace.plan.technique import Context, Supported, Unsupported
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.attention.flash_attention import FlashAttention, FlashSdpa
 from headrace.techniques.attention.sliding_window import SlidingWindow
 from headrace.techniques.data.document_packing import DocumentPacking
 
 PLAN = Plan.model_validate({"goal": {"steps": 1}})
-GPU = Context(
-    plan=PLAN,
-    device="cuda",
-    device_name="NVIDIA H200",
-    capability=(9, 0),
-    torch=(2, 13),
-    has_triton=True,
-    has_compiler=True,
-    ranks=1,
-    precision="bf16",
-)
+GPU = h200()
 
 
 def test_a_forward_pass_and_a_query_over_a_cache_are_the_trunks() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pieces import qkv
+from pieces import h200, qkv
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
 
@@ -19,7 +19,7 @@ from headrace.core.model_config import ModelConfig
 from headrace.model.attention import Sdpa
 from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.plan import Plan
-from headrace.plan.technique import Context, Supported, Unsupported
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.attention import flash_attention_3
 from headrace.techniques.attention.flash_attention_3 import (
     RELEASES,
@@ -33,17 +33,7 @@ from headrace.techniques.attention.flash_attention_3 import (
 from headrace.techniques.data.document_packing import DocumentPacking
 
 PLAN = Plan.model_validate({"goal": {"steps": 1}})
-GPU = Context(
-    plan=PLAN,
-    device="cuda",
-    device_name="NVIDIA H200",
-    capability=(9, 0),
-    torch=(2, 13),
-    has_triton=True,
-    has_compiler=True,
-    ranks=1,
-    precision="bf16",
-)
+GPU = h200()
 FA3, FA4 = FlashAttention3(version="FA3"), FlashAttention3(version="FA4")
 HERE = [v for v, release in RELEASES.items() if is_installed(release.module)]
 

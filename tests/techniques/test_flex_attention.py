@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pieces import qkv
+from pieces import h200, qkv
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from headrace.model.attention import Sdpa
 from headrace.model.mask import BlockPattern, MaskSpec, Rows, allowed, bias
-from headrace.plan.plan import Plan
-from headrace.plan.technique import Context, Supported, Unsupported, installed
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.attention.flex_attention import (
     FlexAttention,
     FlexBackend,
@@ -126,17 +125,7 @@ def test_a_query_over_a_cache_sees_all_of_it() -> None:
 
 
 def test_refuses_where_it_cannot_train() -> None:
-    gpu = Context(
-        plan=Plan.read("goal = {steps = 1}", installed()),
-        device="cuda",
-        device_name="NVIDIA H200",
-        capability=(9, 0),
-        torch=(2, 13),
-        has_triton=True,
-        has_compiler=True,
-        ranks=1,
-        precision="bf16",
-    )
+    gpu = h200()
     assert isinstance(FlexAttention().supports(gpu), Supported)
     for how, says in (
         ({"device": "cpu"}, "NVIDIA GPU"),

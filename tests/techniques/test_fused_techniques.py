@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pieces import h200
 
 from headrace.assemble.build import make_build
 from headrace.assemble.sockets import Build
@@ -135,17 +136,7 @@ def test_a_rotation_is_what_the_filler_made(build_with: Callable[..., Build]) ->
 
 def gpu() -> Context:
     model = SimpleNamespace(norm="rms_norm", position="rope", activation="swiglu")
-    return Context(
-        plan=SimpleNamespace(model=model),
-        device="cuda",
-        device_name="NVIDIA H200",
-        capability=(9, 0),
-        torch=(2, 13),
-        has_triton=True,
-        has_compiler=True,
-        ranks=1,
-        precision="bf16",
-    )
+    return h200(SimpleNamespace(model=model))
 
 
 @pytest.mark.parametrize("kind", KINDS)

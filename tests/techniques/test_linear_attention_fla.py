@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pieces import h200
 from torch import Tensor
 
 from headrace.assemble.build import make_build
@@ -156,17 +157,7 @@ def gpu(**techniques: Any) -> Context:
         mesh=SimpleNamespace(context=1),
         techniques=techniques,
     )
-    return Context(
-        plan=plan,
-        device="cuda",
-        device_name="NVIDIA H200",
-        capability=(9, 0),
-        torch=(2, 13),
-        has_triton=True,
-        has_compiler=True,
-        ranks=1,
-        precision="bf16",
-    )
+    return h200(plan)
 
 
 def test_refuses_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from headrace.core.model_config import ModelConfig
 from headrace.model.attention import Sdpa
 from headrace.model.mask import MaskSpec, Rows, allowed
 from headrace.plan.plan import Plan
-from headrace.plan.technique import Context, Supported, Unsupported
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.attention import varlen_attention
 from headrace.techniques.attention.varlen_attention import (
     Sequences,
@@ -32,17 +32,7 @@ from headrace.techniques.attention.varlen_attention import (
 )
 
 PLAN = Plan.model_validate({"goal": {"steps": 1}})
-GPU = Context(
-    plan=PLAN,
-    device="cuda",
-    device_name="NVIDIA H200",
-    capability=(9, 0),
-    torch=(2, 13),
-    has_triton=True,
-    has_compiler=True,
-    ranks=1,
-    precision="bf16",
-)
+GPU = pieces.h200()
 B = 3
 qkv = partial(pieces.qkv, rows=B)
 SPECS = {

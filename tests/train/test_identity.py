@@ -15,7 +15,8 @@ import pytest
 from tiny import PLAN, report
 from typer.testing import CliRunner
 
-from headrace.cli.app import app, catalogue
+from headrace.cli.app import app
+from headrace.cli.catalogue import catalogue
 from headrace.core.files import toml_value
 from headrace.plan.changes import override, word
 from headrace.plan.plan import Plan

@@ -201,7 +201,7 @@ class Distillation(Technique[Build]):
             raise ConfigError(
                 f"the teacher {self.teacher} has {config.vocab} vocabulary entries and the model "
                 f"{build.config.vocab}: their distributions are over different tokens",
-                other or f"data.tokenizer={path} model.vocab={config.vocab}",
+                other or mend(f"data.tokenizer={path}", f"model.vocab={config.vocab}"),
             )
         if not build.prepared.has_begun:
             check_tokenizer(build.prepared.tokenizer, self.teacher, key, config.vocab, other)

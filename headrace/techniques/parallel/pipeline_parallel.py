@@ -105,7 +105,7 @@ class PipelineParallel(Technique[Build]):
             fewer = max(1, layers // ranks)
             return Unsupported(
                 f"{layers} layers are too few for {ranks} ranks x {self.chunks} = {stages} stages",
-                f"model.layers={stages}" + (f" or {me}.chunks={fewer}" if fewer > 1 else ""),
+                mend(f"model.layers={stages}") | mend(f"{me}.chunks={fewer}" if fewer > 1 else ""),
             )
         rows = plan.rows_per_step // plan.mesh.data
         if self.schedule == "interleaved" and rows // plan.micro_rows % ranks:
