@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import receipts
 import torch
 from natural_gate import Gate
 from natural_times import TOGETHER_BYTES
@@ -30,6 +31,7 @@ from headrace.doctor.run import place_of, rows_of
 from headrace.doctor.words import describe
 from headrace.doctor.words.answer import SHOWN, render_rates, why_no_remedy
 from headrace.inference.load import resolve_run
+from headrace.kernels.cpu_units import bf16_units
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import BOTTLENECKS, parse, saves_memory
 from headrace.predict.candidates import MICRO, Asking, Candidate, Words, singles
@@ -205,6 +207,7 @@ class Choice:
         promise: predicted time of a step before over after; None where nothing is predicted.
         kind: of those that do one thing, such as other attention, one is chosen; "" is none.
         learns: it changes what is learned.
+        run: what the changed plan computes; of changes that compute the same one is chosen.
     """
 
     words: Words
@@ -212,6 +215,7 @@ class Choice:
     promise: float | None = None
     kind: str = ""
     learns: bool = False
+    run: str = ""
 
     @property
     def moves(self) -> bool:
@@ -244,10 +248,12 @@ def to_measure(
     others.sort(key=lambda one: -(UNKNOWN if one.promise is None else one.promise))
     taken = {frozenset(one.words) for one in chosen}
     kinds = {one.kind for one in chosen if one.kind}
+    runs = {one.run for one in chosen}
     for one in others:
-        if frozenset(one.words) not in taken and one.kind not in kinds:
+        if frozenset(one.words) not in taken and one.kind not in kinds and one.run not in runs:
             chosen.append(one)
             kinds |= {one.kind} - {""}
+            runs.add(one.run)
     chosen = chosen[: max(0, most - (own_bytes >= LARGE_BYTES))]
     peaks = [one.bytes for one in chosen]
     together = min(sum(peaks), max([TOGETHER_BYTES, *peaks]))
@@ -273,9 +279,20 @@ def _choice(asking: Asking, candidate: Candidate) -> Choice:
     if any(w[0] == "+" and ATTENDS in plan.techniques[w[1:]].claims for w in words):
         kind = ATTENDS
     learns = effect_of(asking.start, plan) == "learning"
-    return Choice(
-        words, candidate.prediction.memory.peak_bytes, _expected(asking, plan), kind, learns
-    )
+    peak_bytes = candidate.prediction.memory.peak_bytes
+    return Choice(words, peak_bytes, _expected(asking, plan), kind, learns, _run_of(asking, plan))
+
+
+def _run_of(asking: Asking, plan: Plan) -> str:
+    """Return what tells a plan's run from others.
+
+    A technique that does nothing but set the precision computes what the key alone does.
+    """
+    sockets = {name: {*t.claims, *t.composes} for name, t in plan.techniques.items()}
+    rest = {n: t for n, t in plan.techniques.items() if sockets[n] != {"config.precision"}}
+    update = {"precision": at(asking.context, plan).precision}
+    alike = plan.replaced(model=plan.model.model_copy(update=update), techniques=rest)
+    return receipts.sha256(alike.dump())
 
 
 def _expected(asking: Asking, plan: Plan) -> float | None:
@@ -327,7 +344,6 @@ def _by_precision(asking: Asking, candidate: Candidate) -> bool | None:
     if there != asking.context.precision:
         if asking.context.device != "cpu":
             return None
-        units = (torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported())
-        return there == "bf16" and any(units)
+        return there == "bf16" and bool(bf16_units())
     sockets = {socket for t in kinds for socket in (*t.claims, *t.composes)}
     return False if sockets == {"config.precision"} else None

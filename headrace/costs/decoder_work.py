@@ -183,6 +183,30 @@ def _streams(
     }  # fmt: skip
 
 
+def stored_in_bf16(name: str, piece: Work, *, adds_up: bool, master: bool) -> Work | None:
+    """Return a piece of work of matrices that are stored in bf16; None where it is left out.
+
+    Casts of weights go, and of gradients that nothing adds up; the update shrinks.
+
+    Args:
+        name: of the piece.
+        piece: its work where weights are stored in fp32.
+        adds_up: a step adds several gradients of one weight.
+        master: the update keeps the rest of each weight.
+    """
+    if name in ("weight_cast/forward", "weight_cast/forward/again", "head_cast/forward"):
+        return None
+    if name in ("weight_cast/backward", "head_cast/backward") and not adds_up:
+        return None
+    if not isinstance(piece, Stream):
+        return piece
+    if name == "clip/optimizer":  # the norm alone, in bf16 as slow; the update multiplies
+        return piece.whole(piece.bytes / 3)
+    if name == "update/optimizer":  # of 28 bytes a number: weight, gradient, moments and the rest
+        return piece.whole(piece.bytes * (22 + 4 * master + 2 * adds_up) / 28)
+    return piece
+
+
 def masked(
     ledger: Ledger, layers: float, seen: float | None, *, column: int = 0, extra: float = 0.0
 ) -> Ledger:

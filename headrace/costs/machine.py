@@ -77,8 +77,6 @@ ANCHOR_MATMUL = (8192, 8192, 8192)
 """The shape that a share of a peak is told for."""
 SQUARE = (256, 256, 256)
 """The product that a CPU's precisions are compared at."""
-LATER = {"links": [], "linears": [], "pieces": [], "steps": []}
-"""Fields that files of before they were measured lack."""
 
 
 @dataclass(frozen=True)
@@ -333,7 +331,6 @@ class Machine:
         if type(table) is not dict or table.get("format") != FORMAT:
             version = table.get("format") if type(table) is dict else type(table).__name__
             raise ValueError(f"format {version!r}, and {FORMAT} is read here")
-        table = {**LATER, **table}
         return checked(cls, {key: value for key, value in table.items() if key != "format"}, "")
 
     @classmethod

@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 Precision = Literal["bf16", "fp16", "fp32", "tf32", "fp8"]
 Kernel = Literal["cudnn", "flash", "flash4", "flex", "efficient", "math"]
+Half = Literal["", "autocast", "parameters"]
+"""How a step multiplies bf16; "" where it multiplies fp32."""
 Ratio = tuple[tuple[float, ...], float]
 """Where a point lies, in log size, and the logarithm of its time over the formula's."""
 Shape = tuple[int, int, int, int, int]
@@ -212,6 +214,8 @@ class MeasuredStep:
     """whether the process kept the memory that the step freed"""
     threads: int
     seconds: float
+    half: Half = ""
+    """how bf16 was multiplied: by autocast, or with parameters stored in it; "" is fp32"""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -347,14 +351,18 @@ def checked(kind: type[T], value: Any, where: str = "") -> T:
 
 
 def _table(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
-    """Return the fields of a dataclass, each checked."""
+    """Return the fields of a dataclass, each checked; files of before one had a default lack it."""
     if type(value) is not dict:
         raise _wrong(where or "the whole", value, "a table")
     types = get_type_hints(kind)
     prefix = f"{where}." if where else ""
+    later = {one.name for one in fields(kind) if one.default is not MISSING}
     for name in value.keys() ^ types.keys():
-        raise ValueError(f"{prefix}{name} is {'missing' if name in types else 'not a key of it'}")
-    return {name: checked(types[name], value[name], f"{prefix}{name}") for name in types}
+        if name in value or name not in later:
+            told = "missing" if name in types else "not a key of it"
+            raise ValueError(f"{prefix}{name} is {told}")
+    given = types.keys() & value.keys()
+    return {n: checked(types[n], value[n], f"{prefix}{n}") for n in types if n in given}
 
 
 def _wrong(where: str, value: Any, wanted: str) -> ValueError:

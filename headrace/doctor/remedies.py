@@ -43,6 +43,9 @@ PRICED = (LEDGER_FIRST, "computation", "memory bandwidth", "kernel efficiency")
 """Bottlenecks that anything which the ledger says is faster is a remedy for."""
 ON_TOP = 1.02
 """Times the speed of the best single change that a pair must reach to be worth its second word."""
+NEARLY = 0.9
+"""Share of the largest forecast gain that a plainer remedy must reach to stand before it. Forecasts
+of natural runs were a quarter off in the median (natural.jsonl), so that a tenth tells nothing."""
 SHARES = ("input", "interconnect", "wasted tokens", LEDGER_FIRST)
 """Bottlenecks of which the finding's share forecasts a gain."""
 QUALITY = ("instability", "recipe", "silent no-op")
@@ -59,6 +62,8 @@ HEALTHY = 0.05
 """Gain that no remedy of a healthy run is forecast to exceed. Chosen, not measured."""
 HALF = ("bf16", "fp16", "float8")
 """Parts of words that name a precision which a processor may only emulate, many times as slowly."""
+EQUALITIES = ("exact", "approximate", "learning")
+"""What a change may do to the gradients, the mildest first."""
 MOST = 8
 """Most remedies of one finding that are kept."""
 
@@ -140,6 +145,8 @@ def remedies(
     causes = [_keys(words) for words in KEYS[name](plan)] if name in CAUSES else []
     timed = name in OF_TIME
     known.sort(key=lambda remedy: _order(remedy, learns, causes, timed))
+    if name in PRICED:
+        known = _plainest_first(known)
     return _best_rows(known)[:MOST]
 
 
@@ -304,11 +311,10 @@ def _remedy(
 
 def _equality(catalogue: Catalogue, change: Words) -> str:
     """Return what the change does to gradients: the most that a part of it does."""
-    ranks = ("exact", "approximate", "learning")
     parts = [KEY_EQUALITY.get(word.partition("=")[0], "exact") for word in change]
     parts += [catalogue.find(word[1:]).equality for word in change if word[0] == "+"]
     left = (catalogue.find(word[1:]).equality for word in change if word[0] == "-")
-    return max([*parts, *(e for e in left if e == "learning")], key=ranks.index)
+    return max([*parts, *(e for e in left if e == "learning")], key=EQUALITIES.index)
 
 
 def _forecast(
@@ -378,6 +384,21 @@ def _order(
     other = (remedy.equality == "learning") != learns
     last = timed and remedy.gain is None and remedy.change[0][0] != "+"
     return (cause, remedy.gain is None, other, last, most, remedy.change)
+
+
+def _plainest_first(ordered: list[Remedy]) -> list[Remedy]:
+    """Return the remedies, first the plainest of those that gain nearly as much as the first.
+
+    This is the rule of one standard error (Breiman et al., Classification and Regression Trees,
+    1984): of choices that the error of an estimate does not tell apart, take the simplest. Plainer
+    is what changes the gradients less, and then what has fewer words.
+    """
+    if not ordered or _gained(ordered[0]) <= 0:
+        return ordered
+    least = NEARLY * _gained(ordered[0])
+    alike = [one for one in ordered if _gained(one) >= least]
+    plainest = min(alike, key=lambda one: (EQUALITIES.index(one.equality), len(one.change)))
+    return [plainest, *(one for one in ordered if one is not plainest)]
 
 
 def _keys(change: Words) -> set[str]:

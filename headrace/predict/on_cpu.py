@@ -13,16 +13,18 @@ from dataclasses import replace
 from headrace.core.errors import UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.costs import host
-from headrace.costs.decoder_work import baseline_work
+from headrace.costs.decoder_work import NARROW, baseline_work, stored_in_bf16
 from headrace.costs.host import KEEPS, PROBE_CPU, THREADS
 from headrace.costs.ledger import Ledger
 from headrace.costs.machine import Machine
-from headrace.costs.rates import MeasuredStep, Ratio, between, place
+from headrace.costs.rates import Half, MeasuredStep, Ratio, between, place
 from headrace.costs.step import StepTime
-from headrace.costs.work import Work
+from headrace.costs.work import Matmul, Work
 
 COMPILED = "compiled/calls"
 """The piece of work that a compiler adds."""
+CAST = "weight_cast/forward"
+"""The piece of work that weights stored in fp32 need where bf16 is multiplied."""
 
 
 def step_time(ledger: Ledger, machine: Machine) -> StepTime:
@@ -34,7 +36,7 @@ def step_time(ledger: Ledger, machine: Machine) -> StepTime:
     sizes = ledger.sizes
     found = host.step_time(_named(ledger), machine, sizes["micro_batches"])
     spot = place(sizes["tokens"], sizes["dim"], sizes["vocab"])
-    times = between(_beside(machine, COMPILED in ledger.work), spot)
+    times = between(_beside(machine, COMPILED in ledger.work, _half_of(ledger)), spot)
     if sizes.get(KEEPS):
         times *= between(_against(machine, _keeps, "that keep their memory"), spot)
     threads = int(sizes.get(THREADS, machine.processors))
@@ -62,14 +64,25 @@ def _counts(machine: Machine) -> str:
     return ", ".join(map(str, sorted({step.threads for step in machine.steps})))
 
 
-def _usual(machine: Machine) -> list[MeasuredStep]:
-    """Steps at the machine's own count of threads, whose memory the system takes back."""
-    return [s for s in machine.steps if not s.keeps and s.threads == machine.processors]
+def _half_of(ledger: Ledger) -> Half:
+    """Return how a plan multiplies bf16."""
+    if not any(isinstance(p, Matmul) and p.precision in NARROW for p in ledger.work.values()):
+        return ""
+    return "autocast" if CAST in ledger.work else "parameters"
 
 
-def _beside(machine: Machine, compiled: bool) -> list[Ratio]:
-    """What steps of a kind took beyond their pieces; of all steps where there is none of it."""
-    kept = _usual(machine)
+def _usual(machine: Machine, half: Half = "") -> list[MeasuredStep]:
+    """Return steps at the machine's own count of threads, whose memory the system takes back."""
+    own = [s for s in machine.steps if not s.keeps and s.threads == machine.processors]
+    return [step for step in own if step.half == half]
+
+
+def _beside(machine: Machine, compiled: bool, half: Half) -> list[Ratio]:
+    """Return what steps of a kind took beyond their pieces.
+
+    Where none of the kind was timed they are those of the other code, and then those in fp32.
+    """
+    kept = _usual(machine, half) or _usual(machine)
     alike = [step for step in kept if step.compiled == compiled] or kept
     return [(_spot(s), math.log(s.seconds / _summed_s(s, machine))) for s in alike]
 
@@ -99,7 +112,11 @@ def _summed_s(step: MeasuredStep, machine: Machine) -> float:
     config = ModelConfig(
         dim=step.dim, layers=step.layers, heads=step.heads, vocab=step.vocab, qk_norm=True
     )
-    work = baseline_work(config, rows=step.rows, length=step.length, precision="fp32")
+    precision = "bf16" if step.half else "fp32"
+    work = baseline_work(config, rows=step.rows, length=step.length, precision=precision)
+    if step.half == "parameters":
+        kept = {n: stored_in_bf16(n, w, adds_up=False, master=True) for n, w in work.items()}
+        work = {name: piece for name, piece in kept.items() if piece is not None}
     if step.compiled:
         work = {name: piece.compiled() for name, piece in work.items()}
     return host.step_time(work, machine, 1.0).step_s

@@ -296,9 +296,7 @@ def _machine(found: Found) -> Machine:
         attention=attention,
         absent=_absences(found),
         skipped=_missed(found),
-        linears=tuple(
-            LinearRates(way, "fp32", tuple(known)) for way, known in found.linears.items()
-        ),
+        linears=tuple(LinearRates(*key, tuple(known)) for key, known in found.linears.items()),
         pieces=host.pieces_of(found),
         steps=tuple(found.steps),
     ).fitted()

@@ -20,11 +20,14 @@ from headrace.core.errors import UnsupportedError
 from headrace.core.progress import Progress
 from headrace.costs.hardware import lookup
 from headrace.costs.machine import PROBE, Machine
+from headrace.kernels.cpu_units import bf16_units
 from headrace.probes import cached, keep, measured, name_of
 
 QUICK_S = {"cuda": 40.0, "cpu": 20.0}
 """Seconds after which no further probe begins; the most important ones come first. A GPU is known
 in under a minute, a CPU in about 20 s."""
+WITH_HALVES = 2.25
+"""Times as many seconds of a CPU that multiplies bf16, of which steps in bf16 are timed too."""
 
 
 def rates(device: torch.device, tell: Callable[[], Progress] | None = None) -> Machine:
@@ -64,6 +67,8 @@ def of_its_driver(machine: Machine, device: torch.device) -> Machine:
 def _measured_now(device: torch.device, progress: Progress) -> Machine:
     """Measure a device within `QUICK_S`, tell that, and keep what was found."""
     budget_s = QUICK_S[device.type]
+    if device.type == "cpu" and bf16_units():
+        budget_s *= WITH_HALVES
     name = "this processor" if device.type == "cpu" else name_of(device)
     try:
         progress.note(

@@ -21,8 +21,17 @@ from torch import Tensor, nn
 from headrace.core import cores, kept_memory
 from headrace.core.model_config import ModelConfig
 from headrace.costs.decoder_work import baseline_work
-from headrace.costs.rates import MatmulPoint, MeasuredStep, PieceRates, StreamPoint, Way
+from headrace.costs.rates import (
+    Half,
+    MatmulPoint,
+    MeasuredStep,
+    PieceRates,
+    Precision,
+    StreamPoint,
+    Way,
+)
 from headrace.costs.work import Stream
+from headrace.kernels.cpu_units import bf16_units
 from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.head import cross_entropy
 from headrace.model.mask import MaskSpec, Rows
@@ -32,6 +41,7 @@ from headrace.model.position import RotaryPosition, rotate
 from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
 from headrace.plan.plan import OptimizerConfig
 from headrace.probes.points import (
+    DTYPES,
     LINKED,
     MOVED,
     ROWS,
@@ -54,6 +64,9 @@ LINEARS = (
     (1024, 8192, 384),
 )  # fmt: skip
 """Tokens, features out and features in of linear layers, the most telling first."""
+HALF_LINEARS = LINEARS[0], LINEARS[3], LINEARS[7], LINEARS[9], LINEARS[11]
+"""Those that are timed in bf16 too."""
+HALVES: tuple[Half, ...] = ("autocast", "parameters")
 LEAST = (64, 96, 32)
 """A linear of which little but its beginning is seen."""
 COMPILE_S = 6.0
@@ -153,6 +166,7 @@ def _of_a_step(found: Found, attention: list[Probe]) -> Iterator[Probe]:
     for small in STEPS[1:]:
         yield _step_probe(found, small)
     yield _step_probe(found, STEPS[0], compiled=True)
+    yield from _of_halves(found)
     keeping = STEPS[:2] if kept_memory.CAN_KEEP else ()
     yield from (_step_probe(found, small, keeps=True) for small in keeping)
     yield from (_step_probe(found, STEPS[0], threads=count) for count in thread_counts())
@@ -162,27 +176,43 @@ def _of_a_step(found: Found, attention: list[Probe]) -> Iterator[Probe]:
     yield _step_probe(found, STEPS[2], compiled=True)
 
 
+def _of_halves(found: Found) -> Iterator[Probe]:
+    """What bf16 takes on a processor that multiplies it; on others it is emulated, and slower."""
+    if not bf16_units():
+        return
+    for shape in HALF_LINEARS:
+        yield from linear_probes(found, *shape, "bf16")
+    for half in HALVES:
+        yield from (_step_probe(found, small, half=half) for small in (STEPS[0], STEPS[3]))
+    for small in (STEPS[3], STEPS[2]):
+        yield from (_step_probe(found, small, compiled=True, half=half) for half in HALVES)
+
+
 # --- products --------------------------------------------------------------------------------
 
 
-def linear_probes(found: Found, tokens: int, outer: int, inner: int) -> Iterator[Probe]:
+def linear_probes(
+    found: Found, tokens: int, outer: int, inner: int, precision: Precision = "fp32"
+) -> Iterator[Probe]:
     """The three products of a linear layer, each as autograd lays it out."""
+    dtype = DTYPES[precision]
 
     def probe(way: Way, sizes: tuple[int, int, int]) -> Probe:
         def run() -> None:
-            x, w = found.random(tokens, inner), found.random(outer, inner)
-            g = found.random(tokens, outer)
+            sides = ((tokens, inner), (outer, inner), (tokens, outer))
+            x, w, g = (found.random(*side, dtype=dtype) for side in sides)
             calls: dict[Way, Callable[[], Tensor]] = {
                 "result": lambda: F.linear(x, w),
                 "input": lambda: g @ w,
                 "weight": lambda: g.t() @ x,
             }
             seconds = found.clock.seconds(calls[way])
-            found.linears.setdefault(way, []).append(MatmulPoint(*sizes, seconds))
+            found.linears.setdefault((way, precision), []).append(MatmulPoint(*sizes, seconds))
 
         work, needed = 2.0 * tokens * outer * inner, 8.0 * tokens * (outer + inner)
         label = "x".join(map(str, sizes))
-        return Probe(f"linears' {way}s", label, work, needed, run)
+        beside = "" if precision == "fp32" else f" in {precision}"
+        return Probe(f"linears' {way}s{beside}", label, work, needed, run)
 
     yield probe("result", (tokens, outer, inner))
     yield probe("input", (tokens, inner, outer))
@@ -373,7 +403,13 @@ def thread_counts() -> list[int]:
 
 
 def _step_probe(
-    found: Found, small: Small, *, compiled: bool = False, keeps: bool = False, threads: int = 0
+    found: Found,
+    small: Small,
+    *,
+    compiled: bool = False,
+    keeps: bool = False,
+    threads: int = 0,
+    half: Half = "",
 ) -> Probe:
     """A step of a plain trainer: forward, backward, clipping and the update.
 
@@ -383,6 +419,7 @@ def _step_probe(
         compiled: torch compiles its blocks and its loss.
         keeps: the process keeps what the step frees.
         threads: that torch uses; 0 are as many as it does now.
+        half: how it multiplies bf16.
     """
     before = torch.get_num_threads()
 
@@ -394,16 +431,17 @@ def _step_probe(
                 stack.enter_context(kept_memory.kept())
             if compiled:
                 stack.enter_context(_compiling())
-            seconds = found.clock.seconds(_plain_step(found, small, compiled))
+            seconds = found.clock.seconds(_plain_step(found, small, compiled, half))
         found.steps.append(MeasuredStep(
             small.dim, small.layers, small.heads, small.vocab, small.rows, small.length, compiled,
-            keeps, threads or before, seconds,
+            keeps, threads or before, seconds, half,
         ))  # fmt: skip
 
     work = 6.0 * small.tokens * (12 * small.layers * small.dim + small.vocab) * small.dim
     group = "compiled steps" if compiled else "steps at other counts" if threads else "steps"
     label = f"{small.layers} layers of {small.dim}, {small.rows} rows of {small.length}"
     label += ", memory kept" if keeps else f", {threads} threads" if threads else ""
+    label += f", bf16 by {half}" if half else ""
     needed = 16.0 * small.tokens * (16 * small.layers * small.dim + small.vocab)
     return Probe(group, label, work, needed, run, COMPILE_S if compiled else 0.0)
 
@@ -420,21 +458,41 @@ def _compiling() -> Iterator[None]:
         torch.compiler.reset()
 
 
-def _plain_step(found: Found, small: Small, compiled: bool) -> Callable[[], None]:
+def _plain_step(found: Found, small: Small, compiled: bool, half: Half = "") -> Callable[[], None]:
     model = _decoder(found, small)
-    adamw = make_adamw(OptimizerConfig(lr=1e-5), dict(model.named_parameters()))
+    masters = _stored_in_bf16(model) if half == "parameters" else {}
+    model.residual_dtype = torch.bfloat16 if half else torch.float32
+    update = make_adamw(OptimizerConfig(lr=1e-5), dict(model.named_parameters()) | masters).step
     ids, targets = (_ids(found, small, small.rows, small.length) for _ in range(2))
     rows, scale = Rows(torch.arange(small.length)[None]), torch.tensor(1.0 / small.tokens)
     if compiled:
         model.states = torch.compile(model.states, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
         model.loss = torch.compile(model.loss, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
 
+    weights = dict(model.named_parameters())
+
     def step() -> None:
         for parameter in model.parameters():
             parameter.grad = None
-        model(ids, targets, rows, objective=cross_entropy, scale=scale).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(half)):
+            loss = model(ids, targets, rows, objective=cross_entropy, scale=scale)
+        loss.backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         scale_gradients(gradients, clip_factor(gradient_norm(gradients), 1.0))
-        adamw.step()
+        for name, master in masters.items():
+            master.grad = weights[name].grad.float()  # type: ignore[union-attr]
+        update()
+        for name, master in masters.items():
+            weights[name].data.copy_(master.data)
 
     return step
+
+
+def _stored_in_bf16(model: Decoder) -> dict[str, nn.Parameter]:
+    """Store a decoder's matrices but its embedding in bf16; return their fp32 values by name."""
+    masters = {}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and name != "embed.weight":
+            masters[name] = nn.Parameter(parameter.data)
+            parameter.data = parameter.data.bfloat16()
+    return masters

@@ -103,7 +103,7 @@ class Found:
     attention: dict[tuple[Kernel, bool], list[AttentionPoint]] = field(default_factory=dict)
     traffic: list[StreamPoint] = field(default_factory=list)
     links: dict[bool, list[StreamPoint]] = field(default_factory=lambda: {True: [], False: []})
-    linears: dict[Way, list[MatmulPoint]] = field(default_factory=dict)
+    linears: dict[tuple[Way, Precision], list[MatmulPoint]] = field(default_factory=dict)
     pieces: dict[str, list[StreamPoint]] = field(default_factory=dict)
     steps: list[MeasuredStep] = field(default_factory=list)
     launch_s: float = 0.0

@@ -65,7 +65,8 @@ def test_every_piece_of_a_ledger_is_timed_by_its_name(found: Found) -> None:
 def test_linears_are_timed_in_the_three_layouts_of_a_step(found: Found) -> None:
     run(found)
     sizes = {way: points[0].sizes for way, points in found.linears.items()}
-    assert sizes == {"result": (8, 6, 4), "input": (8, 4, 6), "weight": (6, 4, 8)}
+    ways = {"result": (8, 6, 4), "input": (8, 4, 6), "weight": (6, 4, 8)}
+    assert sizes == {(way, "fp32"): size for way, size in ways.items()}
     assert tuple(sizes) == WAYS and isinstance(found.linears["input"][0], MatmulPoint)
 
 

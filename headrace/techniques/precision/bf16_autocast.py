@@ -20,6 +20,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
+from headrace.kernels.cpu_units import bf16_units
 from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import (
     Card,
@@ -111,9 +112,6 @@ def _units(build: Build) -> str:
     """Return what multiplies bf16 here."""
     if build.device.type != "cpu":
         return f"multiplied by {build.context.device_name}"
-    cpu = torch.cpu
-    units = {"AMX": cpu._is_amx_tile_supported(), "AVX512-BF16": cpu._is_avx512_bf16_supported()}
-    present = [name for name, has in units.items() if has]
-    if present:
+    if present := bf16_units():
         return f"this CPU has {' and '.join(present)}"
     return "this CPU emulates bf16, which is slower than fp32"

@@ -29,8 +29,9 @@ from torch.optim.adamw import adamw
 from headrace.assemble.sockets import Build, Route
 from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.remedy import mend
+from headrace.costs.decoder_work import stored_in_bf16
 from headrace.costs.ledger import Ledger
-from headrace.costs.work import CUSTOM_COMPILED, Stream, Work
+from headrace.costs.work import CUSTOM_COMPILED
 from headrace.kernels.adamw import KERNEL, Noise, Update, adamw_, biases
 from headrace.kernels.bf16_weight import joined, keys_at, keys_of, places, round_with_noise_, split_
 from headrace.kernels.launches import COUNTS
@@ -295,7 +296,9 @@ class Bf16Parameters(Technique[Build]):
         if (line := ledger.memory.get("head_weight_gradient")) is not None and not adds_up:
             ledger = ledger.with_line("head_weight_gradient", replace(line, bytes=line.bytes / 2))
         casts = [n for n in ledger.memory if n == "head_cast" or n.endswith("/weight_cast")]
-        ledger = ledger.without(casts).reworked(lambda n, w: _reworked(n, w, adds_up, master))
+        ledger = ledger.without(casts).reworked(
+            lambda n, w: stored_in_bf16(n, w, adds_up=adds_up, master=master)
+        )
         if gpu and self.fused is not False:
             return ledger.reworked(
                 lambda name, piece: (
@@ -376,21 +379,6 @@ class Bf16Parameters(Technique[Build]):
 
     def _is_fused(self, context: Context) -> bool:
         return context.lacks_triton() is None if self.fused is None else self.fused
-
-
-def _reworked(name: str, piece: Work, adds_up: bool, master: bool) -> Work | None:
-    """Drop casts of weights, and of gradients that nothing adds up; shrink the update."""
-    if name in ("weight_cast/forward", "weight_cast/forward/again", "head_cast/forward"):
-        return None
-    if name in ("weight_cast/backward", "head_cast/backward") and not adds_up:
-        return None
-    if not isinstance(piece, Stream):
-        return piece
-    if name == "clip/optimizer":  # the norm alone, in bf16 as slow; the update multiplies
-        return piece.whole(piece.bytes / 3)
-    if name == "update/optimizer":  # of 28 bytes a number: weight, gradient, moments and the rest
-        return piece.whole(piece.bytes * (22 + 4 * master + 2 * adds_up) / 28)
-    return piece
 
 
 def _beside_sums(run: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
