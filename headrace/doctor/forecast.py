@@ -50,9 +50,9 @@ natural runs that wait for launches took 0.6 to 1.6 times as long when their rem
 (natural_said.jsonl, natural.jsonl); on an H200's two plans took 0.9 and 1.16 times as long."""
 LATER = 1.15
 """The same of a host that was not the slower one, beside the slowest that was seen."""
-USUAL_HOST = 1.4
+USUAL_HOST = 1.3
 """Times as long as predicted that a host takes for the launches of a plan that it never ran, where
-the run's own device was the slower one: 1.1 to 1.7 where fp32 became bf16 on an H100
+the run's own device was the slower one: 1.1 to 1.6 where fp32 became bf16 on an H100
 (natural.jsonl), 1.25 to 1.7 in eager steps on an H200 (techniques.jsonl)."""
 REST = 0.6
 """Share of `HOST_S` that a host takes beside launching a step. Nine small plans whose launches were

@@ -146,7 +146,7 @@ def remedies(
     timed = name in OF_TIME
     known.sort(key=lambda remedy: _order(remedy, learns, causes, timed))
     if name in PRICED:
-        known = _plainest_first(known)
+        known = ask.plainest_first(known)
     return _best_rows(known)[:MOST]
 
 
@@ -213,7 +213,8 @@ class _Asker:
         seconds = replace(self.asking, learning=False).singles(plan)
         more = [self.remedy(words, plan) for words in seconds]
         more = [one for one in more if one is not None and one.gain is not None]
-        top = max(_without_needless(more, self.finding), key=_gained, default=None)
+        fewer = sorted(_without_needless(more, self.finding), key=_gained, reverse=True)
+        top = next(iter(self.plainest_first(fewer)), None)
         worth = top is not None and 1 + _gained(top) > ON_TOP * (1 + _gained(best))
         if top is None or not worth:
             return []
@@ -221,6 +222,25 @@ class _Asker:
         return [
             replace(top, what=f"{best.what} {top.what}", costs=costs, cost=best.cost or top.cost)
         ]
+
+    def plainest_first(self, ordered: list[Remedy]) -> list[Remedy]:
+        """Return the remedies, first the plainest of those that gain nearly as much as the first.
+
+        This is the rule of one standard error (Breiman et al., 1984): of choices that an estimate's
+        error does not tell apart, take the simplest. Plainer is what changes the gradients less,
+        then what has fewer words, then what acts at fewer places of the trainer.
+        """
+        if not ordered or _gained(ordered[0]) <= 0:
+            return ordered
+
+        def plainness(one: Remedy) -> tuple[int, int, int]:
+            added = [self.asking.catalogue.find(w[1:]) for w in one.change if w[0] == "+"]
+            places = sum(len(t.claims) + len(t.composes) for t in added)
+            return EQUALITIES.index(one.equality), len(one.change), places
+
+        least = NEARLY * _gained(ordered[0])
+        plainest = min((one for one in ordered if _gained(one) >= least), key=plainness)
+        return [plainest, *(one for one in ordered if one is not plainest)]
 
 
 def _gained(remedy: Remedy) -> float:
@@ -384,21 +404,6 @@ def _order(
     other = (remedy.equality == "learning") != learns
     last = timed and remedy.gain is None and remedy.change[0][0] != "+"
     return (cause, remedy.gain is None, other, last, most, remedy.change)
-
-
-def _plainest_first(ordered: list[Remedy]) -> list[Remedy]:
-    """Return the remedies, first the plainest of those that gain nearly as much as the first.
-
-    This is the rule of one standard error (Breiman et al., Classification and Regression Trees,
-    1984): of choices that the error of an estimate does not tell apart, take the simplest. Plainer
-    is what changes the gradients less, and then what has fewer words.
-    """
-    if not ordered or _gained(ordered[0]) <= 0:
-        return ordered
-    least = NEARLY * _gained(ordered[0])
-    alike = [one for one in ordered if _gained(one) >= least]
-    plainest = min(alike, key=lambda one: (EQUALITIES.index(one.equality), len(one.change)))
-    return [plainest, *(one for one in ordered if one is not plainest)]
 
 
 def _keys(change: Words) -> set[str]:

@@ -26,7 +26,7 @@ from headrace.probes import cached, keep, measured, name_of
 QUICK_S = {"cuda": 40.0, "cpu": 20.0}
 """Seconds after which no further probe begins; the most important ones come first. A GPU is known
 in under a minute, a CPU in about 20 s."""
-WITH_HALVES = 2.25
+WITH_HALVES = 1.75
 """Times as many seconds of a CPU that multiplies bf16, of which steps in bf16 are timed too."""
 
 

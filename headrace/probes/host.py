@@ -182,10 +182,8 @@ def _of_halves(found: Found) -> Iterator[Probe]:
         return
     for shape in HALF_LINEARS:
         yield from linear_probes(found, *shape, "bf16")
-    for half in HALVES:
-        yield from (_step_probe(found, small, half=half) for small in (STEPS[0], STEPS[3]))
-    for small in (STEPS[3], STEPS[2]):
-        yield from (_step_probe(found, small, compiled=True, half=half) for half in HALVES)
+    for small in (STEPS[0], STEPS[3], STEPS[2]):
+        yield from (_step_probe(found, small, half=half) for half in HALVES)
 
 
 # --- products --------------------------------------------------------------------------------
