@@ -17,7 +17,7 @@ from headrace.costs.machine import Machine
 from headrace.costs.work import HOST_S
 from headrace.doctor.advice import Advice, Advised, _by_gain, advised
 from headrace.doctor.findings import KIND_OF, Finding, Kind
-from headrace.doctor.forecast import Measured
+from headrace.doctor.forecast import REST, Measured
 from headrace.doctor.observation import Observation
 from headrace.doctor.physics import (
     DRY_SHARE,
@@ -151,7 +151,7 @@ def test_a_host_that_is_slow_in_launches_is_not_in_all_that_it_does() -> None:
     found = on_h100("small", 0.0328, 0.0101).first
     assert found is not None and found.gain is not None
     after_s = 0.0328 / (1 + found.gain.value)
-    assert after_s == pytest.approx(HOST_S + 0.0025 + 0.0021 + 0.03 * 0.0328, rel=0.1)
+    assert after_s == pytest.approx(REST * HOST_S + 0.0025 + 0.0021 + 0.03 * 0.0328, rel=0.1)
 
 
 def test_a_finding_whose_remedy_gains_more_stands_before_one_that_takes_more() -> None:

@@ -13,7 +13,7 @@ from headrace.cli.catalogue import catalogue
 from headrace.costs.machine import Machine
 from headrace.costs.rates import MeasuredStep
 from headrace.doctor.findings import Finding, Kind
-from headrace.doctor.forecast import Measured, by_ledger
+from headrace.doctor.forecast import ERROR, ON_CPU, Measured, by_ledger
 from headrace.doctor.remedies import Remedy, remedies
 from headrace.plan.plan import Plan
 from headrace.predict.prediction import Prediction, predict
@@ -43,14 +43,15 @@ def test_no_pause_of_a_gpu_stands_between_steps_of_a_cpu() -> None:
     before = foreseen(plan, machine)
     assert before.time.step_s is not None and before.time.step_s < 2e-3
     half_s = before.time.step_s / 2
-    half = replace(
+    halved = replace(
         before, time=replace(before.time, step_s=half_s, parts_s={"matrix products": half_s})
     )
-    assert half.time.device_s == pytest.approx(before.time.step_s / 2)
+    assert halved.time.device_s == pytest.approx(before.time.step_s / 2)
     for measured in (Measured(), Measured(before.time.step_s)):
-        gain = by_ledger(before, half, measured).gain
+        gain = by_ledger(before, halved, measured).gain
         assert gain is not None and gain.value == pytest.approx(1.0)
-        assert gain.low < 1.0 < gain.high < exp(log(2) + 0.3) - 1
+        half = ERROR.least + (ERROR.share + log(ON_CPU)) * log(2)
+        assert (gain.low, gain.high) == pytest.approx((2 * exp(-half) - 1, 2 * exp(half) - 1))
 
 
 def remedies_of(machine: Machine, plan: Plan) -> list[Remedy]:
