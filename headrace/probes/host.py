@@ -165,8 +165,8 @@ def _of_a_step(found: Found, attention: list[Probe]) -> Iterator[Probe]:
         yield from _piece_probes(found, small)
     for small in STEPS[1:]:
         yield _step_probe(found, small)
-    yield _step_probe(found, STEPS[0], compiled=True)
     yield from _of_halves(found)
+    yield _step_probe(found, STEPS[0], compiled=True)
     keeping = STEPS[:2] if kept_memory.CAN_KEEP else ()
     yield from (_step_probe(found, small, keeps=True) for small in keeping)
     yield from (_step_probe(found, STEPS[0], threads=count) for count in thread_counts())

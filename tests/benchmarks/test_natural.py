@@ -126,6 +126,17 @@ def test_what_is_measured_beside_what_was_said() -> None:
     assert few[0] == [*said[0]] and [*said[1]] not in few and len(few) == 4
 
 
+def test_of_changes_that_compute_the_same_one_is_measured() -> None:
+    """A technique that does nothing but set the precision is what the key alone does."""
+    (listed,) = (run for run in natural_runs.RUNS if run.id == "60m fp32 eager")
+    asking = asked("NVIDIA H100 80GB HBM3", listed.plan)
+    found = natural_said.to_measure(asking, [("model.precision=bf16",)], 9, 60e9)
+    words = [" ".join(change) for change in found["changes"]]
+    assert words[0] == "model.precision=bf16" and "+tf32" in words
+    assert not any("+bf16_autocast" in one for one in words)
+    assert any("+bf16_parameters" in one for one in words)
+
+
 def test_changes_that_are_built_side_by_side() -> None:
     """Graphs are recorded by one at a time, and what is too large or sets the process is alone."""
     (plan,) = (run.plan for run in natural_runs.RUNS if run.id == "1m fp32 eager")

@@ -25,6 +25,7 @@ from headrace.doctor.observation import Observation
 from headrace.doctor.plan_keys import KEYS
 from headrace.doctor.remedies import (
     Remedy,
+    _Asker,
     _does_it_all,
     _equality,
     _may_help,
@@ -39,6 +40,7 @@ from headrace.plan.changes import parse
 from headrace.plan.gentler import gentler
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import BOTTLENECKS
+from headrace.predict.candidates import Asking
 from headrace.predict.prediction import FEW, predict
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +90,29 @@ def test_the_best_forecast_is_first_and_nothing_that_loses_is_listed() -> None:
     alone = found["+torch_compile"].gain
     both = [one.gain for words, one in found.items() if {"+torch_compile"} < {*words.split()}]
     assert alone and all(one and one.value > alone.value for one in both), "else it does it all"
+
+
+def test_of_gains_that_are_nearly_alike_the_plainest_stands_first() -> None:
+    """That is what changes gradients less, then fewer words, then fewer places of the trainer."""
+    plan, context, machine = on_h200("160m", BARE)
+    finding = Finding(Kind.PHASE, 0.9, {"bottleneck": "computation"})
+    ask = _Asker(finding, Asking(plan, context, machine, catalogue()), Measured())
+
+    def one(gain: float, equality: str, *change: str) -> Remedy:
+        ends = Interval(gain - 0.1, gain, gain + 0.1, 9)
+        return Remedy(change, "", ends, 0.0, "yes", "", equality, "ledger")
+
+    best = one(1.0, "approximate", "+bf16_parameters", "+torch_compile")
+    for plainer in (
+        one(0.91, "exact", "+torch_compile", "+cuda_graphs"),
+        one(0.91, "approximate", "+bf16_parameters"),
+        one(0.91, "approximate", "+bf16_autocast", "+torch_compile"),
+    ):
+        assert ask.plainest_first([best, plainer]) == [plainer, best]
+        less = replace(plainer, gain=Interval(0.8, 0.89, 1.0, 9))
+        assert ask.plainest_first([best, less]) == [best, less]
+    lost = one(-0.1, "approximate", "+tf32")
+    assert ask.plainest_first([lost]) == [lost] and ask.plainest_first([]) == []
 
 
 def test_a_needless_checkpoint_is_taken_out_for_what_it_cost_in_receipts() -> None:

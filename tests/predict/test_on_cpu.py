@@ -121,6 +121,33 @@ def test_half_precision_is_priced_by_its_own_probe() -> None:
     )
 
 
+@pytest.mark.parametrize("words", ["+bf16_autocast", "+bf16_parameters"])
+def test_whole_steps_in_bf16_set_its_sum_right(words: str) -> None:
+    """Without compiled ones a compiler gains in bf16 what it gains in fp32."""
+    small = {"dim": 128, "layers": 2, "heads": 4, "vocab": 2048, "rows": 32, "length": 128}
+    usual: dict[str, Any] = {"keeps": False, "threads": 2, "compiled": False}
+    square = (MatmulPoint(256, 256, 256, 2 * 256**3 / FLOPS),)
+    products = tuple(MatmulRates(p, FLOPS, square) for p in ("fp32", "bf16"))
+    plain = MeasuredStep(**small, **usual, seconds=0.3)
+    machine = replace(probed_cpu(plain), products=products)
+    half = words.removeprefix("+bf16_")
+    slow = replace(machine, steps=(plain, replace(plain, half=half, seconds=0.6)))  # type: ignore[arg-type]
+    slower = replace(machine, steps=(plain, replace(plain, half=half, seconds=1.2)))  # type: ignore[arg-type]
+
+    def step_s(machine: Machine, *more: str) -> float:
+        found = seen(words, *more, machine=machine).time.step_s
+        assert found is not None
+        return found
+
+    assert step_s(slower) == pytest.approx(2 * step_s(slow))
+    assert seen(machine=slower).time.step_s == seen(machine=machine).time.step_s
+    compiled = [step_s(one, "+torch_compile") for one in (slow, slower)]
+    assert compiled[1] == pytest.approx(2 * compiled[0])
+    quick = replace(plain, half=half, compiled=True, seconds=0.1)  # type: ignore[arg-type]
+    timed = step_s(replace(slow, steps=(*slow.steps, quick)), "+torch_compile")
+    assert timed < compiled[0] and step_s(slow) == step_s(replace(slow, steps=slow.steps))
+
+
 def test_micro_batches_and_chunks_change_what_they_change() -> None:
     whole, cut = seen(), seen("batch.micro_sequences=4")
     assert (
