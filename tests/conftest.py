@@ -204,18 +204,29 @@ class Zygote:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("zygote.py"))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment(),
-        )  # fmt: skip
+        self._process = self._begin()
+        self._asks = False
+
+    @staticmethod
+    def _begin() -> subprocess.Popen[str]:
+        file = str(Path(__file__).with_name("zygote.py"))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return subprocess.Popen([sys.executable, file], text=True, env=_environment(), **pipes)
 
     def ask(self, request: dict[str, Any]) -> int:
-        """One request, one answer."""
+        """Ask once and return the answer; a question that was cut off ends the process for good."""
+        if self._asks:
+            self._process.kill()
+            self._process.wait()
+            self._process = self._begin()
         assert self._process.stdin and self._process.stdout
         assert self._process.poll() is None, f"the zygote was ended: {self._process.returncode}"
+        self._asks = True
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        answer = json.loads(self._process.stdout.readline())
+        self._asks = False
+        return answer
 
     def _start(self, cwd: Path, env: dict[str, str], **what: Any) -> Child:
         self._count += 1

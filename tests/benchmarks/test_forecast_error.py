@@ -26,6 +26,7 @@ def test_the_fit_holds_what_it_promises_of_workloads_that_it_has_not_seen() -> N
     assert found["median_error_of_gain"] > 1 and found["receipts"]["median_error_of_gain"] > 1
 
 
+@pytest.mark.slow
 def test_the_interval_in_use_is_the_one_that_what_was_said_before_asks_for() -> None:
     """When rows come, ERROR follows: `forecast_error.py`. It holds 90% of receipts."""
     said = forecast_error.said_before()

@@ -15,6 +15,15 @@ from safetensors.torch import load_file
 from headrace.plan.plan import MeshConfig
 
 HERE = Path(__file__).parent
+LONGEST_S = 3600
+"""Seconds of the test that asks first: every composition that was collected runs then."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests that read compositions the time of all of them."""
+    for item in items:
+        if "told" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(LONGEST_S))
 
 
 @pytest.fixture(scope="session", autouse=True)

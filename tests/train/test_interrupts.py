@@ -208,7 +208,8 @@ def test_children_are_ended() -> None:
     """In a process of its own, since every child of it ends."""
     code = (
         "import subprocess; from headrace.train.interrupts import end_children; "
-        "a = subprocess.Popen(['sh', '-c', 'sleep 60; true']); end_children(); print(a.wait(9))"
+        "a = subprocess.Popen(['sh', '-c', 'sleep 60; true'], stdout=-3, stderr=-3); "
+        "end_children(); print(a.wait(9))"
     )
     asked = [sys.executable, "-c", code]
     assert subprocess.run(asked, capture_output=True, text=True).stdout == "-9\n"
