@@ -104,7 +104,7 @@ def repeating(
     """Call `find` in step two with a function that runs that step and changes no weight."""
 
     def make(step: Any) -> Any:
-        def stepped(build: Build, micros: Any, index: int) -> Tensor:
+        def stepped(build: Build, micros: Any, index: int, *rest: Any) -> Tensor:
             if wanted and index == SECOND:
                 rate = build.values["lr"]
                 build.values["lr"] = lambda _: 0.0
@@ -112,7 +112,7 @@ def repeating(
                     find(build, lambda: step(build, micros, index))
                 finally:
                     build.values["lr"] = rate
-            return step(build, micros, index)
+            return step(build, micros, index, *rest)
 
         return stepped
 

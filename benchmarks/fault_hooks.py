@@ -144,7 +144,11 @@ def before_steps(
     return patched(
         train,
         "step",
-        lambda step: lambda build, micros, index: step(build, change(build, micros, index), index),
+        lambda step: (
+            lambda build, micros, index, *rest: step(
+                build, change(build, micros, index), index, *rest
+            )
+        ),
     )
 
 

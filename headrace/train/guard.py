@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from headrace.assemble.build import make_build
-from headrace.assemble.sockets import Build, Engine, Pass
+from headrace.assemble.sockets import Build, Engine
 from headrace.core.errors import HeadraceError, RunError, is_out_of_memory
 from headrace.costs.machine import host_memory_bytes
 from headrace.model.head import IGNORED
@@ -40,7 +40,10 @@ from headrace.parallel.layout import is_dtensor, local_of
 from headrace.parallel.world import World
 from headrace.plan.plan import Plan
 
-Step = Callable[[Build, Sequence[Any], int], Tensor]
+Inspect = Callable[[Build, Tensor, Tensor], bool]
+"""Reads the gradients of a step's first pass before its update: (build, loss in nats, norm of all
+gradients before clipping) -> whether they are applied."""
+Step = Callable[[Build, Sequence[Any], int, Inspect | None], Tensor]
 """train.step"""
 BANDS = {"fp32": 1e-3, "bf16": 0.1}
 """Largest relative difference of a gradient's norm, by precision; a tenth of it is the loss's. In
@@ -157,9 +160,9 @@ def _first(build: Build, step: Step, draw: int, ready: list[bool]) -> First:
             plain.engine = _together(plain.engine, build.world, ready)
         if draw:
             _move(plain, rounding(build), draw)
-        watch(plain, found.append, update=False)
         with whole_products():
-            step(plain, plain.loader.step(0).micros, 0)
+            micros = plain.loader.step(0).micros
+            step(plain, micros, 0, inspects(found.append, update=False))
     finally:
         plain.loader.close()
     return found[0]
@@ -234,35 +237,19 @@ def _move(plain: Build, unit: float, draw: int) -> None:
                 parameter.mul_(1 + unit * (2.0 * coins - 1))
 
 
-def watch(build: Build, see: Callable[[First], None], *, update: bool = True) -> None:
-    """Call `see` once, in the first step, with its loss and gradients before their update."""
-    passes, engine, clip = build.passes, build.engine, build.clip
-    losses: list[Tensor] = []
-    norms: list[Tensor] = []
+def inspects(see: Callable[[First], None], *, update: bool = True) -> Inspect:
+    """Return what gives `see` the loss and gradients of a step, for the argument of `train.step`.
 
-    def run(build: Build, *given: Any) -> Tensor:
-        loss, factor = engine(build, *given), build.loss_scale(build)
-        losses.append(loss.clone() if factor is None else loss / factor)
-        return loss
+    Args:
+        see: called in the step, before its update.
+        update: whether the gradients are applied then.
+    """
 
-    def measure(build: Build, limit: float) -> Tensor:
-        norms.append(clip(build, limit).clone())
-        return norms[-1]
+    def inspect(build: Build, loss: Tensor, norm: Tensor) -> bool:
+        see(First(float(loss), float(norm), norms_of(build)))
+        return update
 
-    def watched(build: Build, index: int) -> Sequence[Pass]:
-        build.passes, build.engine, build.clip = passes, run, measure
-        first, *rest = passes(build, index)
-
-        def absorb(build: Build, finite: Tensor) -> None:
-            build.engine, build.clip = engine, clip
-            loss = build.world.sum_(losses[0], "shard")
-            see(First(float(loss), float(norms[0]), norms_of(build)))
-            if update:
-                first.absorb(build, finite)
-
-        return [replace(first, absorb=absorb), *(rest if update else [])]
-
-    build.passes = watched
+    return inspect
 
 
 def norms_of(build: Build) -> dict[str, float]:
@@ -280,26 +267,27 @@ def norms_of(build: Build) -> dict[str, float]:
     return {n: v for n, v in zip(norms, values, strict=True) if v or n in held}
 
 
-def guard(build: Build, step: Step) -> None:
-    """Compute the plain first step, have the run's own compared with it, and tell what is not.
+def guard(build: Build, step: Step) -> Inspect | None:
+    """Compute the plain first step, and return what compares the run's own with it.
 
-    Raises (in the run's first step):
-        RunError: its loss or a gradient's norm is another one; the update was not applied.
+    Where nothing is compared it is None, and the reason is noted and told. In the run's first step
+    it raises RunError where the loss or a gradient's norm is another one; no update is applied
+    then.
     """
     if not build.plan.guard:
         build.run_notes.guard = {"compared": False, "why": "guard = false"}
-        return
+        return None
     wanted = first_of_the_trunk(build, step)
     if isinstance(wanted, str):
         _not_compared(build, wanted)
-        return
+        return None
     if kept := _kept(build.plan):
         build.tell(f"not compared with the plain trainer, which has it too: {', '.join(kept)}")
 
     def again(draw: int) -> First | str:
         return first_of_the_trunk(build, step, draw=draw)
 
-    watch(build, lambda found: compare(build, found, wanted, again))
+    return inspects(lambda found: compare(build, found, wanted, again))
 
 
 def _kept(plan: Plan) -> list[str]:

@@ -32,7 +32,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context
 from headrace.train.checkpoint import Saved, steps_in
 from headrace.train.evaluate import count_targets, doubts
-from headrace.train.guard import guard
+from headrace.train.guard import Inspect, guard
 from headrace.train.identity import (
     changed_knobs,
     check_frozen,
@@ -100,23 +100,25 @@ def run(
         session = stack.enter_context(Session(build, files, progress, start))
         if resume:
             session.restore(checkpoint)
-        if session.counters.step == 0:
-            guard(build, step)
+        inspect = guard(build, step) if session.counters.step == 0 else None
         start.mark("guard")
         while not session.ended(stop):
             batch = session.next_batch()
             with session.watched():
-                numbers = step(build, batch.micros, session.counters.step)
+                numbers = step(build, batch.micros, session.counters.step, inspect)
             session.after_step(batch, numbers)
+            inspect = None  # of the first step alone
         return Result(session.finish(stop), catalogue, first=world.rank == 0)
 
 
-def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
+def step(
+    build: Build, micros: Sequence[Micro], index: int, inspect: Inspect | None = None
+) -> Tensor:
     """One optimizer step; returns [loss, norm, finite, targets] on the device.
 
     The same line of events serves plain training, accumulation, second-order passes and loss
     scaling: values -> micro-batches -> for each pass {enrich, count, zero, engine, reduce, clip,
-    absorb if finite} -> after-update.
+    absorb if finite} -> after-update. `inspect` reads the gradients of the first pass.
     """
     build.now = {name: value(index) for name, value in build.values.items()}
     for optimizer in build.optimizers.values():
@@ -156,9 +158,12 @@ def step(build: Build, micros: Sequence[Micro], index: int) -> Tensor:
             divide_gradients(build, factor)
         norm = build.clip(build, sweep.max_norm)
         good = torch.isfinite(norm + loss).float()
-        sweep.absorb(build, good)
         finite = finite * good
-        numbers = numbers or [loss, norm, targets]
+        if not numbers:
+            numbers = [loss, norm, targets]
+            if inspect is not None and not inspect(build, loss, norm):
+                break
+        sweep.absorb(build, good)
     for update in build.after_update:
         update(build, finite)
     loss, norm, targets = numbers

@@ -30,7 +30,7 @@ from headrace.core.errors import RefusalKind
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage
 from headrace.train import train
-from headrace.train.guard import freed_by, limits_of, watch
+from headrace.train.guard import freed_by, inspects, limits_of
 from headrace.tuner.paired_blocks import (
     ACCEPT,
     MARGIN,
@@ -192,8 +192,6 @@ class _BuiltPlan:
         """
         evidence, began_s = None, time.monotonic()
         while evidence is None or self.index < max(steps, SAME):
-            if self.index < SAME:
-                watch(self.build, self.reading.firsts.append)
             self.once()
             if evidence is None and self.index > SAME:
                 with self._own():
@@ -239,7 +237,8 @@ class _BuiltPlan:
 
     def step(self) -> None:
         """Take one more step."""
-        self.numbers.append(train.step(self.build, self.micros(self.index), self.index))
+        inspect = inspects(self.reading.firsts.append) if self.index < SAME else None
+        self.numbers.append(train.step(self.build, self.micros(self.index), self.index, inspect))
         self.index += 1
 
     @contextmanager

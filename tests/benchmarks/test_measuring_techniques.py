@@ -49,9 +49,9 @@ def test_a_loss_is_read_alone_by_a_schedule_as_long_as_the_training(
     rates: list[float] = []
     step = headrace.train.train.step
 
-    def watched(build: Any, micros: Any, index: int) -> Any:
+    def watched(build: Any, micros: Any, index: int, *rest: Any) -> Any:
         rates.append(build.values["lr"](index))
-        return step(build, micros, index)
+        return step(build, micros, index, *rest)
 
     monkeypatch.setattr(headrace.train.train, "step", watched)
     run(monkeypatch, techniques, "z_loss", "selective_checkpoint", *words)

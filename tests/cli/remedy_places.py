@@ -489,11 +489,11 @@ def no_room(patch: pytest.MonkeyPatch) -> None:
     """Let no step fit in memory that has more than one row at a time, and keeps all of them."""
     step = training.step
 
-    def full(build: Any, micros: Any, index: int) -> Any:
+    def full(build: Any, micros: Any, index: int, *rest: Any) -> Any:
         plan = build.plan
         if "selective_checkpoint" not in plan.techniques and plan.batch.micro_sequences != 1:
             raise MemoryError
-        return step(build, micros, index)
+        return step(build, micros, index, *rest)
 
     patch.setattr(training, "step", full)
 

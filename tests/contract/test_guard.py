@@ -21,10 +21,10 @@ from headrace.train.train import step
 def first_step(*techniques: Any, **keys: Any) -> Build:
     """A build that has taken its first guarded step."""
     build = house.build_of(house.make_plan(*techniques, **keys))
-    guard(build, step)
+    inspect = guard(build, step)
     micros = build.loader.step(0).micros
     build.loader.close()
-    step(build, micros, 0)
+    step(build, micros, 0, inspect)
     return build
 
 
@@ -218,11 +218,11 @@ def test_a_fault_ends_the_run_before_its_first_update(
     bad = toy("bad", stage, fault, composes=sockets.get(fault, ()), claims=claims)
     build = house.build_of(house.make_plan(bad, optimizer={"clip_norm": clip_norm}))
     before = {n: p.detach().clone() for n, p in build.model.named_parameters()}
-    guard(build, step)
+    inspect = guard(build, step)
     micros = build.loader.step(0).micros
     build.loader.close()
     with pytest.raises(RunError, match=says) as told:
-        step(build, micros, 0)
+        step(build, micros, 0, inspect)
     assert "without bad" in str(told.value) and "--without bad" in told.value.remedy.text
     for name, parameter in build.model.named_parameters():
         assert torch.equal(parameter, before[name])

@@ -131,10 +131,10 @@ def test_a_full_memory_is_told_written_down_and_named_by_the_doctor(
 ) -> None:  # fmt: skip
     step = training.step
 
-    def full(build: Any, micros: Any, index: int) -> Any:
+    def full(build: Any, micros: Any, index: int, *rest: Any) -> Any:
         if index == after:
             raise error
-        return step(build, micros, index)
+        return step(build, micros, index, *rest)
 
     monkeypatch.setattr(training, "step", full)
     with pytest.raises(MemoryFull, match=f"fit in memory: {said}") as told:

@@ -1,10 +1,9 @@
 """The parts of the guard by hand: what is left out, how far is allowed, what is compared."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import house
 import pytest
 import torch
 from pieces import left
@@ -14,6 +13,7 @@ from headrace.core.errors import RunError
 from headrace.parallel.world import World
 from headrace.train import guard
 from headrace.train.guard import ALL, MEAN, First, apart, compare, limits_of, rounding
+from headrace.train.train import step
 
 EXACT = left(equality="exact", band=0.0, claims=("parts.head",), composes=())
 ROUGH = left(equality="approximate", band=0.2, claims=(), composes=("linear",))
@@ -125,30 +125,23 @@ def test_no_number_is_apart_from_any() -> None:
             compare(run("bf16", EXACT), found, WANTED, lambda draw: "none")
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """A pass of which the guard replaces what takes its gradients."""
-
-    absorb: Callable[..., None]
-
-
-def test_the_loss_is_that_of_all_replicas_without_its_scale() -> None:
+@pytest.mark.parametrize("update", [True, False])
+def test_a_step_gives_its_first_pass_to_what_inspects_it(update: bool) -> None:
+    """The loss is in nats, without its scale, and gradients that are refused are not applied."""
+    build = house.build_of(house.make_plan())
+    micros = build.loader.step(0).micros
+    build.loader.close()
+    build.loss_scale = lambda build: torch.tensor(2.0)
+    before = {name: p.detach().clone() for name, p in build.model.named_parameters()}
+    sockets = (build.passes, build.engine, build.clip)
     seen: list[First] = []
-    absorbed: list[bool] = []
-    build: Any = left(
-        passes=lambda build, index: [Sweep(lambda build, finite: absorbed.append(True))],
-        engine=lambda build, work: torch.tensor(3.0), clip=lambda build, limit: torch.tensor(5.0),
-        loss_scale=lambda build: torch.tensor(2.0), world=left(sum_=lambda x, axis: 4 * x),
-        model=torch.nn.Linear(1, 1), optimizers={}, routed={}, device=torch.device("cpu"),
-    )  # fmt: skip
-    trunk = (build.passes, build.engine, build.clip)
-    guard.watch(build, seen.append)
-    (sweep,) = build.passes(build, 0)
-    build.engine(build, None)
-    build.clip(build, 1.0)
-    sweep.absorb(build, torch.tensor(True))
-    assert seen == [First(6.0, 5.0, {})] and absorbed == [True]
-    assert (build.passes, build.engine, build.clip) == trunk, "from there on nothing is watched"
+    loss, norm, finite, _ = step(build, micros, 0, guard.inspects(seen.append, update=update))
+    (found,) = seen
+    assert (found.loss, found.total) == pytest.approx((float(loss), float(norm))) and finite == 1
+    assert found.norms.keys() == before.keys() and max(found.norms.values()) > 0
+    moved = [n for n, p in build.model.named_parameters() if not torch.equal(p, before[n])]
+    assert bool(moved) == update
+    assert (build.passes, build.engine, build.clip) == sockets, "nothing is swapped for it"
 
 
 def test_memory_of_the_host_is_for_all_of_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,10 @@ def first_step(world: World, *techniques: Any) -> dict[str, Any]:
     type(learns).equality = "learning"
     plan = house.make_plan(*techniques, learns, mesh=mesh, micro_rows=1, optimizer=clipped)
     build = make_build(plan, prepare(plan), world, torch.device("cpu"))
-    headrace.train.guard.guard(build, step)
+    inspect = headrace.train.guard.guard(build, step)
     micros = build.loader.step(0).micros
     build.loader.close()
-    step(build, micros, 0)
+    step(build, micros, 0, inspect)
     return build.run_notes.guard
 
 

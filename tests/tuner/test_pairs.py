@@ -12,7 +12,7 @@ from numpy.random import default_rng
 from headrace.core.errors import RefusalKind
 from headrace.core.statistics import order_abba
 from headrace.plan.plan import Plan
-from headrace.train.guard import First, watch
+from headrace.train.guard import First, inspects
 from headrace.train.train import step
 from headrace.tuner.effects import effect_of
 from headrace.tuner.judge import Compared, Rules, WorthMoreSteps, judge
@@ -105,8 +105,7 @@ def test_the_first_batches_are_read_at_the_first_weights(plan: Plan) -> None:
     with opened(plan, text=True) as (build, micros):
         for index, first in enumerate(found.firsts):
             seen: list[First] = []
-            watch(build, seen.append, update=False)
-            step(build, micros(index), 0)
+            step(build, micros(index), 0, inspects(seen.append, update=False))
             assert seen == [first]
 
 
