@@ -1,1 +1,1 @@
-"""Trained models in the formats of other tools."""
+"""Write trained models in the formats of other tools."""

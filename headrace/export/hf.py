@@ -1,7 +1,8 @@
-"""A folder that `transformers` opens: safetensors, config.json and the tokenizer.
+"""Write a folder that `transformers` opens: safetensors, config.json and the tokenizer.
 
-The weights are converted file by file, so the host holds the model once and one file of it again.
-The folder is written aside and renamed when it is complete: a reader sees all of it or nothing.
+The weights are converted file by file, so the host holds the model once and one file of it twice.
+The folder is written under another name and renamed when it is complete: a reader sees all of it or
+nothing.
 """
 
 import json
@@ -26,7 +27,7 @@ from headrace.model.companions import CONFIG, GENERATION, SPECIAL, TOKENIZER, Co
 from headrace.model.hf_config import config_to_hf, merged_config
 
 SHARD_BYTES = 5_000_000_000
-"""The file size above which transformers' own `save_pretrained` splits, too."""
+"""Most bytes of one file of weights; `save_pretrained` of transformers splits at this size too."""
 
 
 def export_hf(
@@ -44,20 +45,20 @@ def export_hf(
     """Write a model so that `from_pretrained(out)` of AutoModelForCausalLM and AutoTokenizer work.
 
     Args:
-        model_state: every parameter by our name, whole, on any device.
+        model_state: every parameter by its name in Headrace, whole, on any device.
         config: the model, resolved as the run trained it.
-        tokenizer_path: its tokenizer.json.
+        tokenizer_path: the path of its tokenizer.json.
         out: the new folder.
-        sequence_length: tokens of a row in training; the longest text that was promised to work.
+        sequence_length: tokens of a sequence in training; the longest text that the model promises.
         position: the model's `position.config_fields()`.
         companions: the small files that came with the weights that training began with.
-        dtype: of the stored weights.
-        shard_bytes: most bytes of one file of weights.
+        dtype: the type of the stored weights.
+        shard_bytes: the most bytes of one file of weights.
 
     Raises:
         UnsupportedError: no architecture of transformers computes this model; names the keys.
         ConfigError: `out` has files already, or the state does not fit the config.
-        RunError: it could not be written (a full disk); nothing is left behind.
+        RunError: the folder could not be written (a full disk); nothing is left behind.
     """
     tokenizer = Tokenizer.load(tokenizer_path)
     end = tokenizer.document_token
@@ -93,20 +94,22 @@ def export_hf(
 def _tables(
     config: dict[str, Any], companions: Companions, document: str, sequence_length: int
 ) -> dict[str, dict[str, Any]]:
-    """The JSON files beside weights and tokenizer.json: theirs where there are some, else ours.
+    """Return the JSON files beside weights and tokenizer.json, by name.
+
+    Files that came with the first weights are kept where there are some; others are made.
 
     Args:
         config: the new config.json.
-        companions: what came with the first weights.
+        companions: the small files that came with the first weights.
         document: the token that ends a document, as text.
-        sequence_length: tokens of a row in training.
+        sequence_length: tokens of a sequence in training.
     """
     theirs = {
         name: {key: value for key, value in table.items() if key != "auto_map"}
         for name, table in companions.tables.items()
     }
     ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in config}
-    # The class that reads tokenizer.json as it stands; a family's own would change it.
+    # This class reads tokenizer.json unchanged; the class of a model family would change it.
     plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
     tokenizer = {
         **plain, "bos_token": document, "eos_token": document,
@@ -122,7 +125,10 @@ def _tables(
 
 
 def _split(links: list[WeightLink], item_bytes: int, shard_bytes: int) -> list[list[WeightLink]]:
-    """The parameters of each file, in order, at most `shard_bytes` where one parameter allows."""
+    """Return the parameters of each file, in order.
+
+    A file has at most `shard_bytes` bytes, unless it holds a single larger parameter.
+    """
     files: list[list[WeightLink]] = [[]]
     size = 0
     for link in links:
@@ -138,7 +144,7 @@ def _split(links: list[WeightLink], item_bytes: int, shard_bytes: int) -> list[l
 def _write_weights(
     folder: Path, files: list[list[WeightLink]], state: Mapping[str, Tensor], dtype: torch.dtype
 ) -> None:
-    """model.safetensors, or numbered files and the index that transformers reads."""
+    """Write model.safetensors, or numbered files and the index that transformers reads."""
     places: dict[str, str] = {}
     total_bytes = 0
     for number, links in enumerate(files, start=1):
@@ -160,13 +166,13 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _publish(aside: Path, out: Path) -> None:
-    """Make `aside` durable and call it `out`."""
+    """Flush the folder `aside` to the disk and rename it to `out`."""
     aside.chmod(0o755)
     publish(aside, out)
 
 
 def _unused(out: Path) -> Path:
-    """The first folder beside `out` that is not there, as NAME-2."""
+    """Return the first unused name beside `out`, as NAME-2."""
     number = 2
     while (found := out.with_name(f"{out.name or 'hf'}-{number}")).exists():
         number += 1

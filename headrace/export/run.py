@@ -1,4 +1,4 @@
-"""A run's model to another tool's format."""
+"""Export the model of a run to the format of another tool."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,19 +22,19 @@ def export_run(
     build: Build, to: str, output: Path, *, run: Path, sequence_length: int,
     companions: Companions = Companions(),  # noqa: B008  (it is frozen)
 ) -> Path:  # fmt: skip
-    """Write the model of an opened run; returns the folder.
+    """Write the model of an opened run, and return the new folder.
 
     Args:
         build: the run.
         to: the format.
         output: the new folder.
         run: the run's folder.
-        sequence_length: tokens of a row in training.
+        sequence_length: tokens of a sequence in training.
         companions: the small files that came with the weights that the run began with.
 
     Raises:
-        ConfigError: an unknown format, or the folder has files.
-        UnsupportedError: the format cannot say what this model computes.
+        ConfigError: the format is unknown, or the new folder has files already.
+        UnsupportedError: the format cannot describe what this model computes.
     """
     if to not in FORMATS:
         raise ConfigError(f"--to {to} is not a format", f"--to {nearest(to, FORMATS)}")

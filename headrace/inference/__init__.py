@@ -1,1 +1,1 @@
-"""A trained model out of its run, and text from it."""
+"""Load a trained model from its run, and generate text with it."""

@@ -1,4 +1,4 @@
-"""A trained model out of its run's folder, for `eval`, `sample` and `export`."""
+"""Load a trained model from the folder of its run, for `eval`, `sample` and `export`."""
 
 import shlex
 from collections.abc import Callable, Iterable
@@ -43,10 +43,10 @@ T = TypeVar("T")
 
 
 def resolve_run(run: Path) -> Path:
-    """A run's folder from its path or from its name under `runs`.
+    """Return the folder of a run from its path or from its name under `runs`.
 
     Raises:
-        ConfigError: there is no such run; names the nearest.
+        ConfigError: there is no such run; names the run with the nearest name.
     """
     for folder in (run, Path("runs") / run):
         if (folder / "plan.toml").is_file():
@@ -77,7 +77,7 @@ def resolve_run(run: Path) -> Path:
 
 
 def _inside(path: Path, run: Path) -> ConfigError:
-    """What is told of a path that lies in a run, as a checkpoint."""
+    """Return the error of a path inside the folder of a run, such as a checkpoint."""
     command, told = again((path, run), verb="eval"), f"{path} is a part of the run {run}"
     if path.parent.name == "checkpoints" and path.is_dir():
         return ConfigError(
@@ -87,14 +87,14 @@ def _inside(path: Path, run: Path) -> ConfigError:
 
 
 def run_of(plan: str) -> Path | None:
-    """The run whose resolved plan `plan` is, when it lies in a run's folder."""
+    """Return the folder of the run whose resolved plan is the file `plan`; None for other files."""
     path = Path(plan)
     inside = path.name == "plan.toml" and (path.parent / "environment.json").is_file()
     return path.parent if inside else None
 
 
 def read_plan(folder: Path, catalogue: Catalogue) -> Plan:
-    """The resolved plan of a run.
+    """Return the resolved plan of a run.
 
     Raises:
         ConfigError: `folder` is not a run, or its plan is damaged.
@@ -112,10 +112,10 @@ def read_plan(folder: Path, catalogue: Catalogue) -> Plan:
 
 
 def read_recorded_plan(folder: Path, catalogue: Catalogue) -> Plan:
-    """The plan that a run was started with, whatever was written into its plan.toml since.
+    """Return the plan that a run was started with, even if its plan.toml was edited since.
 
     Raises:
-        ConfigError: it is damaged.
+        ConfigError: the recorded plan is damaged.
     """
     return Plan.read(read_plan_text(recorded_plan(folder)), catalogue)
 
@@ -125,27 +125,27 @@ def plan_to_resume(
     with_: Iterable[str] = (), without: Iterable[str] = (), tell: Callable[[str], None],
     checkpoint: str | None = None,
 ) -> Plan:  # fmt: skip
-    """Return the plan of the run that goes on: its own, with what the command line says now.
+    """Return the plan of the run to resume: its own plan with the changes of the command line.
 
-    What is not said again stays as it was, and where the named plan's file differs, that is told.
-    How ranks stand is no part of it: a checkpoint goes on under any layout, and it is the named
-    plan's that the processes were started for.
+    Keys that the command line does not set keep the run's values. Where the file of the named plan
+    has other values, the user is shown them. The layout of the ranks is the exception: it is that
+    of the named plan, for which the processes were started, and a checkpoint loads under any.
 
     Args:
         named: the plan that the command line names, with its changes.
         run: the run's folder where the command line names it; else the newest of the plan's name.
-        catalogue: techniques and families.
-        overrides: `key=value` of the command line.
-        with_: names of techniques that it adds.
-        without: names of techniques that it removes.
-        tell: takes a line for the user.
-        checkpoint: where it goes on from; the newest without it.
+        catalogue: the techniques and model families.
+        overrides: the `key=value` words of the command line.
+        with_: the names of techniques that the command line adds.
+        without: the names of techniques that the command line removes.
+        tell: called with a line for the user.
+        checkpoint: the checkpoint to resume from; the newest without it.
 
     Raises:
         ConfigError: there is no such run, or its plan with the changes is not well formed.
     """
     folder = RunFolder.find(named, run).path
-    if not (folder / "plan.toml").is_file():  # it ended before it had begun
+    if not (folder / "plan.toml").is_file():  # the run ended before its plan was written
         return named
     said = [word for word in overrides if word.partition("=")[0].strip() not in FOUND_BY]
     before = read_plan(folder, catalogue)
@@ -166,7 +166,7 @@ def plan_to_resume(
 
 
 def _laid_out_as(named: Plan, before: Plan) -> dict[str, Any]:
-    """The tables of `before` with the mesh of `named`, and with the techniques that fill it."""
+    """Return the tables of `before` with the mesh and the parallel techniques of `named`."""
     tables, laid_out = before.dump(), named.dump()
     techniques = {
         name: knobs
@@ -180,7 +180,7 @@ def _laid_out_as(named: Plan, before: Plan) -> dict[str, Any]:
 def _tell_rate(
     before: Plan, plan: Plan, folder: Path, checkpoint: str | None, tell: Callable[[str], None]
 ) -> None:
-    """Say by how much the learning rate jumps where another goal or schedule moves it."""
+    """Show by how much the learning rate jumps where another goal or schedule changes it."""
     root = folder / "checkpoints"
     names = [(root / checkpoint).resolve().name] if checkpoint else []
     steps = [n for n in steps_in(root) if not names or f"step-{n}" in names]
@@ -202,23 +202,23 @@ def _tell_rate(
 def open_model(
     folder: Path, catalogue: Catalogue, *, checkpoint: str | None = None, with_data: bool = False
 ) -> Build:
-    """The run's model with its trained weights, uncompiled, on this machine's device.
+    """Return the run's model with its trained weights, uncompiled, on this machine's device.
 
     Args:
-        folder: `runs/NAME`.
-        catalogue: techniques and families.
-        checkpoint: "step-N", "latest" or "best"; the best that is there without it.
-        with_data: also open the validation set (prepared again if its cache is gone).
+        folder: the folder of the run, `runs/NAME`.
+        catalogue: the techniques and model families.
+        checkpoint: "step-N", "latest" or "best"; without it the best, or else the latest.
+        with_data: whether to open the validation set too (prepared again if its cache is gone).
 
     Raises:
-        ConfigError: not a run, or no such checkpoint.
+        ConfigError: `folder` is not a run, or it has no such checkpoint.
         RunError: the checkpoint is damaged.
     """
     recorded, path = read_plan(folder, catalogue), _checkpoint(folder, checkpoint)
     plan, saved = recorded, Saved(path)
-    # An exact technique computes what the trunk computes: opened alone, a model needs none of them,
-    # so a run that was trained on another device opens here. What scales a loss is no part of it
-    # either, and fp16 is refused without.
+    # An exact technique computes what the baseline computes, so a model alone needs none of them,
+    # and a run that was trained on another device can be opened here. A technique that scales the
+    # loss does not shape the model either, but fp16 is refused without one.
     shaping = {
         n: t
         for n, t in plan.techniques.items()
@@ -235,7 +235,7 @@ def open_model(
         prepared = reopen(plan, RunFolder(folder).read_data(), folder)
     else:
         tokenizer = _own_tokenizer(saved, folder)
-        none: Any = None  # a model alone reads no validation
+        none: Any = None  # a model alone reads no validation text
         prepared = Prepared(folder, tokenizer, (), none, fingerprint={}, has_begun=True)
     until = Stage.STEP if with_data else Stage.MATERIALIZE
     build = make_build(plan, prepared, World(), choose_device(plan), until=until)
@@ -249,8 +249,8 @@ def open_model(
 
 
 def _fill(build: Build, saved: Saved, plan: Plan) -> None:
-    """Fill an opened model from a checkpoint of the run whose plan that is."""
-    # Weights that a technique kept in another type were trained so; any others are not the run's.
+    """Fill an opened model from a checkpoint of its run; `plan` is the plan of that run."""
+    # A technique may have trained weights in another type; without one, another type is refused.
     converts = any("storage" in t.composes for t in plan.techniques.values())
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", parameter, converts=converts)
@@ -260,18 +260,18 @@ def computed(
     work: Callable[[], T], build: Build, folder: Path, catalogue: Catalogue, *,
     checkpoint: str | None,
 ) -> T:  # fmt: skip
-    """Return what an opened model computes, or say which of its weights are too large for that.
+    """Return what an opened model computes; refuse weights that are too large to compute with.
 
     Args:
-        work: computes it with the model's weights as they are then.
-        build: the model, as `open_model` gave it.
-        folder: the run.
-        catalogue: techniques and families.
-        checkpoint: what `open_model` was asked for.
+        work: computes the result with the current weights of the model.
+        build: the model that `open_model` returned.
+        folder: the folder of the run.
+        catalogue: the techniques and model families.
+        checkpoint: the checkpoint that `open_model` was called with.
 
     Raises:
-        RunError: the weights are numbers, and what they compute is none. Its remedy is a checkpoint
-            with which `work` was done.
+        RunError: the weights are finite, and the result is not. Its remedy is a checkpoint with
+            which `work` succeeded.
     """
     try:
         return work()
@@ -294,7 +294,7 @@ def computed(
 
 
 def _instead_of_wild(folder: Path, plan: Plan, sound: int | None) -> str:
-    """The command that reads a sound checkpoint, or else trains the run again so that it learns."""
+    """Return the command that reads a sound checkpoint, or else repeats the run more gently."""
     if sound is not None:
         return again_with("--checkpoint", f"step-{sound}", verb=f"eval {shell(folder)}")
     words = [shlex.quote(word) for word in gentler(plan)]
@@ -302,11 +302,11 @@ def _instead_of_wild(folder: Path, plan: Plan, sound: int | None) -> str:
 
 
 def _own_tokenizer(saved: Saved, folder: Path) -> Tokenizer:
-    """The run's tokenizer, which is the one that its checkpoint was trained with.
+    """Return the run's tokenizer, and check that the checkpoint was trained with it.
 
     Raises:
-        ConfigError: it is damaged or another; with the command that brings it back, where the run's
-            shards still have it.
+        ConfigError: it is damaged or another one. Its remedy is the command that restores it, where
+            the run's shards still have it.
     """
     file, was = folder / "tokenizer.json", saved.values["fingerprint"].get("tokenizer")
     try:
@@ -323,7 +323,7 @@ def _own_tokenizer(saved: Saved, folder: Path) -> Tokenizer:
 
 
 def _kept_tokenizer(folder: Path, was: str | None) -> str:
-    """The command that brings a run's tokenizer back out of its shards; "" where they lack it."""
+    """Return the command that restores a run's tokenizer from its shards; "" where they lack it."""
     record = RunFolder(folder).read_data() or {}
     for key in ("directory", "absolute"):
         kept = Path(record.get(key, folder)) / "tokenizer.json"
@@ -331,12 +331,12 @@ def _kept_tokenizer(folder: Path, was: str | None) -> str:
             if key in record and Tokenizer.load(kept).fingerprint == was:
                 return shlex.join(["cp", str(kept), str(folder / "tokenizer.json")])
         except (ConfigError, UnsupportedError):
-            continue  # it is gone or damaged there, too
+            continue  # the tokenizer is gone or damaged there too
     return ""
 
 
 def _shapes(technique: Technique[Build] | type[Technique[Build]], *, with_data: bool) -> bool:
-    """Whether a model computes something else without a technique, or its data are other rows."""
+    """Return whether without a technique the model computes something else, or reads other data."""
     designs = technique.stage <= Stage.LINEAR and technique.equality != "exact"
     return designs or (with_data and technique.stage == Stage.DATA)
 
@@ -345,7 +345,7 @@ def _check_same_model(saved: Saved, plan: Plan, catalogue: Catalogue, *, with_da
     """Refuse a plan.toml that describes another model than its checkpoint holds.
 
     Raises:
-        ConfigError: with the key, both values, and the command that makes the plan what it was.
+        ConfigError: names the key and both values, with the command that restores the plan.
     """
     run = saved.path.parent.parent
     known = {**catalogue.techniques, **{n: type(t) for n, t in plan.techniques.items()}}

@@ -1,10 +1,9 @@
-"""Text from a model: one prefill of the prompt, then one token at a time over a KV cache.
+"""Generate text with a model: one prefill of the prompt, then one token at a time with a KV cache.
 
-The cache holds every key, so it serves masks that only look back without a limit (causal, by
-document: what is generated continues one document). Under any other, as a window or slopes, the
-rows are computed whole each time. A model that sees a prefix both ways takes the prompt as such.
-Precision is the caller's: run this inside the autocast that
-training used.
+The cache holds every key, so it works for masks that look back without a limit: causal masks and
+masks by document (generated text continues one document). Under any other mask, as a window or
+slopes, whole sequences are computed for each token. A model with a prefix mask treats the prompt as
+the prefix. The caller chooses the precision: run this inside the autocast that training used.
 
 Shapes: B rows, T tokens of the prompt, V vocabulary.
 """
@@ -28,8 +27,8 @@ def generate_text(build: Build, prompt: str, *, new_tokens: int, **how: Any) -> 
     Args:
         build: a run with its model and its tokenizer.
         prompt: the beginning of a document.
-        new_tokens: most tokens to add.
-        **how: what `generate` takes.
+        new_tokens: the most tokens to add.
+        **how: further arguments of `generate`.
     """
     tokenizer = build.prepared.tokenizer
     ids = [tokenizer.document_token, *tokenizer.encode_batch([prompt])[0].tolist()]
@@ -60,25 +59,26 @@ def generate(
     stop: int | None = None,
     entries: int | None = None,
 ) -> Tensor:
-    """Continue prompts of equal length.
+    """Continue prompts of equal length, and return them with the added tokens.
 
     Args:
-        model: on the device of `ids_BT`.
+        model: the model, on the device of `ids_BT`.
         ids_BT: the prompts, int64, at least one token (the document token starts a text).
-        new_tokens: most tokens to add.
+        new_tokens: the most tokens to add.
         temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw among the k likeliest; 0 is all.
-        top_p: draw among the likeliest that together have this probability (arXiv 1904.09751).
+        top_k: draw among the k likeliest tokens; 0 is all.
+        top_p: draw among the likeliest tokens that together have this probability (arXiv
+            1904.09751).
         seed: the same seed on the same device draws the same text.
-        stop: a row ends with this id, and is filled up with it.
+        stop: the id that ends a sequence; an ended sequence is filled up with it.
         entries: ids below this exist in the tokenizer; the embedding's padding is never drawn.
 
     Returns:
-        int64 [B, T + n], n <= new_tokens; the prompts included.
+        int64 [B, T + n], n <= new_tokens, with the prompts included.
 
     Raises:
         ConfigError: an argument is out of range, or learned positions do not reach that far.
-        Diverged: the model's logits are no numbers.
+        Diverged: the model's logits are not finite.
     """
     _check(model, ids_BT, new_tokens, temperature, top_k, top_p)
     B, T = ids_BT.shape
@@ -106,19 +106,19 @@ def generate(
 def draw(
     logits_BV: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
 ) -> Tensor:
-    """Draw one id per row [B]; see `generate` for the arguments.
+    """Draw one id for each sequence, and return them as [B]; see `generate` for the arguments.
 
     Raises:
-        Diverged: a row's largest logit is no finite number.
+        Diverged: the largest logit of a sequence is not finite.
     """
-    if bool(logits_BV.amax(-1).isfinite().logical_not().any()):  # of a NaN too
+    if bool(logits_BV.amax(-1).isfinite().logical_not().any()):  # also for a NaN
         raise Diverged(
             "the model's logits are no numbers",
             "the weights of an earlier checkpoint in the model",
         )
     if temperature == 0:
         return logits_BV.argmax(-1)
-    # Below the largest, so that no temperature takes it out of range: the smallest are greedy.
+    # The largest becomes 0, so that no temperature overflows; the smallest draws greedily.
     logits_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
     logits_BV = logits_BV / max(temperature, torch.finfo(logits_BV.dtype).tiny)
     if top_k:
@@ -134,7 +134,7 @@ def draw(
 
 
 def _new_cache(model: Decoder, rows: int, capacity: int) -> KVCache | None:
-    """A cache in the dtype that keys will have, or None where one would change the result."""
+    """Return a cache in the dtype of the keys, or None where a cache would change the result."""
     if not model.mask.sees_all_before:
         return None
     weight = model.embed.weight

@@ -1,4 +1,4 @@
-"""Plans as TOML, named for model, hardware and goal."""
+"""Hold plans as TOML files, and read them by name or by path."""
 
 from pathlib import Path
 
@@ -8,16 +8,20 @@ from headrace.core.files import mend_plan, read_plan_text
 
 
 def recipes() -> dict[str, Path]:
-    """Every recipe's file by its name."""
+    """Return the file of every recipe by the name of the recipe."""
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
 
 
 def read_recipe(name: str, verb: str = "train") -> str:
-    """The text of a recipe by name, or of a TOML file by path.
+    """Return the text of a recipe by name, or of a TOML file by path.
+
+    Args:
+        name: the name or the path.
+        verb: the subcommand of headrace that remedies show.
 
     Raises:
-        ConfigError: neither exists; names the nearest recipe, for that verb, or the plan of a run
-            or folder. Or it is no text.
+        ConfigError: neither exists, or it is no text. The message names the nearest recipe, or the
+            plan where `name` is a run or a folder.
     """
     known = recipes()
     if not (path := known.get(name, Path(name))).is_file():

@@ -1,1 +1,1 @@
-"""The life of a run, from its first step to its report."""
+"""Hold the life of a run, from its first step to its report."""

@@ -1,14 +1,14 @@
-"""Checkpoints that cannot run code, cannot be half there, and load under any layout.
+"""Save checkpoints that cannot run code, are never incomplete, and load under any layout.
 
 A checkpoint is a folder `step-N` that holds one safetensors file per rank and one
 `checkpoint.json`: counters, loader state, and where every piece of every tensor lies. A piece is a
-box (offset, shape) of a global tensor, so any set of ranks can read what another set wrote, and
-nothing anywhere is a pickle. (torch.distributed.checkpoint keeps its index as one; a doctored index
-runs code.)
+box (offset, shape) of a global tensor, so any set of ranks can read what another set wrote. Nothing
+is a pickle. (torch.distributed.checkpoint keeps its index as a pickle; a manipulated index runs
+code.)
 
 Saving copies tensors to the host, then a thread writes `step-N.tmp`, flushes it to the disk and
-renames it; removing renames it back first. So a folder named `step-N` is complete by construction.
-`latest` and `best` are links that follow from the folders, and are put right at every start.
+renames it; removal first renames it to another name. So a folder named `step-N` is complete by
+construction. `latest` and `best` are links that are derived from the folders at every start.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ KINDS = {
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16",
     "U32": "uint32", "U64": "uint64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-"""How a safetensors file names the types of torch."""
+"""Name of a type in a safetensors file -> its name in torch."""
 WAIT_FOR_RANKS_S = 600.0
 
 
@@ -51,14 +51,14 @@ class RankGone(RunError):
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """Save, link and remove the checkpoints of one run.
 
     Args:
-        folder: where they lie.
-        rank: of this process.
-        ranks: of the run.
-        keep_last: how many are kept beside the best.
-        tell: where it is told that one is complete.
+        folder: the folder that holds them.
+        rank: the rank of this process.
+        ranks: the number of ranks of the run.
+        keep_last: how many of the newest are kept beside the best.
+        tell: called with a line when one is complete.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Checkpoints:
     def save(
         self, step: int, tensors: Mapping[str, Tensor | TensorPart], values: dict[str, Any]
     ) -> None:
-        """Begin to save; returns when the copies are safe from the next update.
+        """Begin to save, and return when the next update can no longer change the copies.
 
         Args:
-            step: steps done.
+            step: the number of completed steps.
             tensors: this rank's tensors, or pieces of them, by global name.
             values: JSON values, the same on every rank (those under "rank" may differ); "score"
-                says how good the weights are, lower is better, for `best`.
+                rates the weights for `best`: lower is better.
 
         Raises:
             RunError: the previous save failed.
@@ -124,7 +124,7 @@ class Checkpoints:
         """Wait for the save in progress.
 
         Raises:
-            RunError: it failed; what had been saved before is intact.
+            RunError: the save failed; earlier checkpoints are intact.
         """
         if self._thread is not None:
             self._thread.join()
@@ -185,7 +185,7 @@ class Checkpoints:
         self._prune()
 
     def _read_part(self, aside: Path, rank: int) -> dict[str, Any]:
-        """Another rank's part of the index, once it is there."""
+        """Return another rank's part of the index, after waiting until it is written."""
         path = aside / f"rank-{rank:05d}.json"
         part = aside.name.removesuffix(".tmp")
         give_up = time.monotonic() + WAIT_FOR_RANKS_S
@@ -205,14 +205,14 @@ class Checkpoints:
         return json.loads(path.read_text())
 
     def _show_alive(self) -> None:
-        """Hold this rank's lock, which the system takes back when the process ends.
+        """Hold this rank's lock, which the system releases when the process ends.
 
-        Where an earlier process of this rank holds it still, the next save tries again.
+        Where an earlier process of this rank still holds it, the next save tries again.
         """
         if self.rank == 0 or self.ranks == 1 or self._alive is not None:
             return
         for _ in range(20):
-            with suppress(Timeout):  # or the first rank is looking at this very moment
+            with suppress(Timeout):  # or the first rank is testing it just now
                 self._alive = hold_lock(self._lock_of(self.rank), wait=False, key="directory")
                 return
             time.sleep(0.01)
@@ -221,7 +221,7 @@ class Checkpoints:
         return self.folder.parent / f".{self.folder.name}-rank-{rank:05d}.lock"
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether another rank's process is gone: nobody holds its lock any more."""
+        """Return whether another rank's process is gone: no process holds its lock."""
         if rank == self.rank or not self._lock_of(rank).exists():
             return False
         try:
@@ -231,7 +231,7 @@ class Checkpoints:
         return True
 
     def amend(self, step: int, values: dict[str, Any]) -> None:
-        """Replace the values of a checkpoint that is complete; its tensors stay.
+        """Replace the values of a complete checkpoint; its tensors stay.
 
         Raises:
             RunError: the save in progress failed.
@@ -251,7 +251,7 @@ class Checkpoints:
                 self._discard(old)
 
     def _link(self) -> int | None:
-        """Point `latest` and `best` at what is there; returns the best step."""
+        """Point `latest` and `best` at the complete checkpoints, and return the best step."""
         for link in ("latest", "best"):
             self._unfollow(self.folder / link)
         steps = self.steps()
@@ -262,7 +262,7 @@ class Checkpoints:
         return best
 
     def _unfollow(self, link: Path) -> None:
-        """A copy of a run that followed its links has folders twice: keep one of each."""
+        """Replace a folder `latest` or `best`, from a copy that followed links, by one `step-N`."""
         step = None if link.is_symlink() else self._index(link).get("step")
         if step is not None and (self.folder / f"step-{step}").is_dir():
             shutil.rmtree(link)
@@ -276,7 +276,7 @@ class Checkpoints:
         try:
             found = json.loads((folder / INDEX).read_bytes())
         except (OSError, ValueError, RecursionError):
-            return {}  # damaged: loading it says so
+            return {}  # damaged: loading it reports that
         return found if isinstance(found, dict) else {}
 
     def _point(self, link: str, step: int | None) -> None:
@@ -289,7 +289,7 @@ class Checkpoints:
             os.replace(aside, path)
 
     def _discard(self, step: int) -> None:
-        """Remove a checkpoint; a kill leaves it whole or under a name that nobody reads."""
+        """Remove a checkpoint; a kill leaves it complete or under a name that is never read."""
         aside = self.folder / f"step-{step}.old.tmp"
         os.rename(self.folder / f"step-{step}", aside)
         shutil.rmtree(aside)
@@ -297,11 +297,11 @@ class Checkpoints:
     # --- loading ---
 
     def steps(self) -> list[int]:
-        """The steps of complete checkpoints, in order."""
+        """Return the steps of the complete checkpoints, in order."""
         return steps_in(self.folder)
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint."""
+        """Return the folder of the newest complete checkpoint; None where there is none."""
         steps = self.steps()
         return self.folder / f"step-{steps[-1]}" if steps else None
 
@@ -310,14 +310,14 @@ def check_space(folder: Path, need_bytes: int, what: str, intact: str, command: 
     """Refuse to write what a disk has no room for.
 
     Args:
-        folder: where it would go.
-        need_bytes: what it takes.
-        what: is to be written, for the message.
-        intact: what is not touched.
-        command: what is typed again, once there is room.
+        folder: the folder that it would be written into.
+        need_bytes: its size in bytes.
+        what: what is to be written, for the message.
+        intact: what stays intact, for the message.
+        command: the command to type once there is room.
 
     Raises:
-        RunError: with both sizes.
+        RunError: the disk lacks room; the message has both sizes.
     """
     free = shutil.disk_usage(folder).free
     if free < need_bytes:
@@ -329,24 +329,24 @@ def check_space(folder: Path, need_bytes: int, what: str, intact: str, command: 
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints in a folder, in order."""
+    """Return the steps of the complete checkpoints in a folder, in order."""
     found = (p.name.removeprefix("step-") for p in folder.glob("step-*"))
     return sorted(int(n) for n in found if n.isascii() and n.isdigit())
 
 
 class Saved:
-    """One complete checkpoint, open for reading.
+    """Read one complete checkpoint.
 
     Args:
         path: the folder `step-N`.
-        verify: also compare every file's sha256.
+        verify: whether to compare the sha256 of every file too.
 
     Raises:
-        RunError: a file is missing, truncated or changed; names it and the way on.
+        RunError: a file is missing, truncated or changed; names it and how to go on.
     """
 
     def __init__(self, path: Path, *, verify: bool = True) -> None:
-        self.path = path = path.with_name(path.resolve().name)  # not a link's name, in messages
+        self.path = path = path.with_name(path.resolve().name)  # so that messages name no link
         if not (path / INDEX).is_file():
             raise self.damaged("it is missing")
         try:
@@ -381,28 +381,28 @@ class Saved:
                     raise self.damaged("its sha256 differs from the one saved", part["file"])
 
     def damaged(self, how: str, file: str = INDEX) -> RunError:
-        """Return the error of a file that is not what was saved, or of an index of nonsense."""
+        """Return the error of a file that differs from what was saved, or of a malformed index."""
         others = [n for n in steps_in(self.path.parent) if f"step-{n}" != self.path.name]
         said = f"the checkpoint {self.path} is damaged: {file}: {how}"
         return RunError(said, self.instead(others))
 
     def instead(self, others: list[int]) -> str:
-        """Return what to add to the command: the newest of `others`, or a new run's name.
+        """Return what to add to the command: the newest of the steps `others`, or a new run's name.
 
-        No path of its own run: a fork that cannot begin leaves none.
+        It holds no path of the run itself, because a fork that cannot begin is removed.
         """
         return f"--checkpoint step-{others[-1]}" if others else "name=NEW, without --resume"
 
     def names(self) -> set[str]:
-        """The tensors that it holds."""
+        """Return the names of all saved tensors."""
         return set(self._where)
 
     def names_under(self, prefix: str) -> list[str]:
-        """The tensors whose name begins with `prefix`."""
+        """Return the names of the saved tensors that begin with `prefix`."""
         return [name for name in self._where if name.startswith(prefix)]
 
     def shape_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """A tensor's global shape and dtype."""
+        """Return the global shape and the dtype of a saved tensor."""
         _, piece = self._where[name][0]
         dtype = getattr(torch, str(piece["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
@@ -413,12 +413,12 @@ class Saved:
         """Copy the saved tensor `name` into `tensor`, whatever the layouts of both.
 
         Args:
-            name: of the saved tensor.
-            tensor: what is filled.
-            converts: whether it may have been saved in another floating type than it has here.
+            name: the name of the saved tensor.
+            tensor: the tensor to fill.
+            converts: whether the saved tensor may have another floating type than `tensor`.
 
         Raises:
-            RunError: it is not there, or has another shape or type.
+            RunError: the saved tensor is missing, or has another shape or type.
         """
         local, wanted, box, _ = tensor if isinstance(tensor, TensorPart) else piece_of(tensor)
         if name not in self._where:
@@ -438,7 +438,7 @@ class Saved:
             raise self.damaged(f"{name} covers {filled} of {local.numel()} numbers")
 
     def _copy(self, name: str, local: Tensor, box: Box) -> int:
-        """Copy the pieces of a tensor that lie in a box; how many numbers that were."""
+        """Copy what a box covers of a saved tensor, and return how many numbers that were."""
         filled = 0
         for file, piece in self._where[name]:
             piece_box = Box(tuple(piece["offset"]), tuple(piece["size"]))
@@ -458,7 +458,7 @@ class Saved:
         return filled
 
     def _check_piece(self, name: str, found: Any, piece: Mapping[str, Any]) -> None:
-        """Compare what a file says of a piece with what the index does."""
+        """Refuse a piece whose shape or type in its file differs from the index."""
         shape, kind = found.get_shape(), found.get_dtype()
         if len(piece["offset"]) != len(shape):
             raise self.damaged(f"{name} lies at {piece['offset']}, which is no place of it")
@@ -467,7 +467,7 @@ class Saved:
             raise self.damaged(f"{name} is {KINDS.get(kind, kind)} {shape}, not {said}")
 
     def _index(self) -> dict[str, list[tuple[Path, dict[str, Any]]]]:
-        """Where the pieces of each tensor lie; of equal ones, such as a counter's, the first."""
+        """Return the files and pieces of each tensor; of equal pieces only the first."""
         where: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
         seen: set[tuple[str, str]] = set()
         for part in self.parts:
@@ -480,7 +480,7 @@ class Saved:
 
 
 def _sealed(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with the sha256 of everything in them but the seal itself."""
+    """Return `values` with the sha256 of everything in them except "seal" as the key "seal"."""
     bare = {k: v for k, v in values.items() if k != "seal"}
     digest = hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()
     return {**bare, "seal": digest}

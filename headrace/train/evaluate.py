@@ -1,7 +1,8 @@
-"""Validation: the same held-out rows every time, in nats per token and bits per byte of text.
+"""Measure the validation loss, always on the same held-out sequences.
 
-Bits per byte divides the total by the UTF-8 bytes that the targets stand for, so runs with
-different tokenizers compare. The document token stands for no byte and counts as loss, not as text.
+It is in nats per token and in bits per byte of text. Bits per byte are the total loss divided by
+the UTF-8 bytes that the targets stand for, so runs with different tokenizers can be compared. The
+document token stands for no byte: it counts as loss, not as text.
 """
 
 import math
@@ -23,21 +24,21 @@ from headrace.plan.technique import Doubt
 
 @dataclass(frozen=True)
 class Validation:
-    """One evaluation."""
+    """Hold the result of one evaluation."""
 
     loss_nats: float
     bits_per_byte: float
     tokens: int
     bytes: int
     share: float = 1.0
-    """Share of the validation text's targets that were evaluated."""
+    """Share of the validation text's targets that were evaluated, from 0 to 1."""
 
 
 def finite(found: Validation) -> Validation:
-    """Return an evaluation whose loss is a number.
+    """Return an evaluation unchanged where its loss is finite.
 
     Raises:
-        Diverged: it is none.
+        Diverged: the loss is NaN or infinite.
     """
     if not math.isfinite(found.loss_nats):
         raise Diverged(
@@ -55,7 +56,7 @@ def count_targets(build: Build, tokens: int | None = None) -> tuple[int, int]:
         tokens: as `evaluate` takes it.
 
     Raises:
-        ConfigError: no target of these rows counts, or none stands for text.
+        ConfigError: no target of these sequences counts, or none stands for text.
     """
     bytes_V = torch.from_numpy(build.prepared.tokenizer.token_bytes).to(build.device, torch.int64)
     counts = torch.zeros(2, dtype=torch.int64, device=build.device)
@@ -68,14 +69,14 @@ def doubts(
     build: Build, tokens: int | None, targets: int | None, *,
     limit: str = "eval.tokens", bits_per_byte: float | None = None,
 ) -> list[Doubt]:  # fmt: skip
-    """Return what makes a validation loss doubtful.
+    """Return the reasons to doubt a validation loss.
 
     Args:
         build: the run.
         tokens: as `evaluate` takes it.
-        targets: those that it counts; all of the text's without it.
+        targets: the number of targets that count; without it, all targets of the text.
         limit: the key or option that `tokens` comes from.
-        bits_per_byte: the loss, where it is known.
+        bits_per_byte: the loss, where it was measured.
     """
     found = build.prepared.sides(build.plan.data.validation).doubts(
         build.plan.data.sequence_length, targets=targets, share=_share(build, tokens),
@@ -85,13 +86,13 @@ def doubts(
 
 
 def _guessed(build: Build) -> Iterator[Doubt]:
-    """Tell of a target that a model meets which knows nothing."""
+    """Yield a doubt where a uniform guess already reaches the goal in bits per byte."""
     held, target = build.prepared.validation, build.plan.goal.bits_per_byte
     entries = build.prepared.tokenizer.vocab
     if target is None or not held.text_bytes:
         return
     guess = math.log2(entries) * (held.tokens - 1) / held.text_bytes
-    if guess <= target <= BYTE_BITS:  # what is more is told of any text
+    if guess <= target <= BYTE_BITS:  # a larger target is doubted for any text
         yield Doubt(
             f"goal.bits_per_byte = {target:g} is reached before anything is learned: a uniform "
             f"guess of the tokenizer's {entries:,} entries has {guess:.3g} on this text",
@@ -103,14 +104,14 @@ def _guessed(build: Build) -> Iterator[Doubt]:
 
 @torch.no_grad()
 def evaluate(build: Build, tokens: int | None = None) -> Validation:
-    """Return the model's loss on validation rows, summed in fp64 over all ranks.
+    """Return the model's loss on validation sequences, summed in fp64 over all ranks.
 
     Args:
         build: the run.
-        tokens: at most this many, in rows spread evenly over the text; None is all of it.
+        tokens: the most tokens, in sequences spread evenly over the text; None for all of it.
 
     Raises:
-        ConfigError: no target of these rows counts, or none stands for text.
+        ConfigError: no target of these sequences counts, or none stands for text.
     """
     world = build.world
     bytes_V = torch.from_numpy(build.prepared.tokenizer.token_bytes).to(build.device, torch.int64)
@@ -132,7 +133,7 @@ def evaluate(build: Build, tokens: int | None = None) -> Validation:
                 work = []
         if work:
             nats += build.engine(build, work, cross_entropy, one)
-    # Replicas read other rows; parts of a row and stages add to the same loss.
+    # Replicas evaluate other sequences; parts of a sequence and stages add to the same loss.
     for axis in ("shard", "pipeline"):
         world.sum_(nats, axis)
     counted, text_bytes = _summed(build, counts, tokens)
@@ -161,7 +162,7 @@ def _placed(build: Build, tokens: int | None) -> Iterator[Work]:
 
 
 def _summed(build: Build, counts: Tensor, tokens: int | None) -> tuple[int, int]:
-    """Return targets and bytes of text over all ranks; refuse where there are none."""
+    """Return the targets and the bytes of text over all ranks; refuse where there are none."""
     counted, text_bytes = build.world.sum_(counts, "shard").tolist()
     text_bytes = round(text_bytes * build.prepared.validation.raw_share)
     if counted and text_bytes:
@@ -176,7 +177,7 @@ def _summed(build: Build, counts: Tensor, tokens: int | None) -> tuple[int, int]
 
 
 def _more_targets(build: Build, tokens: int | None) -> str:
-    """Return what gives an evaluation targets that has none."""
+    """Return the remedy of an evaluation that has no targets."""
     plan, whole = build.plan, build.prepared.validation.tokens - 1
     more = "data.validation=PATH of more text"
     if _share(build, tokens) < 1:
@@ -190,16 +191,16 @@ def _more_targets(build: Build, tokens: int | None) -> str:
 
 
 def _share(build: Build, tokens: int | None) -> float:
-    """Return the share of the validation text's targets that rows of `tokens` tokens hold."""
+    """Return the share of the validation text's targets that `tokens` tokens cover."""
     shards, length = build.prepared.validation, build.plan.data.sequence_length
     rows = validation_rows(shards, length, tokens)
     whole = shards.tokens - 1
-    cut = max(0, (rows[-1] + 1) * length - whole)  # the last row of the text may be short
+    cut = max(0, (rows[-1] + 1) * length - whole)  # the last sequence of the text may be short
     return (len(rows) * length - cut) / whole
 
 
 def _counts(targets_BT: Tensor, bytes_V: Tensor) -> Tensor:
-    """Targets that count, and the bytes of text that they stand for, int64 [2]."""
+    """Return the targets that count and the bytes of text that they stand for, int64 [2]."""
     counted_BT = targets_BT != IGNORED
     bytes_BT = bytes_V[targets_BT.where(counted_BT, 0)].where(counted_BT, 0)
     return torch.stack((counted_BT.sum(), bytes_BT.sum()))

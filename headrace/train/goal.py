@@ -1,4 +1,4 @@
-"""When a run ends: pure questions of its counters."""
+"""Decide when a run ends, by pure functions of its plan and its counters."""
 
 from dataclasses import asdict, dataclass, field
 from math import isfinite
@@ -9,7 +9,10 @@ from headrace.plan.plan import Plan
 
 @dataclass
 class Counters:
-    """How far a run has come. Saved in every checkpoint; times apart, a resume repeats it."""
+    """Hold how far a run has come.
+
+    Every checkpoint saves it. A resumed run reaches the same values, except for the times.
+    """
 
     step: int = 0
     tokens: int = 0
@@ -21,37 +24,37 @@ class Counters:
     phase_s: dict[str, float] = field(default_factory=dict)
     stream: dict[str, Any] = field(default_factory=dict)
     guard: dict[str, Any] | None = None
-    """how far the first step was from the plain trainer's"""
+    """Differences of the first step from the first step of the plain trainer."""
     first_loss: float | None = None
-    """of the first step, in nats per token; None where it was not finite"""
+    """Loss of the first step in nats per token; None where it was not finite."""
     last_loss: float | None = None
-    """of the newest step that was read"""
+    """Loss of the newest step that was read, in nats per token; None where it was not finite."""
     attention: dict[str, Any] | None = None
-    """what was measured to choose its backend, and what torch's own choice launched"""
+    """Measurements that chose the attention backend, and what torch's own choice launched."""
 
     def plain(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the counters as JSON values."""
         return asdict(self)
 
     def saw(self, step: int, loss: float | None) -> None:
-        """Keep the loss of a step that was read, where it is a number."""
+        """Record the loss of a step that was read; one that is not finite is recorded as None."""
         self.last_loss = loss if loss is not None and isfinite(loss) else None
         if step == 1:
             self.first_loss = self.last_loss
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The newest validation loss."""
+        """Return the newest validation loss in bits per byte; None before the first validation."""
         return self.val[-1]["bits_per_byte"] if self.val else None
 
     @property
     def evaluated(self) -> bool:
-        """Whether the newest validation is of the weights as they are."""
+        """Return whether the newest validation measured the current weights."""
         return bool(self.val) and self.val[-1]["step"] == self.step
 
 
 def ended_by(plan: Plan, counters: Counters) -> str | None:
-    """The goal that ends the run now, or None: go on."""
+    """Return the name of the goal that ends the run now; None where the run goes on."""
     goal, price = plan.goal, plan.hardware.dollars_per_hour
     if goal.bits_per_byte and (counters.bits_per_byte or float("inf")) <= goal.bits_per_byte:
         return "bits_per_byte"
@@ -67,7 +70,7 @@ def ended_by(plan: Plan, counters: Counters) -> str | None:
 
 
 def reached(plan: Plan, counters: Counters) -> dict[str, Any]:
-    """What was asked, and whether and when it came true, for report.json."""
+    """Return the goal of the plan, and whether and when it was reached, for report.json."""
     target, reason = plan.goal.bits_per_byte, ended_by(plan, counters)
     if target:
         hit = next((v for v in counters.val if v["bits_per_byte"] <= target), None)

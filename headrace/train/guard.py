@@ -1,23 +1,25 @@
-"""The first step beside the plain trunk's: does the combination compute the same?
+"""Compare the first step of a run with the first step of the plain baseline.
 
-Techniques that are right one by one can be wrong together, with a loss that looks right: kernels,
-compilers and masks have done so (a fused loss that counted ignored targets under a compiler, a
-gradient that a sharded embedding lost). So before anything is learnt the plan is built once more
-with the run's own weights and without all that does not learn by another rule, takes its first
-batch row by row, and keeps its loss and the norm of every gradient. The run's own first step is
-compared with them before its update is applied; a run that computes something else ends there.
+Techniques that are right one by one can be wrong together, with a loss that looks right. Kernels,
+compilers and masks have done so: a fused loss counted ignored targets under a compiler, and a
+sharded embedding lost a gradient. So before anything is learned, the plan is built once more with
+the run's own weights and without the techniques that keep the baseline's learning rule. This plain
+model computes the first batch sequence by sequence, and its loss and the norm of every gradient are
+kept. The run's own first step is compared with them before its update is applied. A run that
+computes something else ends there.
 
-What is exact lies within the precision's band, what is approximate within its own beside that.
-Models can magnify rounding until no band holds. So before a run is ended the plain model takes the
-batch again from weights that are moved by what was rounded: where that alone moves its gradients as
-far, nothing was compared, and the run goes on.
+Exact techniques must stay within the band of the precision; each approximate technique adds its own
+band. Some models magnify rounding beyond any band. So before a run is ended, the plain model
+computes the batch again from weights that are moved by as much as rounding. Where that alone moves
+its gradients as far, the comparison says nothing, and the run goes on.
 
-It costs one uncompiled step, and up to four more before a run is ended. While that lasts there is
-a second copy of the weights, their gradients and what one row keeps. The plain model multiplies in
-the run's own precision, wider where a technique rounds more (TF32, fp8), and in fp32 for fp16,
-which would need a scale of the loss. Replicas compute their own rows and add up; of slices (FSDP)
-each takes the whole meanwhile. Models that are cut otherwise, and a plain model that does not fit,
-are left out. What was not compared is told at the start, and in the report.
+The comparison costs one uncompiled step, and up to four more before a run is ended. Meanwhile the
+memory also holds a second copy of the weights, their gradients and the activations of one sequence.
+The plain model multiplies in the run's own precision, in a wider one where a technique rounds more
+(TF32, fp8), and in fp32 for fp16, which would need a loss scale. Replicas compute their own
+sequences and add up; ranks that hold slices (FSDP) each gather the whole model meanwhile. Models
+that are divided otherwise, and plain models that do not fit, are not compared. What was not
+compared is reported at the start and in report.json.
 """
 
 import gc
@@ -46,44 +48,48 @@ gradients before clipping) -> whether they are applied."""
 Step = Callable[[Build, Sequence[Any], int, Inspect | None], Tensor]
 """train.step"""
 BANDS = {"fp32": 1e-3, "bf16": 0.1}
-"""Largest relative difference of a gradient's norm, by precision; a tenth of it is the loss's. In
-bf16 a gradient is off by 0.02 to 0.05 (L2), mostly not in its length; a fault takes away parts."""
+"""Largest allowed relative difference of a gradient's norm, by precision; the loss may differ by a
+tenth of it. In bf16 a gradient is off by 0.02 to 0.05 (L2), mostly in its direction and not in its
+norm; a fault removes whole parts of it."""
 BAND_FP16 = BANDS["bf16"] / 2**3
-"""fp16 rounds to 3 bits more."""
+"""Largest allowed relative difference of a gradient's norm in fp16, which keeps 3 bits more."""
 WHOLE, LOSS = 1 / 2, 1 / 20
-"""Of the bands of what is approximate: the norm of all gradients, in which single ones' rounding
-averages out, and the loss. 1,700 tiny plans of pairs and triples came to 0.35 of a limit, but for
-normalised states in fp8 (linear_attention), which magnify rounding without bound."""
+"""Shares of the bands of approximate techniques that the norm of all gradients together (`WHOLE`)
+and the loss (`LOSS`) may differ by. In that norm the rounding of single gradients averages out.
+1,700 tiny plans of pairs and triples reached 0.35 of a limit, except normalised states in fp8
+(linear_attention), which magnify rounding without bound."""
 SMALLEST = 1e-3
-"""Norms below this share of the largest are compared with it: some gradients are zero but for
-rounding, as that of the keys' bias."""
+"""Share of the largest norm. The difference of a norm below it is divided by it, because some
+gradients, as that of the keys' bias, are zero except for rounding."""
 UNITS = {"fp32": 2.0**-21, "bf16": 2.0**-9, "fp16": 2.0**-12}
-"""What a product's rounding is like, as a change of its weights: bf16 rounds by half a unit in the
-last place, and in fp32 each product adds up in another order."""
+"""Relative change of weights that is like the rounding of a matmul, by precision. bf16 rounds by
+half a unit in the last place; in fp32 the matmuls only add up in another order."""
 UNIT_OF_BAND = UNITS["bf16"] / 0.05
-"""The same of what is approximate, whose bands are as wide beside bf16's."""
+"""Relative change of weights per unit of an approximate technique's band, in bf16's proportion."""
 DRAWS, MAGNIFIED = 4, 3.0
-"""Times that weights are moved at random, and what so many draws may miss of the farthest. Where a
-model does not magnify, they move it by a tenth of what is allowed."""
+"""Number of random moves of the weights, and the factor by which so few draws may underestimate the
+largest effect. In a model that does not magnify rounding, a move has a tenth of the allowed
+effect."""
 TINY = 1e-20
 ALL, MEAN = "all parameters", "the loss"
 
 
 class First(NamedTuple):
-    """What a first step computed."""
+    """Hold what a first step computed."""
 
     loss: float
-    """nats"""
+    """Loss in nats per token."""
     total: float
-    """norm of all gradients before clipping"""
+    """Norm of all gradients together, before clipping."""
     norms: dict[str, float]
-    """each gradient's norm by name, after clipping"""
+    """Norm of each gradient by the name of its parameter, after clipping."""
 
 
 def left_out(plan: Plan) -> list[str]:
-    """The techniques that the plain model has not.
+    """Return the names of the techniques that the plain model leaves out.
 
-    They learn by the trunk's rule, and do more than to set a key of the plan, which stays.
+    They keep the baseline's learning rule and do more than set keys of the config. Techniques that
+    only set such keys stay.
     """
     return [
         n for n, t in plan.techniques.items()
@@ -93,12 +99,12 @@ def left_out(plan: Plan) -> list[str]:
 
 
 def first_of_the_trunk(build: Build, step: Step, *, draw: int = 0) -> First | str:
-    """The plain trunk's first step on the run's first batch, or why there is none.
+    """Return the first step of the plain baseline on the run's first batch, or why there is none.
 
     Args:
         build: the run.
-        step: takes a step.
-        draw: which random move of the weights by what was rounded; 0 leaves them.
+        step: the function that takes a step.
+        draw: the seed of a random move of the weights by as much as rounding; 0 moves none.
     """
     if not left_out(build.plan):
         return "no technique of this plan could be left out"
@@ -123,7 +129,7 @@ def first_of_the_trunk(build: Build, step: Step, *, draw: int = 0) -> First | st
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     if found is None:
-        if not ready:  # the others wait to hear it
+        if not ready:  # the other ranks wait for this answer
             build.world.any(True)
         return why
     sound = math.isfinite(found.loss) and math.isfinite(found.total)
@@ -131,7 +137,10 @@ def first_of_the_trunk(build: Build, step: Step, *, draw: int = 0) -> First | st
 
 
 def _plain(build: Build) -> Plan:
-    """The plan without what is left out, row by row; fp16 would need a scale of the loss."""
+    """Return the plan without what is left out, with micro-batches of one sequence.
+
+    fp16 becomes fp32, because it would need a loss scale.
+    """
     plan, left = build.plan, left_out(build.plan)
     kept = {n: t for n, t in plan.techniques.items() if n not in left}
     whole = {"precision": "fp32"} if build.context.precision == "fp16" else {}
@@ -142,15 +151,15 @@ def _plain(build: Build) -> Plan:
 
 
 def _first(build: Build, step: Step, draw: int, ready: list[bool]) -> First:
-    """Take the first step of the plain plan without its update."""
+    """Take the first step of the plain plan without its update, and return what it computed."""
     found: list[First] = []
     every = {n: p.data for n, p in build.model.named_parameters()}
     held = {n: p for n, p in every.items() if type(local_of(p)) is Tensor}
     cut = {n: p for n, p in held.items() if is_dtensor(p)}
     given = held | {n: p.to_local().new_zeros(()).expand(p.shape) for n, p in cut.items()}
-    plan, alone = _plain(build), replace(build.world, groups={})  # none waits for one that fails
+    plan, alone = _plain(build), replace(build.world, groups={})  # no rank waits for one that fails
     needs = build.predicted(plan).without(["optimizer"]).peak()[1] * build.world.ranks
-    if build.device.type == "cpu" and needs > host_memory_bytes():  # which would end us
+    if build.device.type == "cpu" and needs > host_memory_bytes():  # the system would kill us
         raise MemoryError
     plain = make_build(plan, build.prepared, alone, build.device, given=given)
     try:
@@ -169,31 +178,37 @@ def _first(build: Build, step: Step, draw: int, ready: list[bool]) -> First:
 
 
 def _gather(plain: Build, cut: Mapping[str, Any], world: World, ready: list[bool]) -> None:
-    """Whole weights of the slices of all, when all have room for them and for their gradients."""
+    """Fill the plain model with whole weights from the slices of all ranks.
+
+    All ranks first check that they have memory for the gradients of those weights.
+    """
     own = dict(plain.model.named_parameters())
     room = [torch.empty_like(p.data) for p in own.values() if type(p.data) is Tensor]
     _meet(world, ready)
-    ready.clear()  # they meet again
+    ready.clear()  # they meet once more, in `_together`
     del room
     for name, tensor in cut.items():
         whole = tensor.full_tensor()
-        if name in own and own[name].shape == whole.shape:  # else its value was drawn
+        if name in own and own[name].shape == whole.shape:  # else its value was drawn at random
             own[name].data.copy_(whole)
 
 
 class _ElsewhereError(Exception):
-    """The plain model does not run on another process, which says why itself."""
+    """The plain model does not run on another process, which reports the reason itself."""
 
 
 def _meet(world: World, ready: list[bool]) -> None:
-    """Hear that all have come so far."""
+    """Wait until all ranks come here; raise _ElsewhereError where one has failed before."""
     ready.append(True)
     if world.any(False):
         raise _ElsewhereError
 
 
 def _together(engine: Engine, world: World, ready: list[bool]) -> Engine:
-    """Compute alone, hear that all have, and from there on be one of them."""
+    """Return an engine that computes alone, waits for all ranks, and then joins them.
+
+    After that it scales loss and gradients to the share of the targets that this rank has.
+    """
 
     def run(build: Build, work: Sequence[Any], objective: Any, scale: Tensor) -> Tensor:
         loss = engine(build, work, objective, scale)
@@ -209,7 +224,7 @@ def _together(engine: Engine, world: World, ready: list[bool]) -> Engine:
 
 @contextmanager
 def whole_products() -> Iterator[None]:
-    """fp32 products are in fp32, whatever the run has set."""
+    """Compute fp32 matmuls in full fp32 within this context, whatever precision the run has set."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -219,18 +234,18 @@ def whole_products() -> Iterator[None]:
 
 
 def rounding(build: Build) -> float:
-    """The share of itself by which a weight is moved as the run's arithmetic rounds it."""
+    """Return the relative change of a weight that is like the rounding of the run's arithmetic."""
     techniques = build.plan.techniques
     bands = sum(techniques[n].band for n in left_out(build.plan))
     return UNITS[build.context.precision] + UNIT_OF_BAND * bands
 
 
 def _move(plain: Build, unit: float, draw: int) -> None:
-    """Move every weight by a share of itself, up or down."""
+    """Move every weight up or down at random by the share `unit` of itself."""
     source = torch.Generator(plain.device).manual_seed(draw)
     with torch.no_grad():
         for parameter in plain.model.parameters():
-            if type(parameter.data) is Tensor:  # else it is kept in few bits
+            if type(parameter.data) is Tensor:  # else it is stored in a quantised type
                 coins = torch.randint(
                     0, 2, parameter.shape, generator=source, device=plain.device, dtype=torch.int8
                 )
@@ -253,7 +268,7 @@ def inspects(see: Callable[[First], None], *, update: bool = True) -> Inspect:
 
 
 def norms_of(build: Build) -> dict[str, float]:
-    """The norm of every gradient that is there, by name, as an update would see it."""
+    """Return the norm of every existing gradient by name, as an update would use it."""
     named, none = dict(build.model.named_parameters()), torch.zeros((), device=build.device)
     held = {n: local_of(p.grad).float().norm() for n, p in named.items() if p.grad is not None}
     norms = {n: held.get(n, none) for n in named}
@@ -302,13 +317,16 @@ def _not_compared(build: Build, why: str) -> None:
 
 
 def compare(build: Build, found: First, wanted: First, again: Callable[[int], First | str]) -> None:
-    """Note how far the first step is from the plain one; raise RunError beyond the bands.
+    """Note how far the first step differs from the plain one; refuse differences beyond the bands.
 
     Args:
         build: the run, in its first step.
-        found: what that computed.
-        wanted: what the plain model did.
-        again: draw -> what the plain model does with its weights moved by what was rounded.
+        found: what that step computed.
+        wanted: what the plain model computed.
+        again: draw -> what the plain model computes when its weights are moved as by rounding.
+
+    Raises:
+        RunError: a difference is beyond its band, and rounding alone does not explain it.
     """
     left, limits, freed = left_out(build.plan), limits_of(build), freed_by(build)
     off = apart(found, wanted, freed)
@@ -343,7 +361,10 @@ def compare(build: Build, found: First, wanted: First, again: Callable[[int], Fi
 
 
 def limits_of(build: Build) -> dict[str, float]:
-    """Largest relative differences: of the loss, of all gradients together, and of one as ""."""
+    """Return the largest allowed relative differences.
+
+    They are of the loss, of all gradients together, and, as "", of any single gradient.
+    """
     techniques = build.plan.techniques
     bands = sum(techniques[n].band for n in left_out(build.plan))
     own = BANDS.get(build.context.precision, BAND_FP16)
@@ -351,7 +372,7 @@ def limits_of(build: Build) -> dict[str, float]:
 
 
 def freed_by(build: Build) -> set[str]:
-    """Parameters whose gradients are gone by now: an optimizer has used and freed them."""
+    """Return the parameters whose gradients an optimizer has already used and freed."""
     return {
         name for route, optimizer in build.optimizers.items()
         if getattr(optimizer, "frees_gradients", False) for name in build.routed[route]
@@ -359,7 +380,13 @@ def freed_by(build: Build) -> set[str]:
 
 
 def apart(found: First, wanted: First, freed: Collection[str] = ()) -> dict[str, float]:
-    """Relative differences: of the loss, of all gradients together, and of each by name."""
+    """Return relative differences: of the loss, of all gradients together, and of each by name.
+
+    Args:
+        found: what a first step computed.
+        wanted: what it should have computed.
+        freed: the parameters whose gradients may be missing in `found`.
+    """
     floor = SMALLEST * max(wanted.norms.values(), default=0.0)
     off = {
         MEAN: abs(found.loss - wanted.loss) / max(abs(wanted.loss), TINY),
@@ -376,9 +403,9 @@ def apart(found: First, wanted: First, freed: Collection[str] = ()) -> dict[str,
 def _magnified(
     wanted: First, limits: Mapping[str, float], again: Callable[[int], First | str]
 ) -> float:
-    """How far rounding alone moves what the plain model computes, as the largest share of a limit.
+    """Return how far rounding alone moves the plain model, as the largest share of a limit.
 
-    0 where it cannot be asked, as for want of memory.
+    0 where that cannot be computed, for example because memory is missing.
     """
     most = 0.0
     for draw in range(1, DRAWS + 1):

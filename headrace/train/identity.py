@@ -1,7 +1,7 @@
-"""What makes a run that run: its plan, data and frozen weights, as a checkpoint recorded them.
+"""Compare a run's plan, data and frozen weights with those that a checkpoint recorded.
 
-`--resume`, `eval`, `sample`, `export` and `report` compare what they find with what is recorded,
-here, and use it or refuse: with the key, both values and the command that goes on.
+`--resume`, `eval`, `sample`, `export` and `report` make this comparison. They use what agrees and
+refuse what does not, with a message that has the key, both values and the command that goes on.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,18 +27,18 @@ MUST_STAY = (
     "data.sources", "data.weights", "data.validation", "data.text_key", "data.tokenizer",
     "data.vocab", "data.sequence_length",
 )  # fmt: skip
-"""Plan keys that a resume may not change: they would make it another run."""
+"""Plan keys that a resumed run may not change, because they would make it another run."""
 FOUND_BY = ("name", "directory")
-"""Keys by which a run is found, and not what it is."""
+"""Plan keys that say where a run is stored; they are not compared."""
 Differences = dict[str, tuple[Any, Any]]
-"""Dotted key -> its value in the checkpoint's plan, and its value now; None where it has none."""
+"""Dotted key -> its value in the checkpoint's plan and its value now; None where it is not set."""
 
 
 def differences(saved: Saved, plan: Plan) -> Differences:
-    """Return every key by which a plan is another than that which a checkpoint was trained with.
+    """Return every key by which a plan differs from the plan that a checkpoint was trained with.
 
     A key that an older version of the plan did not have counts as its default. A technique that
-    was switched is a key `techniques.NAME` whose values are whether it was on, and is.
+    was switched on or off is a key `techniques.NAME`; its values are whether it was on, and is on.
     """
     before, after = _complete(saved.values["plan"], plan), plan.dump()
     had, has = before.pop("techniques", {}), after.pop("techniques", {})
@@ -55,7 +55,7 @@ def differences(saved: Saved, plan: Plan) -> Differences:
 
 
 def _complete(dumped: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """A dumped plan with the defaults of keys that came later."""
+    """Return a dumped plan with the defaults of the keys that were added later."""
     tables: list[tuple[str, type[BaseModel]]] = [
         (name, type(table))
         for name in Plan.model_fields
@@ -75,7 +75,7 @@ def _complete(dumped: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
-    """The defaults of a table's keys as a dumped plan has them; None is left out."""
+    """Return the defaults of a table's keys as a dumped plan has them, without those of None."""
     return {
         key: list(field.default) if isinstance(field.default, tuple) else field.default
         for key, field in kind.model_fields.items()
@@ -84,7 +84,7 @@ def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def told(changes: Differences) -> str:
-    """Return changes in a line, as in `goal.steps 12 -> 20`."""
+    """Format changes as one line, as in `goal.steps 12 -> 20`."""
     words = []
     for key, (old, new) in changes.items():
         if _switched(key):
@@ -99,12 +99,12 @@ def _shown(value: Any) -> str:
 
 
 def among(key: str, tables: Iterable[str]) -> bool:
-    """Whether a key is one of those, or lies in one of those tables."""
+    """Return whether a key is one of the given tables or keys, or lies in one of them."""
     return any(key == table or key.startswith(f"{table}.") for table in tables)
 
 
 def changed_knobs(saved: Saved, plan: Plan) -> Differences:
-    """Return settings of the optimizer and of learning techniques that changed."""
+    """Return the changed settings of the optimizer and of techniques that are not exact."""
     exact = _exact(saved, plan)
     tables = ["optimizer", *(f"techniques.{name}" for name in plan.techniques if name not in exact)]
     return {
@@ -115,23 +115,23 @@ def changed_knobs(saved: Saved, plan: Plan) -> Differences:
 
 
 def _exact(saved: Saved, plan: Plan) -> set[str]:
-    """Techniques that compute what the plain trainer computes: they may come, go and change."""
+    """Return the techniques that compute what the plain trainer computes; they may be changed."""
     own = {name for name, technique in plan.techniques.items() if technique.equality == "exact"}
     return own | set(saved.values.get("exact", ()))
 
 
 def check_same_run(saved: Saved, build: Build, *, fork: bool = False) -> None:
-    """Refuse to continue another run's checkpoint, naming what differs.
+    """Refuse to continue the checkpoint of another run.
 
-    A fork may change what `changed_knobs` names, where the weights keep their shapes: it is another
-    run.
+    A fork is a new run. It may change what `changed_knobs` returns where the weights keep their
+    shapes.
 
     Raises:
-        ConfigError: with the key or the thing that changed.
+        ConfigError: names the key, or the data, that changed.
     """
     plan, run = build.plan, saved.path.parent.parent
     changes, exact = differences(saved, plan), _exact(saved, plan)
-    made = rewritten(plan)  # by techniques, which are looked at themselves
+    made = rewritten(plan)  # by techniques, which are compared themselves
     fixed = [key for t in MUST_STAY for key in changes if among(key, [t]) and key not in made]
     switched = [key for key in changes if _switched(key) and key.split(".")[1] not in exact]
     learned, shapes = changed_knobs(saved, plan), _reshaped(saved, build)
@@ -164,19 +164,19 @@ def check_same_run(saved: Saved, build: Build, *, fork: bool = False) -> None:
 
 
 def back(saved: Saved, key: str, pair: tuple[Any, Any]) -> str:
-    """Return what to type behind a plan to have a key as it was at a checkpoint."""
+    """Return the words to type after a plan so that a key is as it was at a checkpoint."""
     if _switched(key) and not pair[0]:
         return f"--without {key.split('.')[1]}"
     return override(saved.values["plan"], key)
 
 
 def _switched(key: str) -> bool:
-    """Whether a key of `differences` says that a technique was switched."""
+    """Return whether a key of `differences` is that of a technique switched on or off."""
     return key.startswith("techniques.") and key.count(".") == 1
 
 
 def _reshaped(saved: Saved, build: Build) -> str:
-    """Which weight has another shape than at a checkpoint, in words; "" where none has."""
+    """Return words for a weight with another shape than at a checkpoint; "" where there is none."""
     held = saved.names()
     for name, _ in trained(build):
         if name not in build.layouts:
@@ -190,12 +190,15 @@ def _reshaped(saved: Saved, build: Build) -> str:
 
 
 def trained(build: Build) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """What is saved of the model: a frozen weight is a pure function of the source and storage."""
+    """Yield the weights that a checkpoint saves, with their names: all that are not frozen.
+
+    A frozen weight depends only on its source and its storage, so it can be made again.
+    """
     return ((n, p) for n, p in build.model.named_parameters() if p.requires_grad)
 
 
 def _back(saved: Saved, key: str) -> str:
-    """The override that gives a key the value which a checkpoint was trained with."""
+    """Return the override that gives a key the value that a checkpoint was trained with."""
     return override(saved.values["plan"], key)
 
 
@@ -205,7 +208,8 @@ def _back(saved: Saved, key: str) -> str:
 def reads_base(techniques: Iterable[Technique[Any]]) -> bool:
     """Return whether a run reads the weights of `model.pretrained` after it has begun.
 
-    Frozen weights are in no checkpoint, and a teacher may be the run's own first weights.
+    Frozen weights are in no checkpoint, and the teacher of a technique may be the run's own first
+    weights.
     """
     return any("frozen" in t.composes or "" in t.reads().values() for t in techniques)
 
@@ -229,14 +233,15 @@ def frozen_digests(plan: Plan) -> dict[str, str]:
 
 
 def without_base(plan: Plan, saved: Saved) -> Plan:
-    """Return a run's plan as its checkpoint alone can make its model, weights and all.
+    """Return a run's plan so that its model can be made from its checkpoint alone.
 
-    The shape is the checkpoint's. Where the plan says otherwise it stays so, to be refused by
-    `check_same_run`; how random weights begin says nothing of a model that was loaded. A run that
-    reads the folder of `model.pretrained` still keeps its plan.
+    The shape of the model is the checkpoint's, and `model.pretrained` is empty. A key that the plan
+    sets to another value keeps it, so that `check_same_run` refuses it; keys of the random
+    initialisation do not matter for a loaded model. A run that still reads the folder of
+    `model.pretrained` keeps its plan.
 
     Args:
-        plan: the run that goes on.
+        plan: the plan of the run that goes on.
         saved: its checkpoint.
 
     Raises:
@@ -263,10 +268,10 @@ def without_base(plan: Plan, saved: Saved) -> Plan:
 
 
 def _check_shape_of_base(plan: Plan, saved: Saved) -> None:
-    """Refuse a folder whose config.json no longer says what the checkpoint's model was made as.
+    """Refuse a folder whose config.json no longer describes the model of the checkpoint.
 
     Raises:
-        ConfigError: with the keys, and both values.
+        ConfigError: names the keys and both values.
     """
     folder, was = plan.model.pretrained, saved.values["plan"]["model"]
     found, _ = load_pretrained(Path(folder))
@@ -283,19 +288,24 @@ def _check_shape_of_base(plan: Plan, saved: Saved) -> None:
 
 
 def note_frozen(build: Build) -> dict[str, str]:
-    """Read the digests once, when the weights themselves are read; every checkpoint keeps them."""
+    """Return the digests of frozen weights, read once per run; every checkpoint keeps them."""
     if build.run_notes.frozen is None:
         build.run_notes.frozen = frozen_digests(build.plan)
     return build.run_notes.frozen
 
 
 def check_frozen(saved: Saved, plan: Plan, found: Mapping[str, str]) -> None:
-    """Refuse weights that are not those which a checkpoint was trained beside.
+    """Refuse frozen weights that differ from those that a checkpoint was trained with.
 
-    A checkpoint of before has no digest of them, and is taken as it is.
+    An older checkpoint has no digest of them, and is accepted.
+
+    Args:
+        saved: the checkpoint.
+        plan: the plan of the run.
+        found: plan key -> digest of the weights that are read now.
 
     Raises:
-        ConfigError: with the key, and both digests.
+        ConfigError: names the key and both digests.
     """
     was, folders = saved.values.get("frozen") or {}, flatten(plan.dump())
     for key, now in found.items():

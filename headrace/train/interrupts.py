@@ -1,11 +1,12 @@
-"""Signals end a run between two steps, with its checkpoint saved.
+"""End a run between two steps when a signal comes, with its checkpoint saved.
 
-Ctrl-C gives exit code 130, SIGTERM 143, SIGHUP 129, SIGUSR1 75 (what Slurm's `--signal=USR1` sends
-before the limit: requeue). Before the first step there is nothing to save, and a signal ends the
-run at once; so does a second Ctrl-C until the report is written. A run that has trained is done:
-a signal leaves out what is made after its report. A signal that was ignored when the process
-began, as `nohup` has it, stays ignored. A compiler may take minutes and listens to nobody:
-a run that compiles when the signal comes is ended from another thread, with what it had saved.
+Ctrl-C gives exit code 130, SIGTERM 143, SIGHUP 129, SIGUSR1 75 (Slurm's `--signal=USR1` sends it
+before the time limit, so that the job is requeued). Before the first step there is nothing to save,
+and a signal ends the run at once. A second Ctrl-C also ends it at once, until the report is
+written. After the report is written, a signal only skips what is made after it. A signal that was
+ignored when the process began, as under `nohup`, stays ignored. A compiler may take minutes and
+handles no signal: a run that compiles when the signal comes is ended from another thread, and keeps
+what it had saved.
 """
 
 import os
@@ -36,16 +37,16 @@ CODES = {
     "SIGUSR1": EXIT_REQUEUE,
 }
 PATIENCE_S = 4.0
-"""Seconds that a compiler has, after a signal, to come to an end by itself."""
+"""Seconds that a compiler has to end by itself after a signal."""
 LAST_WORDS_S = 3.0
-"""Seconds that writing the report may take when a compiler is cut off."""
+"""Seconds that writing the report may take when a run is ended while it compiles."""
 NOTHING_KEPT = "there was nothing to save", "the same command starts it again"
-"""What became of a run that had no step yet, and what to do."""
+"""What remains of a run that had no step yet, and what its user can do."""
 COMPILING = (
     "torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py",
     "torch/_inductor/codecache.py", "torch/_inductor/async_compile.py",
 )  # fmt: skip
-"""Files of torch that are on the stack while it compiles, and not while what it made runs."""
+"""Files of torch that are on the stack only while it compiles, not while compiled code runs."""
 
 
 def _print(error: Stopped) -> None:
@@ -53,13 +54,13 @@ def _print(error: Stopped) -> None:
 
 
 class Interrupts:
-    """Catches the signals that ask a run to end; `name` is the one that came."""
+    """Catch the signals that ask a run to end; `name` is the signal that came."""
 
     patience_s: ClassVar[float | None] = PATIENCE_S
     early = "the run before its first step; there was nothing to save"
-    """What a signal ends before `hold`."""
+    """Words for what a signal ends before `hold` was called; part of the error's message."""
     tell: ClassVar[Callable[[Stopped], None]] = staticmethod(_print)
-    """How a run that is cut off while it compiles says so."""
+    """Function that prints the error of a run that is ended while it compiles."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -86,17 +87,17 @@ class Interrupts:
             signal.signal(number, handler or signal.SIG_DFL)
 
     def hold(self, last_words: Callable[[str], tuple[str, str]] | None = None) -> None:
-        """From now on a signal waits for the end of the step.
+        """Keep signals from ending the run until its current step is complete.
 
         Args:
-            last_words: called with the signal's name when the run is cut off in a compiler; writes
-                the report, and returns what became of the run and how to go on.
+            last_words: called with the signal's name when the run is ended while it compiles. It
+                writes the report, and returns what remains of the run and how to go on.
         """
         self._held = True
         self._last_words = last_words or self._last_words
 
     def deafen(self) -> None:
-        """From now on no signal ends anything: the report is being written, which is short."""
+        """Ignore every signal from now on: the report is being written, which takes little time."""
         self._deaf = True
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
@@ -109,7 +110,11 @@ class Interrupts:
             raise Stopped(f"{self.name} ended {self.early}", self.again(), self.exit_code)
 
     def _watch(self, main: int) -> None:
-        """End the process when a signal has come and the main thread goes on compiling."""
+        """End the process when a signal has come and the main thread still compiles.
+
+        Args:
+            main: the identifier of the main thread.
+        """
         came_s: float | None = None
         while not self._left.wait(0.25):
             if self.name is None:
@@ -141,34 +146,34 @@ class Interrupts:
         os._exit(self.exit_code)
 
     def again(self) -> str:
-        """Return what begins again what a signal ended before `hold`."""
+        """Return the command that starts what a signal ended before `hold` was called."""
         return f"{again(verb='train PLAN')}; prepared data is kept"
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the signal that came."""
+        """Return the exit code of the signal that came; of Ctrl-C where none came."""
         return CODES[self.name or "SIGINT"]
 
 
 class Preparing(Interrupts):
-    """For the preparation of data by itself, which is whole or not there."""
+    """Catch signals while data is prepared without a run; half-made data is not kept."""
 
     patience_s: ClassVar[float | None] = None
     early = "the preparation of data; nothing half made is kept"
 
     def again(self) -> str:
-        """Return the same command."""
+        """Return the command line of this process."""
         return " ".join(["headrace", *map(shell, sys.argv[1:])])
 
 
 class Skipped(KeyboardInterrupt):
-    """A signal came while something was made that a run is complete without."""
+    """A signal came while something was made without which a run is still complete."""
 
 
 class Closing(Interrupts):
-    """For what is made after the report of a run: a signal ends it, and the run is done still.
+    """Catch signals while optional things are made after the report of a run; the run stays done.
 
-    Until `begin` a signal ends the command as one before the first step does.
+    Until `begin` is called, a signal ends the command as a signal before the first step does.
     """
 
     patience_s: ClassVar[float | None] = None
@@ -178,11 +183,11 @@ class Closing(Interrupts):
         self._begun = self._making = False
 
     def begin(self) -> None:
-        """The run has ended: from now on a signal only leaves out what is optional."""
+        """Let a signal skip only what is optional from now on, because the run has ended."""
         self._begun = True
 
     def make(self, what: Callable[[], object]) -> bool:
-        """Call `what` unless a signal has come; return whether it came to its end."""
+        """Call `what` unless a signal has come, and return whether it was completed."""
         try:
             self._making = True
             if self.name is None:
@@ -197,14 +202,14 @@ class Closing(Interrupts):
     def _caught(self, number: int, frame: FrameType | None) -> None:
         if not self._begun:
             super()._caught(number, frame)
-        elif self.name is None:  # once: the next ones find nothing left to skip
+        elif self.name is None:  # a later signal has nothing left to skip
             self.name = signal.Signals(number).name
             if self._making:
                 raise Skipped
 
 
 class AsCtrlC(Interrupts):
-    """For work that KeyboardInterrupt ends in good order: each of the signals raises it."""
+    """Convert each signal into KeyboardInterrupt, for work that ends in good order by it."""
 
     patience_s: ClassVar[float | None] = None
 
@@ -224,7 +229,7 @@ def is_compiling(thread: int) -> bool:
 
 
 def end_children() -> None:
-    """Kill the processes that this one started, and theirs: a compiler's workers outlive it."""
+    """Kill all descendants of this process: the workers of a compiler would outlive it."""
     parents: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):

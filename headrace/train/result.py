@@ -1,8 +1,9 @@
-"""What `train.run` returns: the run's folder, and what is made of a run once it has ended.
+"""Hold what `train.run` returns: the run's folder, and what is made of a run after it has ended.
 
-Training needs neither the doctor nor a sample nor a page, and their rooms stand above this one. So
-they are imported, by name as `installed` imports techniques, when somebody first asks for them: a
-shell does as soon as the run has ended, a notebook when it reads `result.findings`.
+Training needs neither the doctor nor a sample nor a page, and their packages may import this one,
+but not the reverse. So they are imported by name, as `installed` imports techniques, when they are
+first needed: by a shell as soon as the run has ended, by a notebook when it reads
+`result.findings`.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ class Verdict:
         healthy: whether no remedy is forecast to gain much; None where no gain is forecast.
         remedy: the command that applies the remedy; None where there is none.
         gain: the forecast gain of the remedy, in words.
-        unknown: what is not known about the run, and what would tell; "" where all is known.
+        unknown: what is unavailable about the run, and what would show it; "" where nothing is.
     """
 
     station: str | None
@@ -42,12 +43,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """Hold what is made of a run after it has ended.
+    """Hold the findings, the sample and the page that are made of a run after it has ended.
 
     Args:
-        report: what report.json holds.
+        report: the object of report.json.
         findings: what findings.json holds, the gravest first.
-        page: report.html.
+        page: the file report.html; None where it was not made.
         not_made: what could not be made, and why.
     """
 
@@ -71,7 +72,7 @@ class Conclusion:
 
 @dataclass
 class Result:
-    """Hold what a run left behind. What is made of it is made when it is first asked for.
+    """Hold what a run left behind. Findings, sample and page are made when they are first read.
 
     Args:
         folder: the folder of the run.
@@ -90,7 +91,7 @@ class Result:
         """Return the findings, a sample and the page, which are also written into the folder.
 
         Args:
-            closing: hears the signals that leave out what is not made yet.
+            closing: catches the signals; a signal skips what is not made yet.
             say: is called with a line about each thing that cannot be made.
         """
         if self._conclusion is not None:
@@ -104,7 +105,7 @@ class Result:
 
     @property
     def report(self) -> dict[str, Any]:
-        """Return what report.json holds."""
+        """Return the object of report.json."""
         return self.conclude().report
 
     @property
@@ -129,4 +130,4 @@ class Result:
 
 
 def _ignore(line: str) -> None:
-    """Show a line to nobody: `not_made` holds it."""
+    """Ignore a line about what could not be made: `Conclusion.not_made` holds it."""

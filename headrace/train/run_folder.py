@@ -1,11 +1,12 @@
-"""A run's folder: what is written where, and nothing that an earlier run left is lost.
+"""Read and write the folder of a run, without losing what an earlier run left.
 
-`runs/NAME/` holds plan.toml (and .plan.toml, a copy that stays what was run), environment.json,
-data.json (which data it is), metrics.jsonl (one row a step), checkpoints/, pretrained/ (small files
-of the folder that it started from), and in the end report.json, findings.json and report.html. A
-name that is taken becomes NAME-2, NAME-3 and so on; `--resume` continues the newest of them. Files
-are written aside and renamed, so that a kill leaves the old or the new one; a lock, which the
-system takes back however a process ends, keeps two processes out of one folder.
+`runs/NAME/` holds plan.toml (and .plan.toml, an unedited copy of the plan that was run),
+environment.json, data.json (which data it is), metrics.jsonl (one row a step), checkpoints/,
+pretrained/ (small files of the folder that it started from), and at the end report.json,
+findings.json and report.html. Where NAME is taken, the folder is NAME-2, NAME-3 and so on;
+`--resume` continues the newest of them. Files are written under another name and then renamed, so
+that a kill leaves either the old or the new file. A lock keeps two processes out of one folder; the
+system releases it however a process ends.
 """
 
 import hashlib
@@ -53,11 +54,11 @@ LOST = (
     "NCCL error",
     "NCCL communicator was aborted",
 )
-"""How gloo, a store and NCCL say that a process which they were connected to is gone."""
+"""Parts of the messages by which gloo, a store and NCCL report that a connected process is gone."""
 
 
 class RunFolder:
-    """One run's files."""
+    """A run folder holds the files of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,14 +66,14 @@ class RunFolder:
 
     @staticmethod
     def find(plan: Plan, folder: Path | None = None) -> "RunFolder":
-        """The run to resume: `folder`, or the newest of the plan's name.
+        """Return the run to resume: `folder`, or the newest run of the plan's name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no such run.
         """
         root = Path(plan.directory)
         taken = {1: folder} if folder else _numbered(root, plan.name)
-        # What a kill left of a folder that was being made has nothing to go on from.
+        # An empty folder, left by a kill while it was made, has nothing to resume.
         taken = {n: path for n, path in taken.items() if any(path.iterdir())} or taken
         if not taken:
             raise ConfigError(
@@ -82,10 +83,10 @@ class RunFolder:
 
     @staticmethod
     def create(plan: Plan) -> "RunFolder":
-        """A fresh folder for `plan`.
+        """Create and return a new folder for `plan`.
 
         Raises:
-            ConfigError: no folder can be made.
+            ConfigError: the folder cannot be made.
         """
         root = Path(plan.directory)
         number = max(_numbered(root, plan.name), default=0) + 1
@@ -105,7 +106,7 @@ class RunFolder:
                 return RunFolder(path)
 
     def fork(self, plan: Plan, checkpoint: Path) -> "RunFolder":
-        """Return a new folder that begins at a checkpoint of this run, which stays untouched."""
+        """Return a new folder that begins at a checkpoint of this run; this run is not changed."""
         step = checkpoint.resolve().name
         names = ("metrics.jsonl", "data.json", "tokenizer.json")
         files = [path for name in names if (path := self.path / name).is_file()]
@@ -119,7 +120,7 @@ class RunFolder:
         intact, go_on = f"{self.path} stays as it is", again(verb="train PLAN --resume")
         try:
             aside.path.mkdir()
-            aside.lock()  # so that nobody takes it for what a kill left
+            aside.lock()  # so that no process removes it as the remains of a kill
             check_space(made.path.parent, need, f"a new run from {step}", intact, go_on)
             shutil.copytree(checkpoint, aside.checkpoints / step)
             for path in files:
@@ -147,19 +148,19 @@ class RunFolder:
         return made
 
     def drop_unbegun(self) -> None:
-        """Remove a fork in which nothing began, as where its checkpoint could not be read."""
+        """Remove a fork in which no training began, as where its checkpoint cannot be read."""
         known = self.read("environment") or {}
         if "parent" in known and "starts" not in known:
             shutil.rmtree(self.path)
 
     @property
     def parent(self) -> dict[str, Any] | None:
-        """The run and the step that this one was forked from; None where it was not."""
+        """Return the run and the step that this run was forked from; None where it is no fork."""
         known = (self.read("environment") or {}).get("parent")
         return known if isinstance(known, dict) else None
 
     def lock(self) -> None:
-        """Keep other processes out until `unlock`, or until this process ends.
+        """Lock the folder against other processes until `unlock`, or until this process ends.
 
         Raises:
             ConfigError: another process is training this run, or its file system has no locks.
@@ -173,7 +174,7 @@ class RunFolder:
             ) from None
 
     def unlock(self) -> None:
-        """Let others in."""
+        """Release the lock, so that other processes can use the folder."""
         self._lock.release()
 
     def start(
@@ -181,15 +182,13 @@ class RunFolder:
     ) -> int:
         """Write the resolved plan, the data's record, the tokenizer and the environment.
 
-        Returns earlier starts.
-
-        A report of before says from now on that the run goes on.
+        An earlier report gets the status "running". Return how often the run was started before.
         """
         known = self.read("environment") or {}
         starts = known.get("starts", 0)
         parent = {"parent": known["parent"]} if "parent" in known else {}
         before = starts if isinstance(starts, int) else 0
-        with suppress(RunError):  # a damaged one is written anew in the end
+        with suppress(RunError):  # a damaged report is written anew at the end
             if report := self.read("report"):
                 self.write("report", report | {"status": "running"})
         self.write_plan(plan.replaced(name=self.path.name))
@@ -200,7 +199,7 @@ class RunFolder:
         return before
 
     def write_plan(self, plan: Plan) -> None:
-        """Write plan.toml, and the copy of it that stays what was run."""
+        """Write plan.toml, and a copy of it that users do not edit."""
         for name in (RECORDED, "plan.toml"):
             write_whole(self.path / name, plan.to_toml())
 
@@ -210,10 +209,10 @@ class RunFolder:
         write_whole(self.path / f"{name}.json", json.dumps(plain, indent=1))
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """The object of NAME.json, or None when it is not there.
+        """Return the object of NAME.json; None where the file does not exist.
 
         Raises:
-            RunError: it is damaged.
+            RunError: the file is damaged.
         """
         path = self.path / f"{name}.json"
         if not path.exists():
@@ -225,16 +224,16 @@ class RunFolder:
             raise RunError(f"{path} is damaged: {what}", self.mend(name)) from None
 
     def mend(self, name: str) -> str:
-        """Return the command that puts a damaged NAME.json aside; a report is written anew."""
+        """Return the command that renames a damaged NAME.json, and writes a report anew."""
         path = self.path / f"{name}.json"
         aside = f"mv {shell(path)} {shell(f'{path}.damaged')}"
         return f"{aside}; {train_command(self.path, '--resume')}" if name == "report" else aside
 
     def read_data(self) -> dict[str, Any] | None:
-        """data.json, the record of the run's data; None in a run of before there were any.
+        """Return data.json, the record of the run's data; None where an older run has none.
 
         Raises:
-            RunError: it is damaged.
+            RunError: the file is damaged.
         """
         found = self.read("data")
         if found is None:
@@ -251,11 +250,11 @@ class RunFolder:
         return found
 
     def read_report(self) -> dict[str, Any]:
-        """report.json.
+        """Return the object of report.json.
 
         Raises:
             ConfigError: the run has not ended yet.
-            RunError: it is damaged.
+            RunError: the file is damaged.
         """
         report = self.read("report")
         if report is None or report.get("status") == "running":
@@ -267,9 +266,9 @@ class RunFolder:
         return report
 
     def cut_metrics(self, steps: int) -> float:
-        """Keep the rows of the first `steps` steps: what came later is trained again.
+        """Keep the metrics rows of the first `steps` steps; later steps are trained again.
 
-        Returns the seconds that the run had taken at the last row, those that are cut included.
+        Return the seconds that the run had taken at its last row, removed rows included.
         """
         path = self.path / "metrics.jsonl"
         kept, wall_s = [], 0.0
@@ -279,7 +278,7 @@ class RunFolder:
                 row = parse_json(line)
                 early, wall_s = row["step"] <= steps, max(wall_s, row["wall_s"])
             except (ValueError, KeyError, TypeError):
-                continue  # the line that a kill cut short
+                continue  # a kill truncated this line
             if early:
                 kept.append(line + "\n")
         write_whole(path, "".join(kept))
@@ -287,27 +286,27 @@ class RunFolder:
 
 
 def metrics_line(row: Mapping[str, Any]) -> str:
-    """A row of metrics.jsonl; numbers that are not finite become null."""
+    """Return a row of metrics.jsonl as a line; numbers that are not finite become null."""
     finite = {k: v if math.isfinite(v) else None for k, v in row.items()}
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def remove_partial(root: Path) -> None:
-    """Remove the folders of forks that a kill left half copied; a run has nothing of theirs."""
+    """Remove the folders of forks that a kill left half copied; no run uses them."""
     for partial in root.glob(".*.partial"):
         try:
             lock = hold_lock(partial / ".lock", wait=False, key="directory")
         except (Timeout, OSError):
-            continue  # a process copies it now, or has just ended
+            continue  # another process copies it now, or has just ended
         shutil.rmtree(partial, ignore_errors=True)
         lock.release()
-        with suppress(OSError):  # it is no empty folder
+        with suppress(OSError):  # the folder is not empty
             partial.with_name(partial.name[1:].removesuffix(".partial")).rmdir()
 
 
 @contextmanager
 def telling_of_lost_ranks() -> Iterator[None]:
-    """Tell in words that another rank is gone, before there is a run that could tell it."""
+    """Convert the error of a lost rank into a RunError in words, before the run's folder exists."""
     try:
         yield
     except RuntimeError as error:
@@ -326,7 +325,7 @@ def _lost(error: RuntimeError, command: str) -> RunError:
 
 
 def in_words(error: BaseException | None, folder: Path) -> BaseException | None:
-    """An error of a run as its user is told: of a full disk, a limit or a lost rank too."""
+    """Return an error of a run in words for its user: a full disk, a limit or a lost rank."""
     if error is not None and (limit := at_a_limit(error)) is not None:
         return limit
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST):
@@ -341,7 +340,7 @@ def in_words(error: BaseException | None, folder: Path) -> BaseException | None:
 
 
 def _numbered(root: Path, name: str) -> dict[int, Path]:
-    """The folders NAME (number 1), NAME-2, NAME-3, ..."""
+    """Return the folders NAME (number 1), NAME-2, NAME-3, ... by their number."""
     found = {}
     for path in root.glob(f"{name}*"):
         match = re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name)
@@ -351,7 +350,7 @@ def _numbered(root: Path, name: str) -> dict[int, Path]:
 
 
 def environment(device: torch.device, command: list[str]) -> dict[str, Any]:
-    """Where a run happens: hardware, versions, commit."""
+    """Return the environment of a run: hardware, versions and commit."""
     from headrace import __version__
 
     cuda = device.type == "cuda"
@@ -384,7 +383,10 @@ def cpu_name() -> str:
 
 @cache
 def _commit() -> str | None:
-    """The package's own commit when it runs from a checkout, as this process began with it."""
+    """Return the commit of the checkout that the package runs from, read once per process.
+
+    None where there is no checkout, or git cannot be run.
+    """
     here = Path(__file__).resolve().parent
     try:
         told = subprocess.run(
@@ -397,5 +399,5 @@ def _commit() -> str | None:
 
 
 def command_line() -> list[str]:
-    """The command that repeats this run."""
+    """Return the command that repeats this run, as words."""
     return ["headrace", *map(printable, sys.argv[1:])]

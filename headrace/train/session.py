@@ -1,6 +1,6 @@
-"""A run between its steps: counters, metrics, evaluation, checkpoints, the report.
+"""Keep a run's counters, metrics, evaluations, checkpoints and report between its steps.
 
-Everything here happens before or after a step, never inside it.
+Everything in this module happens before or after a step, never inside it.
 """
 
 import math
@@ -44,11 +44,11 @@ MEASURED = (
     "steady_tokens_per_s", "model_flops_utilization", "peak_memory_bytes", "memory_measured",
     "input_wait", "techniques", "start_s", "signals",
 )  # fmt: skip
-"""What of a report only a process that trained can know."""
+"""Keys of a report whose values only a process that trained can measure."""
 
 
 class Session:
-    """The run's life around its steps."""
+    """Begin, resume, record, evaluate, save and end a run around its steps."""
 
     def __init__(self, build: Build, folder: RunFolder, progress: Progress, start: Start) -> None:
         plan, world = build.plan, build.world
@@ -113,7 +113,7 @@ class Session:
         if self._begun and isinstance(ended, HeadraceError) and not isinstance(ended, Stopped):
             if self._stop is not None:
                 self._stop.deafen()
-            with suppress(OSError, MemoryError):  # the disk may be what failed
+            with suppress(OSError, MemoryError):  # the disk may be what failed first
                 self.counters.wall_s = self._wall_s()
                 self._flush_rows()
                 self._write_report("failed", str(ended), type(ended).__name__)
@@ -125,16 +125,16 @@ class Session:
 
     def _close(self) -> None:
         if self._metrics is not None:
-            with suppress(OSError):  # the disk may be full; what counts has been flushed
+            with suppress(OSError):  # the disk may be full; complete rows have been flushed
                 self._metrics.close()
         self._trackers.close()
         self.folder.unlock()
         self.folder.drop_unbegun()
 
     def restore(self, which: str | None) -> None:
-        """Continue from a checkpoint; from the beginning when none was saved yet.
+        """Continue from a checkpoint, or from the beginning where none was saved yet.
 
-        Until everything has been compared and read, nothing of the run is changed.
+        Nothing of the run is changed until everything has been compared and read.
 
         Raises:
             ConfigError, RunError: see `state.restore` and `Saved`.
@@ -184,16 +184,16 @@ class Session:
         self._begun = True
 
     def finish(self, stop: Interrupts) -> Path:
-        """Save, report, and say how it ended; returns the run's folder.
+        """Save the run, write its report, and return its folder.
 
         Raises:
-            Stopped: a signal ended it.
+            Stopped: a signal ended the run.
         """
         self._take_rows(keep=0)
         self.windows.close()
         self.gauges.close()
         complete = self.counters.evaluated and ended_by(self.build.plan, self.counters) is not None
-        # A signal may have reached some ranks only, and the first rank's clock counts.
+        # A signal may have reached only some ranks, and only the first rank's clock counts.
         told = self.build.world.gather((stop.name, complete))
         stop.name = next((name for name, _ in told if name), None)
         done = stop.name is None or told[0][1]
@@ -202,7 +202,7 @@ class Session:
             self._evaluate()
         self._flush_rows()
         world = self.build.world
-        own = [*self._own_s] if world.size("shard") == world.ranks else []  # else they wait inside
+        own = [*self._own_s] if world.size("shard") == world.ranks else []  # else they hold waits
         self.ranks = between_ranks([dict(times) for times in world.gather(own)])
         saves = self.build.plan.checkpoint.every_steps > 0
         if saves and (unseen or self._saved_step != self.counters.step):
@@ -222,9 +222,9 @@ class Session:
         )
 
     def _cut_short(self, name: str) -> tuple[str, str]:
-        """Write the report of a run that a signal ends in a compiler; wait for no other rank.
+        """Write the report of a run that a signal ends while it compiles; wait for no other rank.
 
-        Returns what is kept of it, in words, and the command that goes on.
+        Return words for what is kept of the run, and the command that resumes it.
         """
         self.progress.close()
         with suppress(RunError):
@@ -245,10 +245,10 @@ class Session:
         )
 
     def _check_folder(self) -> None:
-        """Tell at once that the run's folder is gone: nothing of the run could be kept any more.
+        """Refuse to train on where the run's folder is gone: nothing of the run could be kept.
 
         Raises:
-            RunError: it, or what is written into, was removed or moved.
+            RunError: the folder, its metrics or its checkpoints were removed or moved.
         """
         run, saved = self.folder.path, self.folder.checkpoints
         whole = (run / "metrics.jsonl").exists()
@@ -260,9 +260,9 @@ class Session:
             )
 
     def ended(self, stop: Interrupts) -> bool:
-        """Whether the goal or a signal ends the run; the same answer on every rank.
+        """Return whether the goal or a signal ends the run; the answer is the same on every rank.
 
-        The first rank's clock is the one that counts.
+        Only the first rank's clock counts.
         """
         stop.hold(self._cut_short)
         self._stop = stop
@@ -271,7 +271,7 @@ class Session:
         return self.build.world.any(reached or stop.name is not None)
 
     def _left_s(self, step: int) -> float | None:
-        """Return the seconds to the end by the steps, minutes or dollars of the goal."""
+        """Return the seconds until the goal's steps, minutes or dollars end the run."""
         plan, wall_s = self.build.plan, self._wall_s()
         ends = []
         if plan.goal_steps and self.steps_here:
@@ -287,7 +287,7 @@ class Session:
         return self._wall_before_s + time.perf_counter() - self._started_s
 
     def next_batch(self) -> StepBatch:
-        """This rank's rows of the next step."""
+        """Return this rank's micro-batches of the next step."""
         self.signals.mark("input")
         with self.windows.named("next_batch"):
             batch = self.build.loader.step(self.counters.step)
@@ -296,9 +296,9 @@ class Session:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """On a CPU the second step, uncompiled, runs under the memory tracker.
+        """Run a step under the memory tracker where it is the second step on a CPU, uncompiled.
 
-        The first has no optimizer state yet, and the tracker knows one process only.
+        The first step has no optimizer state yet, and the tracker supports only one process.
         """
         alone = self.build.device.type == "cpu" and self.build.world.ranks == 1
         track = self.steps_here == 1 and alone and not self.compiled
@@ -312,11 +312,11 @@ class Session:
 
     @property
     def compiled(self) -> bool:
-        """Whether anything of the model is compiled."""
+        """Return whether any part of the model is compiled."""
         return bool(self.build.compiled)
 
     def after_step(self, batch: StepBatch, numbers: Tensor) -> None:
-        """Count the step, read what is complete, evaluate and save when they are due."""
+        """Count a step, read complete rows, and evaluate and save when they are due."""
         plan, counters = self.build.plan, self.counters
         compiled_s = compile_seconds()
         compile_s = compiled_s - self._compiled_s
@@ -341,7 +341,7 @@ class Session:
             self._take_rows(keep=0)
             if self.steps_here == 1:
                 self.start.mark("first_step", compile_s=compile_s)
-            if self.counted:  # else no gradient reached any
+            if self.counted:  # else no gradient reached any technique
                 self.evidence = check_active(self.build)
         if self.steps_here == 1:
             note_own_attention(self.build)
@@ -357,7 +357,7 @@ class Session:
         self._trace()
 
     def _trace(self, *, steady: bool | None = None) -> None:
-        """Advance the profiler where a step was issued (`steady`); else begin a window (None)."""
+        """Advance the profiler after a step; where `steady` is None, begin a due window."""
         plan, step, began_s = self.build.plan, self.counters.step, time.perf_counter()
         if not plan.trace.every_steps:
             return
@@ -394,13 +394,13 @@ class Session:
                     raise self._diverged(at=row["step"] - 1, **told) from None
 
     def _diverged(self, **told: Any) -> Diverged:
-        """Return what ends the run, with a command that learns; see `state.diverged`."""
-        self.checkpoints.wait()  # that a save failed is told first
+        """Return the error that ends a diverged run, with its remedy; see `state.diverged`."""
+        self.checkpoints.wait()  # a failed save is reported first
         saved, path = self.checkpoints.steps(), self.folder.path
         return state.diverged(self.build, self.counters, saved, path, **told)
 
     def _flush_rows(self) -> None:
-        """Write and show complete rows."""
+        """Write complete rows to metrics.jsonl and the loggers, and show them."""
         rows, self._rows = self._rows, []
         for row in rows:
             self._trackers.log(row)
@@ -462,7 +462,7 @@ class Session:
         self.signals.spent("checkpoint", time.perf_counter() - began_s)
 
     def _stream(self) -> dict[str, Any]:
-        """The stream's place and the hash of all ranks' rows so far."""
+        """Return the stream's position and the hash of the rows that all ranks have read."""
         loader, world = self.build.loader, self.build.world
         reads = all(world.place(axis) == 0 for axis in ("pipeline", "context", "tensor"))
         loader.merge(sum(world.gather(loader.local_hash if reads else 0)))
@@ -495,5 +495,5 @@ class Session:
             return
         report |= {"parent": self.folder.parent, "resumed": self.resumed}
         if not self.steps_here and (before := self.folder.read("report")):
-            report |= {key: before.get(key) for key in MEASURED}  # resumed at its end: still true
+            report |= {key: before.get(key) for key in MEASURED}  # resumed at its end: still valid
         self.folder.write("report", report)

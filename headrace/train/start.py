@@ -1,4 +1,4 @@
-"""Where the time from the command to the end of the first step went."""
+"""Measure the parts of the time from the command to the end of the first step."""
 
 import os
 import time
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 class Start:
-    """Seconds of each part of a start, in turn.
+    """Measure the seconds of each part of a start, one part after another.
 
     Args:
-        imports_s: that the command took until now; None where there is no command, as in a
-            notebook, or where the system does not tell.
+        imports_s: the seconds that the command took until now; None where there is no command, as
+            in a notebook, or where the system does not provide them.
     """
 
     def __init__(self, imports_s: float | None = None) -> None:
@@ -19,11 +19,11 @@ class Start:
         self._last_s = time.perf_counter()
 
     def mark(self, part: str, *, compile_s: float = 0.0) -> None:
-        """`part` ends now, and the next begins.
+        """Record that a part ends now and the next one begins.
 
         Args:
-            part: its name.
-            compile_s: what the compiler took of it, which is told apart.
+            part: the name of the part that ends.
+            compile_s: the seconds of it that the compiler took, which are recorded separately.
         """
         now_s = time.perf_counter()
         self.spent_s[part] = now_s - self._last_s - compile_s
@@ -33,9 +33,9 @@ class Start:
 
 
 def process_age_s() -> float | None:
-    """Seconds since this process began; None where the system does not tell it."""
+    """Return the seconds since this process began; None where the system does not provide them."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
-        # The name may hold spaces; the 20th field behind it is the start, in ticks since boot.
+        # The name may hold spaces; the 20th field after it is the start, in ticks since boot.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         ticks = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks

@@ -1,7 +1,8 @@
-"""What of a Build is kept in a checkpoint, by global names that no layout changes.
+"""Save and restore the state of a Build, by global names that do not depend on the layout.
 
 Tensors: `model/NAME`, `optimizer/NAME/KEY`, `technique/WHO/NAME`.
-Values: counters, the stream's place and hash, each rank's RNG, fingerprints of data and tokenizer.
+Values: counters, the stream's position and hash, each rank's random state, and fingerprints of data
+and tokenizer.
 """
 
 import math
@@ -29,7 +30,7 @@ from headrace.train.identity import check_frozen, check_same_run, note_frozen, t
 
 
 def tensors(build: Build) -> dict[str, TensorPart]:
-    """This rank's piece of every tensor of the run's state, by global name."""
+    """Return this rank's piece of every tensor of the run's state, by global name."""
     found = {f"model/{n}": _piece(build, n, p) for n, p in trained(build)}
     for route, optimizer in build.optimizers.items():
         for name, parameter in build.routed[route].items():
@@ -43,9 +44,10 @@ def tensors(build: Build) -> dict[str, TensorPart]:
 
 
 def _piece(build: Build, name: str, tensor: Tensor) -> TensorPart:
-    """A tensor that belongs to parameter `name`, or to none of that name.
+    """Return this rank's piece of a tensor that belongs to the parameter `name`, if there is one.
 
-    One that differs from it in the last dimension alone, as scales of blocks do, lies as it does.
+    A tensor that differs from the parameter only in its last dimension, as scales of blocks do, is
+    laid out over the ranks as the parameter is.
     """
     layout = build.layouts.get(name)
     if layout is not None and tensor.ndim == len(layout.shape) > 1:
@@ -58,7 +60,7 @@ def _piece(build: Build, name: str, tensor: Tensor) -> TensorPart:
 
 
 def values(build: Build, counters: dict[str, Any]) -> dict[str, Any]:
-    """Every JSON value of the run's state."""
+    """Return every JSON value of the run's state."""
     return {
         "counters": counters,
         "plan": build.plan.dump(),
@@ -71,7 +73,7 @@ def values(build: Build, counters: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore(build: Build, saved: Saved) -> dict[str, Any]:
-    """Fill the build from a checkpoint, whatever layout wrote it; returns its counters.
+    """Fill the build from a checkpoint, whatever layout wrote it, and return its counters.
 
     Raises:
         ConfigError: the data, the tokenizer, the mixture or the plan is not the saved run's.
@@ -87,7 +89,7 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
         _restore_optimizer(build, optimizer, build.routed[route], saved)
     for who, keeper in build.state.items():
         if who not in saved.values["techniques"]:
-            continue  # an exact technique that was switched on: it begins here
+            continue  # an exact technique that was switched on: it starts afresh
         for name, tensor in keeper.tensors().items():
             saved.fill_(f"technique/{who}/{name}", _piece(build, name, tensor))
         keeper.load_values(saved.values["techniques"][who])
@@ -100,10 +102,10 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
 
 
 def _check_numbers(build: Build, saved: Saved) -> None:
-    """Refuse weights that are no numbers.
+    """Refuse restored weights that are NaN or infinite.
 
     Raises:
-        RunError: names the first tensor, and the newest checkpoint before that is sound.
+        RunError: names the first tensor, and the newest earlier checkpoint that is sound.
     """
     parts = {name: _piece(build, name, parameter).local for name, parameter in trained(build)}
     refuse_wild(saved, parts, lambda sound: saved.instead([] if sound is None else [sound]))
@@ -112,12 +114,12 @@ def _check_numbers(build: Build, saved: Saved) -> None:
 def refuse_wild(
     saved: Saved, parts: Mapping[str, Tensor], mend: Callable[[int | None], str]
 ) -> None:
-    """Refuse weights that are no numbers, which no learning rate mends.
+    """Refuse weights that are NaN or infinite, which no learning rate repairs.
 
     Args:
         saved: the checkpoint.
-        parts: the weights that were read of it, by name.
-        mend: the remedy, given the newest earlier step whose weights are numbers.
+        parts: the weights that were read from it, by name.
+        mend: returns the remedy, given the newest earlier step whose weights are finite.
 
     Raises:
         RunError: names the first tensor, and whether there is a sound checkpoint.
@@ -140,12 +142,12 @@ def refuse_wild(
 
 
 def last_sound(saved: Saved, works: Callable[[Saved], bool] | None = None) -> int | None:
-    """Return the newest earlier step of the run whose weights can be read and are numbers.
+    """Return the newest earlier step of the run whose weights can be read and are finite.
 
     Args:
         saved: the checkpoint that is not sound.
-        works: says of a checkpoint whose weights are numbers whether they are of use, where a
-            HeadraceError says that they are not; all are without it.
+        works: tests whether a checkpoint with finite weights is usable; a HeadraceError also means
+            that it is not. Without it all such checkpoints are usable.
     """
     root, step = saved.path.parent, int(saved.values["step"])
     for earlier in reversed([n for n in steps_in(root) if n < step]):
@@ -161,21 +163,21 @@ def diverged(
     build: Build, counters: Counters, saved: Sequence[int], folder: Path, *, at: int, message: str,
     other: str = "",
 ) -> Diverged:  # fmt: skip
-    """Return what ends a run of which a number is none: what is left, and the command that learns.
+    """Return the error that ends a run whose loss is not finite, with a command as its remedy.
 
-    It goes on from the last checkpoint after which a validation was better than a uniform guess.
-    The one with the very weights of which the number is none is not sound, whatever was measured
-    of it: the same weights and rows give the same again. Where no update was applied to given
-    weights, no rate mends them.
+    The command continues from the last checkpoint after which a validation was better than a
+    uniform guess, with gentler settings. A checkpoint of the very weights that gave the loss is not
+    sound, whatever was measured of it: the same weights and data give the same loss. Where no
+    update was applied to pretrained weights, no learning rate helps, and the remedy says so.
 
     Args:
         build: the run.
         counters: how far it came; its skipped steps include the one that ends it.
-        saved: steps of its checkpoints.
-        folder: its own.
-        at: steps after which the weights are as they were then.
-        message: what is no number.
-        other: what may help as well.
+        saved: the steps of its checkpoints.
+        folder: the folder of the run.
+        at: the number of steps after which the weights had their present values.
+        message: which number is not finite.
+        other: another remedy that may help.
     """
     plan = build.plan
     if plan.model.pretrained and at < counters.skipped_steps:  # that is, all were skipped
@@ -205,7 +207,7 @@ def diverged(
 
 
 def _largest_in(read: Callable[[], Iterable[tuple[str, Tensor]]]) -> str:
-    """Say how large the numbers of stored weights are; "" where they cannot be read."""
+    """Return words for the largest number of stored weights; "" where they cannot be read."""
     try:
         name, size = largest(read())
     except HeadraceError:
@@ -214,7 +216,7 @@ def _largest_in(read: Callable[[], Iterable[tuple[str, Tensor]]]) -> str:
 
 
 def weights_of(saved: Saved) -> Iterator[tuple[str, Tensor]]:
-    """Read the floating-point weights of a checkpoint one by one: each with the model's name."""
+    """Yield the floating-point weights of a checkpoint one by one, each with the model's name."""
     for name in saved.names_under("model/"):
         shape, dtype = saved.shape_of(name)
         if dtype.is_floating_point:
@@ -224,10 +226,10 @@ def weights_of(saved: Saved) -> Iterator[tuple[str, Tensor]]:
 
 
 def largest(weights: Iterable[tuple[str, Tensor]]) -> tuple[str, float]:
-    """Return the tensor with the number that is farthest from zero, and that number's size.
+    """Return the name of the tensor with the largest absolute number, and that absolute number.
 
     Args:
-        weights: finite tensors by name, one at least that is not empty.
+        weights: finite tensors with their names; at least one is not empty.
     """
     sizes = {name: float(whole.abs().max()) for name, whole in weights if whole.numel()}
     name = max(sizes, key=lambda name: sizes[name])
@@ -235,10 +237,10 @@ def largest(weights: Iterable[tuple[str, Tensor]]) -> tuple[str, float]:
 
 
 def _check_names(build: Build, saved: Saved) -> None:
-    """Refuse a checkpoint with tensors that the run does not have, on whatever stage.
+    """Refuse a checkpoint with tensors that the run has on none of its pipeline stages.
 
     Raises:
-        RunError: names the first.
+        RunError: names the first such tensor.
     """
     known = {f"model/{name}" for name, _ in trained(build)}
     states = tuple(f"optimizer/{name}/" for named in build.routed.values() for name in named)
@@ -250,14 +252,20 @@ def _check_names(build: Build, saved: Saved) -> None:
 
 
 ADAM = {"step", "exp_avg", "exp_avg_sq"}
-"""The state of a parameter that torch's AdamW updates."""
+"""Keys of the state that torch's AdamW keeps for each parameter."""
 
 
 def _check_adam(name: str, whole: tuple[int, ...], own: torch.dtype, saved: Saved) -> None:
-    """Refuse the state of AdamW that lacks a part, or has one of another shape or type.
+    """Refuse the state of AdamW where a part is missing, or has another shape or type.
+
+    Args:
+        name: the parameter.
+        whole: its global shape.
+        own: its type.
+        saved: the checkpoint.
 
     Raises:
-        RunError: names it.
+        RunError: names the part.
     """
     prefix = f"optimizer/{name}/"
     kept = {full.removeprefix(prefix) for full in saved.names_under(prefix)}
@@ -274,7 +282,7 @@ def _check_adam(name: str, whole: tuple[int, ...], own: torch.dtype, saved: Save
 def _restore_optimizer(
     build: Build, optimizer: Any, named: Mapping[str, torch.nn.Parameter], saved: Saved
 ) -> None:
-    """Recreate each parameter's state tensors and fill them."""
+    """Create the state tensors of each parameter and fill them from a checkpoint."""
     for name, parameter in named.items():
         prefix, layout = f"optimizer/{name}/", build.layouts[name]
         whole = tuple(layout.shape)

@@ -1,4 +1,4 @@
-"""report.json: what a run did, in numbers, from its counters and signals."""
+"""Make report.json: the numbers of what a run did, from its counters and signals."""
 
 import os
 from collections.abc import Mapping
@@ -31,17 +31,17 @@ from headrace.train.goal import Counters, reached
 from headrace.train.run_folder import command_line
 
 WORK_MEMORY = "activations, logits and work"
-"""What is neither weights nor their optimizer's state nor, where told apart, their gradients."""
+"""Name of the memory that is neither weights nor optimizer state nor, where measured, gradients."""
 
 
 def remember(build: Build, counters: Counters) -> None:
-    """Take over what a build noted, for the report and for a resume."""
+    """Copy the notes of a build into the counters, for the report and for a resumed run."""
     notes = build.run_notes
     counters.guard = notes.guard or counters.guard
     timed, own = notes.timed_attention, notes.own_attention
     known = timed or counters.attention or {}
     if known.get("chosen") == choose.TRUNK and "parts.attend" in build.filled:
-        known = {}  # a resume has a technique compute it
+        known = {}  # in this resumed run a technique computes attention
     if own:
         known = {**known, "chosen": choose.TRUNK, **own}
     counters.attention = known or None
@@ -52,19 +52,19 @@ def summarize(
     evidence: Mapping[str, Evidence], last: filled.LastLook | None,
     tracked: Mapping[str, int] | None, rate: float | None, waits_s: list[float],
 ) -> dict[str, Any]:  # fmt: skip
-    """Everything that report.json holds but the findings and the sample.
+    """Return everything that report.json holds except the findings and the sample.
 
     Args:
         build: the run.
         counters: how far it came.
         status: "done", "failed" or "interrupted".
-        message: why, when it is not done.
-        error: the class of the error that ended it, where one did.
-        evidence: of every technique, after the first step that counted a target.
-        last: at its end, which is newer; None when nobody looked.
+        message: why it is not done; "" where it is.
+        error: the class of the error that ended it; "" where none did.
+        evidence: the evidence of every technique after the first step that counted a target.
+        last: newer evidence from the end of the run; None where it was not collected.
         tracked: peak bytes by category from the memory tracker, on a CPU.
-        rate: median tokens per second of steady steps.
-        waits_s: each step's wait for data.
+        rate: the median tokens per second of steady steps.
+        waits_s: the seconds of each step's data wait.
     """
     plan, here, price = build.plan, build.context, build.plan.hardware.dollars_per_hour
     held = make_footprint(make_ledger(plan, here), here.device, here.precision, here.capability)
@@ -110,7 +110,7 @@ def summarize(
 
 
 def _data(build: Build, counters: Counters) -> dict[str, Any]:
-    """Both sides of the text, how many targets an evaluation counts, and what is doubtful of it."""
+    """Return both sides of the text, the targets that an evaluation counts, and doubts of them."""
     tokens, targets = build.plan.eval.tokens, build.run_notes.validation_targets
     found = build.prepared.sides(build.plan.data.validation).to_dict()
     last = counters.val[-1]["bits_per_byte"] if counters.val else None
@@ -119,7 +119,7 @@ def _data(build: Build, counters: Counters) -> dict[str, Any]:
 
 
 def _outcome(build: Build, counters: Counters, error: str) -> Outcome:
-    """Whether it learned or diverged."""
+    """Return whether the run learned or diverged."""
     return outcome_of(
         counters.val, counters.first_loss, counters.last_loss, step=counters.step,
         vocab=build.prepared.tokenizer.vocab, ended_wild=error == Diverged.__name__,
@@ -127,7 +127,7 @@ def _outcome(build: Build, counters: Counters, error: str) -> Outcome:
 
 
 def _utilization(build: Build, rate: float | None) -> dict[str, Any]:
-    """Model FLOPs utilization with the peak that it divides by."""
+    """Return model FLOPs utilization with the peak that it is divided by."""
     hardware = lookup(build.context.device_name)
     peak = hardware.peak_flops(build.context.precision)
     per_token = model_flops_per_token(build.config, build.plan.data.sequence_length)
@@ -142,12 +142,12 @@ def _utilization(build: Build, rate: float | None) -> dict[str, Any]:
 
 
 def _memory(build: Build, held: Footprint, tracked: Mapping[str, int] | None) -> dict[str, Any]:
-    """Peak bytes: the allocator's on a GPU, the tracker's and the process's on a CPU."""
+    """Return peak bytes: the allocator's on a GPU, the tracker's and the process's on a CPU."""
     instant, peak_bytes = held.ledger.peak()
     predicted = peak_bytes + sum(held.beside.values())
     found = device_peak_bytes(build.device)
     if found is None:
-        import resource  # which not every system has
+        import resource  # not every system has this module
 
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         found = {"allocated": tracked["Total"] if tracked else None, "reserved": resident}
@@ -156,7 +156,7 @@ def _memory(build: Build, held: Footprint, tracked: Mapping[str, int] | None) ->
 
 
 def _measured(build: Build, tracked: Mapping[str, int] | None) -> dict[str, int] | None:
-    """The peak by kind: what can be told apart is read from tensors, the rest is left over."""
+    """Return the bytes of the peak by kind; what no tensor accounts for is `WORK_MEMORY`."""
     if tracked:
         peak = tracked["Total"]
         kinds = {"parameters": "Parameter", "gradients": "Gradient", "optimizer": "Optstate"}
@@ -176,7 +176,7 @@ def _measured(build: Build, tracked: Mapping[str, int] | None) -> dict[str, int]
 
 
 def _signals(build: Build, ledger: Ledger, last: filled.LastLook | None) -> dict[str, Any]:
-    """What the doctor reads beside phases, memory and rows; None is not measured."""
+    """Return what the doctor reads beside phases, memory and rows; None where unavailable."""
     found: dict[str, Any] = {
         "device": build.device.type, "capacity_bytes": None, "alloc_retries": None,
         "precision": build.context.precision,
@@ -195,10 +195,10 @@ def _signals(build: Build, ledger: Ledger, last: filled.LastLook | None) -> dict
 
 
 def _savings(build: Build, ledger: Ledger) -> dict[str, dict[str, float]]:
-    """Of what trades time for memory, by the ledger: bytes off the peak, and what they cost.
+    """Return what each technique that trades time for memory saves and costs, by the ledger.
 
-    "again" is the share of a step's FLOPs that would not be there without it; "moved" are bytes of
-    a step, computed again or sent over the host's link.
+    "bytes" is what it takes off the peak. "again" is the share of a step's FLOPs that only it adds.
+    "moved" is the bytes per step that it recomputes or copies over the host's link.
     """
     found, plan = {}, build.plan
 
@@ -220,7 +220,7 @@ def _savings(build: Build, ledger: Ledger) -> dict[str, dict[str, float]]:
 
 
 def _waits(waits_s: list[float], step_s: float | None) -> dict[str, Any]:
-    """How long steps waited for data."""
+    """Return percentiles of the data wait of steps, and the number of stalled steps."""
     if len(waits_s) < 2:
         return {"p50_s": None, "p99_s": None, "stalled_steps": None}
     cuts = quantiles(waits_s, n=100, method="inclusive")

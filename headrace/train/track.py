@@ -1,4 +1,7 @@
-"""Loggers beside metrics.jsonl, behind the `track` extra and off by default."""
+"""Write metrics to loggers beside metrics.jsonl.
+
+They need the `track` extra and are off by default.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,28 +14,28 @@ from headrace.plan.plan import Plan
 
 
 class Tracker(Protocol):
-    """One logger."""
+    """A tracker is a logger of one kind, such as TensorBoard."""
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Write a step's numbers."""
+        """Write the numbers of one step."""
         ...
 
     def close(self) -> None:
-        """Flush and end."""
+        """Flush and close the logger."""
         ...
 
 
 class TensorBoard:
-    """Event files under the run's folder."""
+    """Write TensorBoard event files in the folder of the run."""
 
     def __init__(self, plan: Plan, folder: Path, step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # A run that goes on, from its beginning too, shows what it did after `step` once.
+        # A resumed run, also one resumed from its beginning, shows each row after `step` only once.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """One scalar per number."""
+        """Write one scalar for each number of a step."""
         for key, value in row.items():
             self._writer.add_scalar(key, value, row["step"])
 
@@ -42,7 +45,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A Weights & Biases run of the plan's name."""
+    """Write a Weights & Biases run that is named after the folder of the run."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
@@ -52,16 +55,19 @@ class WandB:
         )
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """One call a step."""
+        """Write the numbers of one step in one call."""
         self._run.log(dict(row), step=row["step"])
 
     def close(self) -> None:
-        """Finish the run."""
+        """Finish the Weights & Biases run."""
         self._run.finish()
 
 
 class MLflow:
-    """An MLflow run of the plan's name, in the tracking store that MLflow is set to."""
+    """Write an MLflow run that is named after the folder of the run.
+
+    It goes to the tracking store that MLflow is configured with.
+    """
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         import mlflow  # pyright: ignore[reportMissingImports]
@@ -72,11 +78,11 @@ class MLflow:
         mlflow.log_dict(plan.dump(), "plan.json")
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """All numbers of a step."""
+        """Write all numbers of one step."""
         self._mlflow.log_metrics({k: float(v) for k, v in row.items()}, step=row["step"])
 
     def close(self) -> None:
-        """End the run."""
+        """End the MLflow run."""
         self._mlflow.end_run()
 
 
@@ -88,7 +94,7 @@ TRACKERS: dict[str, tuple[str, Callable[[Plan, Path], Tracker]]] = {
 
 
 def open_trackers(plan: Plan, folder: Path, step: int = 0) -> list[Tracker]:
-    """Return the loggers that `track.to` names, of a run that goes on after `step`.
+    """Return the loggers that `track.to` names, for a run that continues after `step`.
 
     Raises:
         UnsupportedError: one is not installed.
@@ -107,7 +113,7 @@ def _opened(name: str, plan: Plan, folder: Path, step: int) -> Tracker:
         if name == "tensorboard" and step:  # rows past the checkpoint are logged again
             return TensorBoard(plan, folder, step)
         return TRACKERS[name][1](plan, folder)
-    except Exception as error:  # whatever a client raises without a network or a login
+    except Exception as error:  # a client raises any type without a network or a login
         rest = [other for other in plan.track.to if other != name]
         raise UnsupportedError(
             f"track.to asks for {name}, which does not start: {error}",
@@ -116,22 +122,24 @@ def _opened(name: str, plan: Plan, folder: Path, step: int) -> Tracker:
 
 
 class Trackers:
-    """The loggers of a run. One that fails is told once and left out, and the run goes on.
+    """Hold the loggers of a run.
+
+    A logger that fails is reported once and removed, and the run goes on.
 
     Args:
-        trackers: by what `open_trackers` made.
-        tell: where a failure is told.
+        trackers: the loggers that `open_trackers` returned.
+        tell: called with a line about a logger that failed.
     """
 
     def __init__(self, trackers: list[Tracker], tell: Callable[[str], None]) -> None:
         self._trackers, self._tell = trackers, tell
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Write a step's numbers to each."""
+        """Write the numbers of one step to each logger."""
         self._each(lambda tracker: tracker.log(row))
 
     def close(self) -> None:
-        """Flush and end each."""
+        """Flush and close each logger."""
         self._each(lambda tracker: tracker.close())
 
     def _each(self, call: Callable[[Tracker], None]) -> None:

@@ -1,8 +1,8 @@
-"""run(plan) and step(build): the whole of training, readable top to bottom, without hooks.
+"""Train with run(plan) and step(build), which can be read from top to bottom without hooks.
 
-`run` prepares, builds, restores, and then repeats one visible step until the goal ends it. What
-varies in time is a pure function of the step, called on one line. The host never waits for the
-device inside a step; numbers are read one step later.
+`run` prepares, builds, restores, and then repeats one visible step until the goal ends it. Values
+that vary in time are pure functions of the step, called on one line. The host never waits for the
+device inside a step; its numbers are read one step later.
 
 Stack at the gradient: cli.train -> train.run -> train.step -> engine -> backward.
 """
@@ -63,17 +63,17 @@ def run(
 
     Args:
         plan: the run.
-        progress: shows how it goes; nothing is shown without it.
+        progress: shows the progress; nothing is shown without it.
         resume: continue the newest run of this name.
         folder: continue the run in this folder instead.
         checkpoint: the checkpoint to continue from, as in "step-100"; the newest without it.
-        catalogue: the techniques that may be chosen from, where the plan wants one chosen.
-        command: this process is this run alone, so what it took until now is told too.
+        catalogue: the techniques to choose from, where the plan asks for a choice.
+        command: whether this process serves only this run, so its age counts as part of the start.
 
     Raises:
-        ConfigError, UnsupportedError: nothing has been trained.
-        RunError, MemoryFull: it failed; the last good checkpoint is intact.
-        Stopped: a signal ended it; a checkpoint is saved.
+        ConfigError, UnsupportedError: the plan cannot run; nothing has been trained.
+        RunError, MemoryFull: the run failed; the last good checkpoint is intact.
+        Stopped: a signal ended the run; a checkpoint is saved.
     """
     start = Start(process_age_s() if command else None)
     plan, progress = _with_keys(plan), progress or Progress()
@@ -114,7 +114,7 @@ def run(
 def step(
     build: Build, micros: Sequence[Micro], index: int, inspect: Inspect | None = None
 ) -> Tensor:
-    """One optimizer step; returns [loss, norm, finite, targets] on the device.
+    """Take one optimizer step, and return [loss, norm, finite, targets] on the device.
 
     The same line of events serves plain training, accumulation, second-order passes and loss
     scaling: values -> micro-batches -> for each pass {enrich, count, zero, engine, reduce, clip,
@@ -171,7 +171,7 @@ def step(
 
 
 def divide_gradients(build: Build, factor: Tensor) -> None:
-    """Take the loss scale out of every gradient, on the device."""
+    """Divide every gradient by the loss scale, on the device."""
     for parameter in build.model.parameters():
         if parameter.grad is not None:
             local_of(parameter.grad).div_(factor)
@@ -185,8 +185,8 @@ def prepare_together(
     Args:
         plan: the run.
         world: the ranks.
-        progress: where to tell how it goes.
-        run_before: the run that goes on, which keeps what its data is.
+        progress: shows the progress.
+        run_before: the run that is resumed, which keeps its recorded data; None for a new run.
     """
 
     def opened(task: Callable[[str, float, float | None], None] | None = None) -> Prepared:
@@ -205,7 +205,7 @@ def prepare_together(
 def _tell_data(
     plan: Plan, prepared: Prepared, progress: Progress, run_before: RunFolder | None
 ) -> None:
-    """Tell what of the text is not trained on; of a run's recorded data also that it is older."""
+    """Show which text is not trained on, and whether a resumed run's recorded data is older."""
     recorded = run_before is not None and run_before.read_data() is not None
     if recorded and not is_current(plan, prepared):
         where = prepared.directory
@@ -220,10 +220,10 @@ def _tell_data(
 
 
 def _look_at_validation(build: Build, progress: Progress) -> int:
-    """Tell what makes the run's validation loss doubtful; return the targets that it counts.
+    """Show the reasons to doubt the run's validation loss, and return the targets that it counts.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are no such targets.
     """
     tokens = build.plan.eval.tokens
     targets, _ = count_targets(build, tokens)
@@ -236,17 +236,17 @@ def _look_at_validation(build: Build, progress: Progress) -> int:
 def _check_plan(
     plan: Plan, device: torch.device, progress: Progress, *, given: str, begins: bool
 ) -> Context:
-    """Refuse what cannot run, and to begin what means nothing; tell what may not be meant.
+    """Return the context of a plan that can run; refuse others, and show what may be a mistake.
 
-    A refusal shall not wait for the data. `make_build` takes what is returned, and asks again only
-    where the plan has become another.
+    A new run is also refused where its plan makes no sense. The check comes before the data is
+    prepared. `make_build` takes the context, and checks again only where the plan has changed.
 
     Args:
         plan: the run.
-        device: where it runs.
-        progress: where to tell.
+        device: the device that it runs on.
+        progress: shows the doubts.
         given: the folder of weights that the run first began from.
-        begins: whether it begins here, or goes on.
+        begins: whether this is a new run and not a resumed one.
     """
     context = check_supported(list(plan.techniques.values()), make_context(plan, device))
     check_weights(plan)
@@ -260,7 +260,7 @@ def _check_plan(
 
 
 def _with_keys(plan: Plan) -> Plan:
-    """Return a plan that was made in Python as `Plan.read` would have made it."""
+    """Return a plan that was made in Python as `Plan.read` would have read it."""
     return plan.with_keys(plan.model_dump(exclude_unset=True, exclude={"techniques"}))
 
 
@@ -272,7 +272,7 @@ def _own_device(device: torch.device, world: World) -> torch.device:
 
 
 def _as_restored(plan: Plan, run: RunFolder, checkpoint: str | None) -> Plan:
-    """Return the plan as a checkpoint can make its model, if the run has one to go on from."""
+    """Return the plan so that the run's checkpoint can make its model, where it has one."""
     found = run.checkpoints
     newest = [f"step-{step}" for step in steps_in(found)[-1:]]
     for name in [checkpoint] if checkpoint else newest:
@@ -284,14 +284,14 @@ def _as_restored(plan: Plan, run: RunFolder, checkpoint: str | None) -> Plan:
 def _first_notes(
     build: Build, folder: str, progress: Progress, timed: dict[str, Any] | None, start: Start
 ) -> RunNotes:
-    """Return what a run notes before its first step, and name the folder that it began from.
+    """Return the notes of a run before its first step; the plan names its first folder again.
 
     Args:
-        build: the run. A model that a checkpoint makes was built without the folder.
+        build: the run. Its plan lacks the folder where a checkpoint makes the model.
         folder: the folder of weights that the run first began from; "" where there was none.
         progress: shows what makes the validation loss doubtful.
-        timed: the times of attention backends, where they were measured.
-        start: the parts of the time before the first step, which go on.
+        timed: the measured times of attention backends; None where they were not measured.
+        start: the parts of the time before the first step; it measures later parts too.
     """
     targets = _look_at_validation(build, progress)
     build.plan = build.plan.replaced(model={**dict(build.plan.model), "pretrained": folder})
@@ -322,9 +322,10 @@ def _open_folder(
 
 
 def _fork(build: Build, run: RunFolder, path: Path) -> tuple[RunFolder, str]:
-    """Return a new run that begins at a checkpoint, where going on in the old one would lose some.
+    """Return a new run that begins at a checkpoint, where resuming the old run would lose some.
 
-    It would lose later checkpoints, or the plan that made those that are there.
+    The old run would lose its later checkpoints, or the plan that made its present ones. Where it
+    would lose neither, it is returned itself. The second value is the checkpoint to restore.
     """
     saved = Saved(path)
     step = saved.values["step"]
