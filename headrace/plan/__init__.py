@@ -1,1 +1,1 @@
-"""What is asked of a run: the plan, the contract of a technique, and changes between plans."""
+"""Define what is asked of a run: the plan, a technique's contract, and changes between plans."""

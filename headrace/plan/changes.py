@@ -1,8 +1,8 @@
-"""Changes of a plan as words: `+technique`, `-technique`, `key=value`.
+"""Express changes of a plan as words: `+technique`, `-technique`, `key=value`.
 
-What a sweep tries, a tuner measures and a receipt keeps is said in the same words, and the words of
-a change are what `headrace train` takes. A key that a technique rewrites, as `model.kv_heads`, goes
-with the technique: taking it out leaves the key as if nobody had given it.
+A sweep, a tuner and a receipt use the same words, and `headrace train` takes them. A key that a
+technique rewrites, as `model.kv_heads`, goes with the technique: removing the technique leaves the
+key as if nobody had given it.
 """
 
 import json
@@ -20,17 +20,23 @@ from headrace.plan.technique import Catalogue, Technique
 
 @dataclass(frozen=True)
 class Changes:
-    """Words by what they do: techniques put in and left out, and keys set."""
+    """Hold the words of a change by what they do.
+
+    Args:
+        with_: names of the techniques that are added.
+        without: names of the techniques that are removed.
+        overrides: `key=value` words.
+    """
 
     with_: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
 
     def plan(self, text: str, catalogue: Catalogue, more: Iterable[str] = ()) -> Plan:
-        """The plan of a text with the changes, and the overrides `more` over them.
+        """Return the plan of a TOML text with the changes, and with the overrides `more` on top.
 
         Raises:
-            ConfigError: as `Plan.read` does.
+            ConfigError: as `Plan.read` raises it.
         """
         return Plan.read(
             text, catalogue, overrides=[*self.overrides, *more], with_=self.with_,
@@ -38,7 +44,7 @@ class Changes:
         )  # fmt: skip
 
     def command(self) -> list[str]:
-        """The changes as `headrace train` takes them."""
+        """Return the changes as arguments of `headrace train`."""
         return [
             *self.overrides,
             *(w for name in self.with_ for w in ("--with", name)),
@@ -47,7 +53,7 @@ class Changes:
 
 
 def parse(words: Iterable[str]) -> Changes:
-    """Of words such as `+muon`, `-muon` and `batch.micro_sequences=2`."""
+    """Parse words such as `+muon`, `-muon` and `batch.micro_sequences=2`."""
     words = tuple(words)
     return Changes(
         tuple(w[1:] for w in words if w[0] == "+"),
@@ -57,7 +63,7 @@ def parse(words: Iterable[str]) -> Changes:
 
 
 def changed(plan: Plan, words: Iterable[str], catalogue: Catalogue) -> Plan:
-    """The plan with changes.
+    """Return the plan with changes.
 
     Raises:
         ConfigError: a name or a key is wrong, or the changed plan contradicts itself.
@@ -66,9 +72,9 @@ def changed(plan: Plan, words: Iterable[str], catalogue: Catalogue) -> Plan:
 
 
 def difference(before: Plan, after: Plan) -> tuple[str, ...]:
-    """The fewest words that make `after` of `before`, always in the same order.
+    """Return the fewest words that make `after` from `before`, always in the same order.
 
-    A value that `before` has and `after` has not cannot be said, and is left out.
+    A value that `before` has and `after` lacks cannot be expressed, and is left out.
     """
     had, has = before.techniques, after.techniques
     words = [f"-{name}" for name in sorted(had) if name not in has]
@@ -83,7 +89,10 @@ def difference(before: Plan, after: Plan) -> tuple[str, ...]:
 
 
 def _given(plan: Plan) -> dict[str, Any]:
-    """What was written into the plan, without defaults and without what its techniques rewrite."""
+    """Return the tables of the plan as they were written.
+
+    Defaults, and keys that the plan's techniques rewrite, are left out.
+    """
     given = plan.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     for key in rewritten(plan):
         table, _, leaf = key.partition(".")
@@ -92,17 +101,22 @@ def _given(plan: Plan) -> dict[str, Any]:
 
 
 def rewritten(plan: Plan) -> set[str]:
-    """Keys of the plan that its techniques rewrite."""
+    """Return the dotted keys of the plan that its techniques rewrite."""
     return {key for technique in plan.techniques.values() for key in technique.keys(plan)}
 
 
 def flat(plan: Plan) -> dict[str, Any]:
-    """Every key of the plan itself that has a value, as table.key; techniques are left out."""
+    """Return the plan's dotted keys -> values; techniques and keys without a value are left out."""
     return flatten(plan.model_dump(mode="json", exclude_none=True, exclude={"techniques"}))
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of nested tables."""
+    """Return the dotted keys of nested tables -> values.
+
+    Args:
+        table: the outermost table.
+        prefix: text that is put before each key.
+    """
     found: dict[str, Any] = {}
     for key, value in table.items():
         name = f"{prefix}{key}"
@@ -111,7 +125,10 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _values(plan: Plan) -> dict[str, Any]:
-    """Every key with its value, and as if not given where its techniques rewrite it."""
+    """Return the plan's dotted keys -> values, with the knobs of its techniques.
+
+    A key that a technique rewrites has its default.
+    """
     found = flat(plan)
     for key in rewritten(plan):
         table, _, leaf = key.partition(".")
@@ -124,7 +141,10 @@ def _values(plan: Plan) -> dict[str, Any]:
 
 
 def _said(plan: Plan, before: Plan) -> dict[str, Any]:
-    """Every key with its value; what a technique rewrites only where `before` says otherwise."""
+    """Return the plan's dotted keys -> values, with the knobs of its techniques.
+
+    A key that a technique rewrites is left out, unless `before` gives it another value.
+    """
     found, made, given = _values(plan), flat(plan), _given(before)
     for key in rewritten(plan):
         table, _, leaf = key.partition(".")
@@ -141,7 +161,7 @@ def _knobs(name: str, technique: Technique[Any]) -> dict[str, Any]:
 
 
 def word(value: Any) -> str:
-    """A value as an override writes it: TOML in one line, or a bare word."""
+    """Return a value as an override writes it: TOML in one line, or a bare word."""
     if not isinstance(value, str):
         return _toml(value)
     try:
@@ -152,10 +172,12 @@ def word(value: Any) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML in one line; TOML has no None, so that a key without a value is left out.
+    """Return a value as TOML in one line.
+
+    TOML has no None, so a key of a table without a value is left out.
 
     Raises:
-        ValueError: None where a value must stand.
+        ValueError: None stands where a value must.
     """
     if value is None:
         raise ValueError("TOML has no None")
@@ -170,9 +192,10 @@ def _toml(value: Any) -> str:
 
 
 def override(plan: Mapping[str, Any], key: str) -> str:
-    """`key=value` with the value of a dumped plan, quoted for a shell.
+    """Return `key=value` with the value of a dumped plan, quoted for a shell.
 
-    Nothing unsets a key, so that one without a value is said by its whole table without it.
+    Nothing unsets a key. So for a key without a value the override is its whole table without the
+    key.
     """
     table: Any = plan
     *path, last = key.split(".")

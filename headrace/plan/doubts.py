@@ -1,9 +1,9 @@
-"""What of a plan can run and may not be what its user means.
+"""List what in a plan can run and may not be what its user means.
 
-A plan that contradicts itself is refused where it is read. Here is what comes after: keys that have
-no effect within the goal, rates that no run learns with, and techniques that mean nothing beside
-the rest of the plan, as adapters of random weights. A doubt is told in one line, and kept in the
-report; what cannot mean anything is refused when a run begins.
+A plan that contradicts itself is refused where it is read. This module checks what comes after:
+keys that have no effect within the goal, rates that no run learns with, and techniques that mean
+nothing beside the rest of the plan, as adapters of random weights. A doubt is shown in one line,
+and kept in the report. What cannot mean anything is refused when a run begins.
 """
 
 import math
@@ -16,40 +16,44 @@ from headrace.plan.plan import OptimizerConfig, Plan
 from headrace.plan.technique import Doubt
 
 WIDE_RATE = 0.4
-"""optimizer.lr x model.dim above which a first step at the full rate hurts. Of models of 64
-features after 100 steps, two seeds and batches of 512 and 4,096 tokens: at 0.26 a warmup of a tenth
-moved the validation loss by -0.06 to 0.01 nats, at 0.64 by -0.17 to -0.74, at 1.9 by -0.60 to 0.05.
-The best rate falls as a model widens (arXiv 2203.03466), so the product is compared."""
+"""optimizer.lr x model.dim above which a first step at the full rate hurts. It was measured on
+models of 64 features after 100 steps, with two seeds and batches of 512 and 4,096 tokens. At 0.26 a
+warmup of a tenth moved the validation loss by -0.06 to 0.01 nats, at 0.64 by -0.17 to -0.74, at 1.9
+by -0.60 to 0.05. The best rate falls as a model widens (arXiv 2203.03466), so rate x width is
+compared."""
 WARMUP_SHARE = 0.1
-"""Share of a run that its warmup takes, where one is advised."""
+"""Share of a run's steps that an advised warmup takes."""
 FAR = 30
-"""Times the default rate above which a rate is taken for a mistake. Chosen, not measured."""
+"""Ratio to the default rate above which a rate is taken for a mistake. Chosen, not measured."""
 FADES = 0.05
-"""optimizer.lr x optimizer.weight_decay, the share of a weight that a step takes away, above which
-weights fade sooner than they learn: half is gone after 14 steps. Chosen, not measured."""
+"""optimizer.lr x optimizer.weight_decay above which weights fade sooner than they learn. It is the
+share of a weight that a step takes away: at this value half is gone after 14 steps. Chosen, not
+measured."""
 LONG_MEMORY = 0.99
-"""Decay of the first moment from which on it follows a gradient of 100 steps ago. Chosen; every
-recipe known to us has 0.8 to 0.95."""
+"""Decay of the first moment from which on the moment follows a gradient of 100 steps ago. Chosen;
+every recipe known to us has 0.8 to 0.95."""
 LITTLE = 1e-3
-"""Share of the size of initial weights that a run must be able to move them by. Adam moves a weight
-by about the rate at most in a step (arXiv 1412.6980, section 2.1), so that a smaller product of
-rate and steps changes nothing that can be seen. Chosen, not measured."""
+"""Share of the size of initial weights by which a run must be able to move them. Adam moves a
+weight by about the rate at most in a step (arXiv 1412.6980, section 2.1), so a smaller rate x steps
+changes nothing that can be seen. Chosen, not measured."""
 HEAVY_EPS = 1e-4
-"""optimizer.eps above which it outweighs the roots of most second moments, and an update is the
+"""optimizer.eps above which it outweighs the roots of most second moments, so that an update is the
 gradient again. Recipes known to us have 1e-5 at most."""
 WILD_LOGITS = 3.0
-"""Deviation of the first logits, model.init_std x the root of model.dim, above which a run begins
-far above a uniform guess: by 4.5 nats at 3 (half the variance, as the mean of e^x of a normal)."""
+"""Standard deviation of the first logits above which a run begins far above a uniform guess. It is
+model.init_std x the root of model.dim. At 3 the run begins 4.5 nats above (half the variance, as
+the mean of e^x of a normal)."""
 INTERRUPT = ("eval", "checkpoint")
-"""Tables whose `every_steps` end a trace."""
+"""Names of the tables whose `every_steps` end a trace."""
 TRIAL = 8
-"""Steps of a run that is a trial of something else, of which no interval is told."""
+"""Most steps of a run that is a trial of something else. No doubt about intervals is raised for
+it."""
 BYTE_BITS = 8.0
 """Bits per byte of a guess that knows nothing of text, not even which bytes are frequent."""
 
 
 def doubts_of(plan: Plan) -> list[Doubt]:
-    """Return the doubts about a plan, what is meaningless first."""
+    """Return the doubts about a plan, those that make it meaningless first."""
     asked = (technique.doubt(plan) for technique in plan.techniques.values())
     found = [doubt for doubt in asked if doubt is not None]
     found += [doubt for rule in RULES for doubt in rule(plan)]
@@ -57,10 +61,10 @@ def doubts_of(plan: Plan) -> list[Doubt]:
 
 
 def check_meant(doubts: Iterable[Doubt]) -> None:
-    """Refuse a plan of which nothing can come.
+    """Refuse a plan that means nothing.
 
     Raises:
-        ConfigError: the first doubt that says so.
+        ConfigError: the first doubt that makes the plan meaningless.
     """
     for doubt in doubts:
         if doubt.meaningless:
@@ -68,7 +72,7 @@ def check_meant(doubts: Iterable[Doubt]) -> None:
 
 
 def usual_warmup(plan: Plan) -> int:
-    """Return the steps of a warmup that fits into the run."""
+    """Return the number of steps of a warmup that fits into the run."""
     lasts = min((n for n in (plan.goal_steps, plan.horizon_steps) if n), default=1000)
     return max(1, round(WARMUP_SHARE * lasts))
 
@@ -81,13 +85,13 @@ def forgets(lr: float, weight_decay: float) -> bool:
 def misfits(betas: tuple[float, float]) -> bool:
     """Return whether Adam's moments do not fit each other, or follow gradients of long ago.
 
-    Adam wants the first decay below the root of the second (arXiv 1412.6980, section 4).
+    Adam requires the first decay to be below the root of the second (arXiv 1412.6980, section 4).
     """
     return betas[0] >= LONG_MEMORY or betas[1] < betas[0] ** 2
 
 
 def _rate(plan: Plan) -> Iterator[Doubt]:
-    """A rate that is far too high, or is there at once, or never."""
+    """Yield doubts about a learning rate that is too high or too low, and about the warmup."""
     rate, usual, warm = plan.optimizer.lr, OptimizerConfig().lr, plan.schedule.warmup_steps
     lasts, most = plan.goal_steps, WIDE_RATE / plan.model.dim
     own = any("routes" in t.composes and t.equality == "learning" for t in plan.techniques.values())
@@ -121,7 +125,7 @@ def _rate(plan: Plan) -> Iterator[Doubt]:
 
 
 def _end_of_schedule(plan: Plan) -> Iterator[Doubt]:
-    """Steps after the schedule's end that have no rate."""
+    """Yield a doubt about steps after the schedule's end that have a rate of 0."""
     schedule, lasts = plan.schedule, plan.goal_steps
     ends = schedule.steps
     if schedule.kind == "constant" or not ends or not lasts or ends >= lasts:
@@ -135,7 +139,7 @@ def _end_of_schedule(plan: Plan) -> Iterator[Doubt]:
 
 
 def _updates(plan: Plan) -> Iterator[Doubt]:
-    """An update that forgets the weights, or whose moments do not fit each other."""
+    """Yield doubts about weight decay, eps, clipping and moments of the optimizer."""
     given, usual = plan.optimizer, OptimizerConfig()
     if forgets(given.lr, given.weight_decay):
         fades = given.lr * given.weight_decay
@@ -167,7 +171,7 @@ def _updates(plan: Plan) -> Iterator[Doubt]:
 
 
 def _goal(plan: Plan) -> Iterator[Doubt]:
-    """A goal that is reached before anything is learned, and intervals beyond the goal."""
+    """Yield doubts about a goal that is reached at once, and about intervals beyond the goal."""
     target, lasts = plan.goal.bits_per_byte, plan.goal_steps
     if target is not None and target > BYTE_BITS:
         yield Doubt(
@@ -187,7 +191,7 @@ def _goal(plan: Plan) -> Iterator[Doubt]:
 
 
 def _first_logits(plan: Plan) -> Iterator[Doubt]:
-    """Weights that begin far above a guess, and logits that can say nothing."""
+    """Yield doubts about initial weights that are far too large, and about a cap on logits."""
     model, usual = plan.model, ModelConfig()
     wild = model.init_std * math.sqrt(model.dim)
     if wild > WILD_LOGITS and not model.pretrained:
@@ -208,7 +212,7 @@ def _first_logits(plan: Plan) -> Iterator[Doubt]:
 
 
 def _traces(plan: Plan) -> Iterator[Doubt]:
-    """Looks at kernels for which evaluations and checkpoints leave no room."""
+    """Yield a doubt about profiler windows that evaluations and checkpoints leave no room for."""
     need = plan.trace.steps + 2  # as the key says
     often = {f"{name}.every_steps": getattr(plan, name).every_steps for name in INTERRUPT}
     short = {key: every for key, every in often.items() if 0 < every < need}
@@ -229,4 +233,4 @@ RULES: tuple[Callable[[Plan], Iterator[Doubt]], ...] = (
     _goal,
     _traces,
 )
-"""What is asked of the plan's own keys."""
+"""Functions that yield doubts about the plan's own keys."""

@@ -1,9 +1,9 @@
-"""Which keys of a plan that diverged make it learn, all that are far off at once.
+"""Find overrides that make a plan that diverged learn, for all keys that are far off at once.
 
-A rate that is a thousand times too high is not mended by halving it, nor by a longer warmup. So
-each key that is far from what models learn with gets a value that they do learn with: the rate what
-is usual for the width, warmup a tenth of the run, and decay, moments and clipping their defaults.
-Where nothing is far off, the rate is what is tried, at a tenth.
+Neither half the rate nor a longer warmup mends a rate that is a thousand times too high. So each
+key that is far from what models learn with gets a value that they do learn with: the rate what is
+usual for the width, warmup a tenth of the run, and decay, moments and clipping their defaults.
+Where nothing is far off, a tenth of the rate is tried.
 """
 
 from collections.abc import Iterator
@@ -12,26 +12,27 @@ from headrace.plan.doubts import forgets, misfits, usual_warmup
 from headrace.plan.plan import OptimizerConfig, Plan
 
 WIDE, MOST = 0.256, 4e-3
-"""optimizer.lr x model.dim with which models of random weights learn, and the highest such rate:
-the default of both keys, and the highest that needed no warmup where doubts.WIDE_RATE is from."""
+"""optimizer.lr x model.dim with which models of random weights learn, and the highest learning
+rate. The first is the default of one key times that of the other. The second is the highest rate
+that needed no warmup in the measurements of doubts.WIDE_RATE."""
 GIVEN = 0.1
-"""Share of that rate for weights that were trained before."""
+"""Share of the usual rate for weights that were trained before."""
 LOWER = 0.1
-"""By what a rate is multiplied that is not far off."""
+"""Factor for a learning rate that is not far off."""
 CLIPS = 10.0
-"""Norm of the gradient above which clipping is as good as off."""
+"""Norm of the gradient above which clipping has no effect."""
 WILD_STD = 10.0
-"""Times the default standard deviation of initial weights above which it is far off."""
+"""Ratio to the default standard deviation of initial weights above which theirs is far off."""
 
 
 def usual_rate(plan: Plan) -> float:
-    """Return the learning rate that is usual for the plan's width and start."""
+    """Return the learning rate that is usual for the plan's width and initial weights."""
     rate = min(MOST, WIDE / plan.model.dim)
     return float(f"{rate * (GIVEN if plan.model.pretrained else 1):.2g}")
 
 
 def gentler(plan: Plan) -> tuple[str, ...]:
-    """Return overrides with which a run that diverged learns, to be given together."""
+    """Return overrides with which a run that diverged learns. They are to be given together."""
     return tuple(f"{key}={value}" for key, value in _far_off(plan))
 
 
@@ -62,7 +63,10 @@ def _far_off(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _of_techniques(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What techniques say of their own knobs, and rates of theirs above the default."""
+    """Yield keys and values of techniques' knobs that make a run learn.
+
+    They are the changes of the techniques' doubts, and the default for a rate above it.
+    """
     for name, technique in plan.techniques.items():
         doubt = technique.doubt(plan)
         for change in doubt.changes if doubt is not None else ():

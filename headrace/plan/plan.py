@@ -1,7 +1,7 @@
-"""The Plan: the frozen, complete description of a run, read from TOML and printed back resolved.
+"""Define the plan: the frozen, complete description of a run, as TOML and as Python tables.
 
 Later layers win: defaults < family < recipe or file < `key=value` overrides < --with / --without.
-`Plan.read` reads a plan's text, and `Plan(...)` takes the same tables from Python: either way every
+`Plan.read` reads a plan's text, and `Plan(...)` takes the same tables from Python. Either way every
 mistake becomes one ConfigError here and nowhere else.
 """
 
@@ -33,7 +33,7 @@ from headrace.core.units import largest_divisor
 from headrace.plan.technique import Catalogue, Technique, installed
 
 RANKS = 1 << 20
-"""Largest number of processes along one axis."""
+"""Largest number of processes along one axis of the mesh."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -42,7 +42,7 @@ ATTENDS = "parts.attend"
 
 
 class DataConfig(Strict):
-    """Where the text comes from and how it becomes one stream of tokens."""
+    """Say where the text comes from and how it becomes one stream of tokens."""
 
     sources: str | tuple[str, ...] = "stdlib"
     """File, folder, glob, `hf:NAME`, `stdlib` (the Python standard library), or a list of them."""
@@ -57,11 +57,11 @@ class DataConfig(Strict):
     starts from `model.pretrained` takes the tokenizer of its folder."""
     lossy_tokenizer: bool = False
     """Accept a tokenizer that does not give back every text, as one that composes accents (NFC) or
-    lowers case. Bits per byte are of the raw text all the same, and every report tells."""
+    lowers case. Bits per byte are still of the raw text, and every report says so."""
     vocab: int = Field(default=4096, ge=257, le=WIDEST)
     """Entries of a tokenizer that is trained here."""
     sequence_length: int = Field(default=256, ge=2, le=WIDEST)
-    """Tokens of a row."""
+    """Tokens of a sequence."""
     directory: str = "data"
     """Prepared shards are kept under this folder, named by what went into them."""
     workers: int = Field(default=1, ge=0, le=1024)
@@ -71,31 +71,31 @@ class DataConfig(Strict):
 
 
 class Goal(Strict):
-    """What the run is for. The first limit that is reached ends it; a target ends it sooner."""
+    """Say what the run is for. The first limit that is reached ends it; a target ends it sooner."""
 
     bits_per_byte: float | None = Field(default=None, gt=0, le=64)
     """Validation loss to reach, in bits per byte of text."""
     steps: int | None = Field(default=None, ge=1, le=MOST)
-    """Most optimizer steps."""
+    """Largest number of optimizer steps."""
     tokens: int | None = Field(default=None, ge=1, le=MOST)
-    """Most tokens, padding included."""
+    """Largest number of tokens, padding included."""
     minutes: float | None = Field(default=None, gt=0, le=1e9)
-    """Most minutes on the clock, evaluation and compiling included."""
+    """Largest number of minutes on the clock, evaluation and compiling included."""
     dollars: float | None = Field(default=None, gt=0, le=1e12)
-    """Most money, by hardware.dollars_per_hour."""
+    """Most dollars that the run may cost, by hardware.dollars_per_hour."""
 
 
 class Batch(Strict):
-    """How much is read per step."""
+    """Say how much is read per step."""
 
     tokens: int = Field(default=8192, ge=2, le=1 << 36)
     """Tokens per optimizer step over all ranks."""
     micro_sequences: int = Field(default=0, ge=0, le=1 << 36)
-    """Rows per forward pass on one rank; 0 takes all of a rank's rows at once."""
+    """Sequences per forward pass on one rank; 0 takes all of a rank's sequences at once."""
 
 
 class OptimizerConfig(Strict):
-    """The trunk's AdamW (arXiv 1711.05101)."""
+    """Configure the baseline's optimizer, which is AdamW (arXiv 1711.05101)."""
 
     lr: float = Field(default=1e-3, gt=0, le=1e30)
     """Highest learning rate; the schedule scales it."""
@@ -104,13 +104,14 @@ class OptimizerConfig(Strict):
     eps: float = Field(default=1e-8, gt=0, le=1)
     """Added to the root of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0, le=1e6)
-    """On tensors of two or more dimensions."""
+    """Rate of decay of the weights, on tensors of two or more dimensions; each step multiplies it
+    by the learning rate."""
     clip_norm: float = Field(default=1.0, ge=0, le=1e9)
     """Largest global norm of the gradient; 0 only measures it."""
 
 
 class ScheduleConfig(Strict):
-    """The learning rate as a share of `optimizer.lr`, a pure function of the step."""
+    """Scale the learning rate: its share of `optimizer.lr` depends on the step alone."""
 
     kind: Literal["cosine", "warmup_stable_decay", "constant"] = "cosine"
     """The curve between warmup and horizon."""
@@ -121,34 +122,34 @@ class ScheduleConfig(Strict):
     final_fraction: Fraction = 0.1
     """Share of the learning rate at the horizon."""
     steps: int | None = Field(default=None, ge=1, le=MOST)
-    """The horizon; without it goal.steps or goal.tokens."""
+    """The horizon in steps; without it the horizon is that of goal.steps or goal.tokens."""
 
 
 class EvalConfig(Strict):
-    """Validation on held-out documents, always the same rows."""
+    """Validate on held-out documents, always on the same sequences."""
 
     every_steps: int = Field(default=50, ge=1, le=MOST)
     """Steps between evaluations."""
     tokens: int = Field(default=131_072, ge=1, le=MOST)
-    """At most this many validation tokens of each evaluation while training, in rows spread evenly
-    over the text; all of the set when it is smaller. `headrace eval` reads all."""
+    """Largest number of validation tokens of each evaluation while training, in sequences spread
+    evenly over the text; all of the set when it is smaller. `headrace eval` reads all."""
 
 
 class CheckpointConfig(Strict):
-    """Saving without stopping: copied to the host, written aside, renamed when complete."""
+    """Save without stopping: copy to the host, write aside, and rename when complete."""
 
     every_steps: int = Field(default=100, ge=0, le=MOST)
-    """0 saves nothing, not even in the end."""
+    """Steps between checkpoints; 0 saves nothing, not even in the end."""
     keep_last: int = Field(default=2, ge=1, le=MOST)
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints that are kept."""
     keep_best: bool = True
     """Also keep the checkpoint of the lowest validation loss."""
 
 
 class MeshConfig(Strict):
-    """How many processes split the work, along each axis. Their number is the product.
+    """Say how many processes split the work along each axis. The run has their product.
 
-    All but `data` need a technique that splits the model along them.
+    Every axis but `data` needs a technique that splits the model along it.
     """
 
     data: int = Field(default=1, ge=1, le=RANKS)
@@ -156,57 +157,60 @@ class MeshConfig(Strict):
     tensor: int = Field(default=1, ge=1, le=RANKS)
     """Parts of every matrix."""
     context: int = Field(default=1, ge=1, le=RANKS)
-    """Parts of every row."""
+    """Parts of every sequence."""
     pipeline: int = Field(default=1, ge=1, le=RANKS)
     """Ranks that hold the model's layers one after the other."""
 
     @property
     def ranks(self) -> int:
-        """Processes of the run."""
+        """Return the number of processes of the run."""
         return self.data * self.tensor * self.context * self.pipeline
 
 
 class TraceConfig(Strict):
-    """Profiler windows: a few steps under torch.profiler, written beside the run; none by default.
+    """Record profiler windows: a few steps under torch.profiler, written beside the run.
 
-    A window needs `steps` + 2 steps that no evaluation and no checkpoint interrupts.
+    None are recorded by default. A window needs `steps` + 2 steps that no evaluation and no
+    checkpoint interrupts.
     """
 
     every_steps: int = Field(default=0, ge=0, le=MOST)
-    """From one profiler window to the next, the first one soon after the start; 0 records none."""
+    """Steps from one profiler window to the next, the first one soon after the start; 0 records
+    none."""
     steps: int = Field(default=3, ge=2, le=8)
     """Steps that a profiler window measures."""
 
 
 class HardwareConfig(Strict):
-    """What the machine costs."""
+    """Say what the machine costs."""
 
     dollars_per_hour: float | None = Field(default=None, ge=0, le=1e9)
-    """Price of all devices of the run; without it `dollars` is null."""
+    """Price of all devices of the run in dollars an hour; without it `dollars` is null."""
 
 
 class TrackConfig(Strict):
-    """Loggers beside metrics.jsonl, all off by default; they need `headrace[track]`."""
+    """Choose loggers beside metrics.jsonl. All are off by default and need `headrace[track]`."""
 
     to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     """Which loggers get every row."""
 
 
 class Plan(Strict):
-    """A run. Keys are stable: other tools and recipes rely on them."""
+    """A plan describes a run. Its keys are stable: other tools and recipes rely on them."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """The run's folder under `directory`."""
     directory: str = "runs"
     """Where runs are kept; a run's folder is `directory`/`name`."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
-    """Of weights and of the order of rows."""
+    """Seed of the weights and of the order of sequences."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto takes a GPU when there is one."""
     guard: bool = True
     """Compare the first step with the plain trainer's, and stop if it computes something else."""
     attention: Literal["plan", "measured"] = "plan"
-    """Its backend: as the techniques say, or the exact one that is fastest at the run's shapes."""
+    """Backend of attention: `plan` takes what the techniques say, `measured` the exact one that is
+    fastest at the run's shapes."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     goal: Goal = Goal()
@@ -224,22 +228,22 @@ class Plan(Strict):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of `data.sequence_length` tokens in one optimizer step, over all ranks."""
+        """Return the number of sequences in one optimizer step, over all ranks."""
         return self.batch.tokens // self.data.sequence_length
 
     @property
     def micro_rows(self) -> int:
-        """Rows of one forward pass on one rank."""
+        """Return the number of sequences of one forward pass on one rank."""
         return self.batch.micro_sequences or self.rows_per_step // self.mesh.data
 
     @property
     def horizon_steps(self) -> int | None:
-        """The step at which the schedule ends, or None when nothing in the plan says."""
+        """Return the step at which the schedule ends, or None when nothing in the plan says."""
         return self.schedule.steps or self.goal_steps
 
     @property
     def goal_steps(self) -> int | None:
-        """The last step by the goal's steps and tokens; None where neither ends the run."""
+        """Return the last step by the goal's steps and tokens; None where neither ends the run."""
         by_tokens = -(-self.goal.tokens // self.batch.tokens) if self.goal.tokens else None
         return min((n for n in (self.goal.steps, by_tokens) if n), default=None)
 
@@ -290,7 +294,11 @@ class Plan(Strict):
         return self
 
     def _check_techniques(self) -> None:
-        """Whether what techniques do fits the keys beside them, and the warmup the schedule."""
+        """Refuse techniques that do not fit the keys beside them, and a warmup beyond the schedule.
+
+        Raises:
+            Wrong: one of them does not fit; with what mends it.
+        """
         owners = [n for n, t in self.techniques.items() if ATTENDS in t.claims]
         if self.attention == "measured" and owners:
             raise Wrong(
@@ -320,10 +328,10 @@ class Plan(Strict):
     def _as_read(
         cls, given: Any, check: ModelWrapValidatorHandler["Plan"], info: ValidationInfo
     ) -> "Plan":
-        """Check a plan that is made in Python as one that is read from TOML.
+        """Check a plan that is made in Python like one that is read from TOML.
 
         Raises:
-            ConfigError: what `Plan.read` says of the same tables.
+            ConfigError: as `Plan.read` raises it for the same tables.
         """
         if info.context is READ or not isinstance(given, Mapping):
             return check(given)
@@ -342,7 +350,7 @@ class Plan(Strict):
 
     @property
     def source_list(self) -> tuple[str, ...]:
-        """The sources, always as a tuple."""
+        """Return the sources, always as a tuple."""
         sources = self.data.sources
         return (sources,) if isinstance(sources, str) else sources
 
@@ -375,7 +383,7 @@ class Plan(Strict):
     def _read(
         text: str, catalogue: Catalogue, overrides: list[str], with_: list[str], without: list[str]
     ) -> "Plan":
-        """Read once; as `read`."""
+        """Read the plan once, as `read` does."""
         try:
             values = toml_values(text, "the plan")
         except tomllib.TOMLDecodeError as error:
@@ -417,17 +425,19 @@ class Plan(Strict):
         return read_table(Plan, values).with_keys(given)
 
     def made(self) -> dict[str, Mapping[str, Any]]:
-        """Return what each technique makes of which key."""
+        """Return technique -> the keys that it rewrites, with their new values."""
         return {name: technique.keys(self) for name, technique in self.techniques.items()}
 
     def with_keys(self, given: Mapping[str, Any]) -> "Plan":
-        """The plan with the keys that its techniques rewrite, and the tokenizer of given weights.
+        """Return the plan with the keys that its techniques rewrite.
+
+        A plan that starts from given weights also gets their tokenizer, where it names none.
 
         Args:
             given: the tables as they were written, before any default.
 
         Raises:
-            ConfigError: a key is given and a technique, or two techniques, say otherwise.
+            ConfigError: a key is given and a technique sets it otherwise, or two techniques do.
         """
         plan, said = self, {}
         for name, technique in self.techniques.items():
@@ -435,7 +445,7 @@ class Plan(Strict):
                 table, _, leaf = key.partition(".")
                 tables = given.get(table, {})
                 asked = tables.get(leaf, value) if isinstance(tables, Mapping) else value
-                if asked not in (value, "auto"):  # which leaves it open
+                if asked not in (value, "auto"):  # "auto" leaves the key open
                     raise ConfigError(
                         f"the plan says {key} = {asked!r}, and {name} makes it {value!r}",
                         leave_out(key).otherwise(mend(f"-{name}")),
@@ -454,21 +464,27 @@ class Plan(Strict):
         return plan
 
     def replaced(self, **tables: Any) -> "Plan":
-        """A checked copy with whole tables replaced; design techniques use it."""
+        """Return a checked copy with whole tables replaced; design techniques use it."""
         return read_table(Plan, {**dict(self), **tables})
 
     def dump(self) -> dict[str, Any]:
-        """Every key with its value, as plain data; keys without a value are left out."""
+        """Return every key with its value, as plain data; keys without a value are left out."""
         plain = self.model_dump(mode="json", exclude_none=True)
         return json.loads(json.dumps(plain))
 
     def to_toml(self) -> str:
-        """The resolved plan; reading it back gives an equal plan."""
+        """Return the resolved plan as TOML; reading it back gives an equal plan."""
         return tomli_w.dumps(self.dump())
 
 
 def _technique(name: str, knobs: Any) -> Technique[Any]:
-    """The technique `name` with these knobs, or as it was made."""
+    """Return the technique `name` with these knobs.
+
+    A technique that was made in Python is returned as it is.
+
+    Raises:
+        ConfigError: there is no such technique, a knob is wrong, or the technique has another name.
+    """
     if not isinstance(knobs, Technique):
         return read_table(installed().find(str(name)), knobs, f"techniques.{name}")
     if knobs.name() != name:

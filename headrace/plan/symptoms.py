@@ -1,8 +1,8 @@
-"""Define the doctor's words: what can hold a run up, by names that findings and techniques share.
+"""Define the words of the doctor: names of bottlenecks that findings and techniques share.
 
-A technique's `symptoms` are such words, so that the doctor can list it as a remedy without knowing
-it. A word may name a part behind a colon, as in `memory capacity:logits`: of that bottleneck, what
-the technique acts on. A word without one acts on all of it.
+A technique's `symptoms` are such words, so the doctor can list it as a remedy without knowing it. A
+word may name a part of a bottleneck after a colon, as in `memory capacity:logits`. The technique
+then acts on that part. A technique whose word has no part acts on the whole bottleneck.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,8 +24,9 @@ BOTTLENECKS: Mapping[str, tuple[str, ...]] = {
     "silent no-op": (),
     "computation": ("attention", "products", "blocks"),
 }
-"""bottleneck -> its parts. `computation` is what lessens FLOPs or raises their rate; `recipe` what
-comes to a loss in fewer tokens; `launch:compilation` steps that compile again."""
+"""Bottleneck -> its parts. `computation` is for what lessens FLOPs or raises their rate, `recipe`
+for what reaches a loss in fewer tokens, and `launch:compilation` for steps that compile
+repeatedly."""
 LoopChange = Literal[
     "8-bit states",
     "Liger kernels",
@@ -40,17 +41,18 @@ LoopChange = Literal[
     "tf32 matmuls",
     "torch.compile",
 ]
-"""Changes of a training loop that is not Headrace's. A technique that does the same names them in
-its `loop_changes`, so that the doctor of such a loop can point to it without knowing it."""
+"""Names of changes to a training loop that is not Headrace's. A technique that does the same lists
+them in its `loop_changes`, so the doctor of such a loop can point to it without knowing it."""
 PAID = frozenset({"memory capacity:activations", "memory capacity:optimizer"})
-"""What a technique is a remedy for, and nothing else, that gives time for memory."""
+"""Symptoms of techniques that trade time for memory. A technique whose symptoms are all among these
+buys nothing else."""
 
 
 def parse(symptom: str) -> tuple[str, str]:
-    """A word's bottleneck and part; the part is empty where it names none.
+    """Return the bottleneck and the part of a word; the part is "" where the word names none.
 
     Raises:
-        ValueError: there is no such word; with those that there are.
+        ValueError: there is no such word; the message lists those that there are.
     """
     bottleneck, colon, part = symptom.partition(":")
     if bottleneck not in BOTTLENECKS:
@@ -61,10 +63,13 @@ def parse(symptom: str) -> tuple[str, str]:
 
 
 def names(symptoms: Iterable[str], bottleneck: str) -> bool:
-    """Whether one of these words is that bottleneck's."""
+    """Return whether one of the symptoms is of the bottleneck."""
     return any(symptom.partition(":")[0] == bottleneck for symptom in symptoms)
 
 
 def saves_memory(symptoms: Iterable[str]) -> bool:
-    """Whether a technique with these words trades time for memory, and buys nothing else."""
+    """Return whether a technique with these symptoms trades time for memory.
+
+    It is false where the technique buys anything else.
+    """
     return set() < {*symptoms} <= PAID

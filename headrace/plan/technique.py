@@ -1,8 +1,8 @@
-"""Technique: one optimization, in one file, with the verbs that everything else is made from.
+"""Define a technique: one optimization, in one file, with the methods everything else calls.
 
-A technique is a frozen pydantic model: its fields are its knobs, its docstring's first line is its
-line in the catalogue. It acts while the Build is made, at its stage, and never in the loop. This
-module knows no torch: `Technique` is generic over the Build.
+A technique is a frozen pydantic model. Its fields are its knobs, and its docstring's first line is
+its line in the catalogue. It acts while the Build is made, at its stage, and never in the loop.
+This module does not import torch: `Technique` is generic over the Build.
 """
 
 import importlib
@@ -29,7 +29,7 @@ B = TypeVar("B")
 
 
 class Stage(IntEnum):
-    """When a technique acts. The order here is the order of application."""
+    """Say when a technique acts. The order here is the order of application."""
 
     DESIGN = 0
     PARTS = 1
@@ -53,9 +53,9 @@ class Ratio:
     """A ratio is one measured number of a receipt: with the technique over without it.
 
     Args:
-        ratio: above 1 where there is more of it.
+        ratio: the number; above 1 where there is more with the technique.
         of: "speed", "memory" or "reserved memory".
-        shape: the name of the model's size.
+        shape: name of the model's size.
         knobs: keys that differ from the technique's defaults.
     """
 
@@ -69,13 +69,13 @@ class Ratio:
 class Receipt:
     """A receipt holds what a technique was measured to change, as its card shows it.
 
-    `benchmarks/card_receipts.py` writes them from the rows of results/.
+    `benchmarks/card_receipts.py` writes receipts from the rows of results/.
 
     Args:
-        field: of the card.
-        hardware: of the rows.
-        where: the plan that the technique was put into or left out of.
-        ratios: what came of it.
+        field: field of the card that shows it.
+        hardware: hardware that was measured on.
+        where: the plan that the technique was added to or removed from.
+        ratios: what was measured.
         note: words that follow.
     """
 
@@ -87,7 +87,7 @@ class Receipt:
 
     @property
     def text(self) -> str:
-        """Return it as a part of the card."""
+        """Return the receipt as text for the card."""
         words, before = "", ""
         for one in self.ratios:
             join = "" if not words else ", " if one.of == before else " and "
@@ -103,8 +103,8 @@ class Card:
     """A card says what a technique is for, in a reader's words, with what was measured of it.
 
     Args:
-        buys: what it gains, derived or with a citation; several parts, the first the shortest.
-        costs: what is paid for that, likewise.
+        buys: what it gains, derived or with a citation; several parts, the shortest first.
+        costs: what is paid for that, derived or with a citation; several parts, the shortest first.
         helps: when to take it.
         hurts: when to leave it.
         source: the paper or the package.
@@ -119,7 +119,7 @@ class Card:
     receipts: tuple[Receipt, ...] = ()
 
     def measured(self, field: str) -> list[str]:
-        """Return the receipts of a field as text; the first names the hardware."""
+        """Return the receipts of a field as texts; the first names the hardware."""
         found = [receipt for receipt in self.receipts if receipt.field == field]
         texts = [receipt.text for receipt in found]
         return (
@@ -129,12 +129,15 @@ class Card:
         )
 
     def parts(self, field: str) -> tuple[str, ...]:
-        """Return what a field says besides receipts, in its parts."""
+        """Return the parts of a field's own text, without receipts."""
         said: str | tuple[str, ...] = getattr(self, field)
         return (said,) if isinstance(said, str) else said
 
     def shown(self, field: str) -> str:
-        """Return a field as a reader is shown it: receipts first, and last of what hurts."""
+        """Return a field as text for a reader, with its receipts.
+
+        Receipts come first, but last in the field `hurts`.
+        """
         said, *more = self.parts(field)
         for part in more:
             said += f". {part}" if part[:1].isupper() else f"; {part}"
@@ -142,13 +145,13 @@ class Card:
         return "; ".join([said, *measured] if field == "hurts" else [*measured, said])
 
     def whole(self) -> dict[str, str]:
-        """Return every field as a reader is shown it."""
+        """Return every field -> its text for a reader."""
         return {name: self.shown(name) for name in ("buys", "costs", "helps", "hurts", "source")}
 
 
 @dataclass(frozen=True)
 class Context:
-    """Where the plan would run; what `supports` may ask about."""
+    """Hold where a plan would run; `supports` decides by it."""
 
     plan: Any
     device: str
@@ -162,7 +165,7 @@ class Context:
 
     @property
     def capability_text(self) -> str:
-        """Return the compute capability as in "8.0", or "unknown"."""
+        """Return the compute capability as text like "8.0", or "unknown"."""
         return ".".join(map(str, self.capability or ("unknown",)))
 
     def whole(self, *axes: str) -> Remedy:
@@ -174,7 +177,7 @@ class Context:
         return mend(*words)
 
     def lacks_triton(self) -> "Unsupported | None":
-        """Why a kernel of Triton's cannot run here, if it cannot."""
+        """Return why a kernel of Triton's cannot run here; None where it can."""
         if self.device != "cuda":
             return Unsupported(
                 f"its kernels need an NVIDIA GPU, not {self.device}",
@@ -190,17 +193,17 @@ class Context:
 
 @dataclass(frozen=True)
 class Supported:
-    """It can run here."""
+    """The answer that a technique can run here."""
 
 
 @dataclass(frozen=True, init=False)
 class Unsupported:
-    """An answer that it cannot run here: why, what would make it, and which kind of reason it is.
+    """The answer that a technique cannot run here, with the reason and what would mend it.
 
     Args:
         reason: what is so, with numbers.
         remedy: what mends it; a plain text where no change of the plan does.
-        kind: of the reason.
+        kind: kind of the reason.
     """
 
     reason: str
@@ -220,11 +223,11 @@ class Doubt:
 
     Args:
         reason: what is so, with numbers.
-        remedy: keys, flags or a command with which it means something.
-        meaningless: nothing can come of it, so that no run begins with it.
-        changes: overrides that make a run learn which diverged for that reason.
-        kind: of a validation loss, what makes it doubtful; "" of a plan.
-        numbers: those of the reason, by name.
+        remedy: keys, flags or a command with which the plan means something.
+        meaningless: whether nothing can come of the plan, so that no run begins with it.
+        changes: overrides that make a run learn that diverged for this reason.
+        kind: what makes a validation loss doubtful; "" for a doubt about a plan.
+        numbers: name -> number of the reason.
     """
 
     reason: str
@@ -236,11 +239,11 @@ class Doubt:
 
     @property
     def line(self) -> str:
-        """The doubt and its remedy in one line."""
+        """Return the doubt and its remedy in one line."""
         return f"{self.reason}; try: {self.remedy}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the doubt as JSON values."""
         if self.kind:
             named = {"kind": self.kind, "sentence": self.reason, "remedy": self.remedy.text}
             return {**named, **self.numbers}
@@ -252,67 +255,73 @@ class Doubt:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Proof, read from tensors, graphs or counters, that a technique is in force (or is not)."""
+    """Hold proof, read from tensors, graphs or counters, of whether a technique is in force."""
 
     active: bool | None
-    """None where this rank holds nothing that could show it, as a stage without a head."""
+    """Whether the technique is in force; None where this rank holds nothing that could show it, as
+    a stage without a head."""
     detail: str
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 class Technique(Strict, Generic[B]):
-    """Base of every optimization."""
+    """A technique is one optimization. This is the base class of all of them."""
 
     room: ClassVar[str] = ""
     stage: ClassVar[Stage]
     claims: ClassVar[tuple[str, ...]] = ()
-    """Sockets that it owns alone."""
+    """Sockets that the technique owns alone."""
     composes: ClassVar[tuple[str, ...]] = ()
-    """Sockets that it adds to, in stage order."""
+    """Sockets that the technique adds to, in stage order."""
     axes: ClassVar[tuple[str, ...]] = ()
-    """Axes of the mesh along which it splits the model."""
+    """Axes of the mesh along which the technique splits the model."""
     excludes: ClassVar[Mapping[str, str]] = {}
-    """Other techniques that it cannot stand beside, each with its cited reason."""
+    """Name of each technique that this one cannot stand beside -> the cited reason."""
     equality: ClassVar[Literal["exact", "learning", "approximate"]] = "exact"
-    """exact: the trunk's gradients; learning: another rule; approximate: within `band`."""
+    """How its gradients compare with the baseline's. `exact`: they are the same; `learning`:
+    another rule; `approximate`: they are within `band`."""
     band: ClassVar[float] = 0.0
-    """Relative distance of gradients from the trunk's that `approximate` may show."""
+    """Largest relative distance from the baseline's gradients that `approximate` may show."""
     card: ClassVar[Card]
     rest: ClassVar[bool] = False
-    """Whether its optimizer takes what no other technique's does: it is predicted after them."""
+    """Whether its optimizer takes the weights that no other technique's takes. Such a technique is
+    predicted after the others."""
     timed: ClassVar[bool] = False
-    """Whether `predict` also says what it does to a step's time, or it does nothing to it."""
+    """Whether `predict` also covers what the technique does to a step's time. It is true as well
+    where the technique does nothing to it."""
     symptoms: ClassVar[tuple[str, ...]] = ()
-    """The doctor's findings that this technique is a remedy for, in the words of symptoms.py."""
+    """Findings of the doctor that the technique is a remedy for, in the words of symptoms.py."""
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ()
-    """Changes of another trainer's loop that do what it does, in the words of symptoms.py."""
+    """Changes of another trainer's loop that do what the technique does, in the words of
+    symptoms.py."""
     token_share: ClassVar[float] = 1.0
-    """Share of the tokens to a loss that it needs by its card's source; 1 claims nothing. A tuner
-    tries first what promises most by it and by the time of a step."""
+    """Share of the tokens to a loss that the technique needs, by its card's source; 1 claims
+    nothing. A tuner first tries what promises most by this share and by the time of a step."""
     settled: ClassVar[tuple[str, ...]] = ()
-    """Knobs that no search turns, since they are for tests, or say what a user accepts."""
+    """Names of knobs that no search changes, since they are for tests, or state what a user
+    accepts."""
 
     @classmethod
     def name(cls) -> str:
-        """Its name in plans: the module's."""
+        """Return the technique's name in plans, which is its module's name."""
         return cls.__module__.rpartition(".")[2]
 
     @classmethod
     def line(cls) -> str:
-        """Its line in the catalogue."""
+        """Return the technique's line in the catalogue."""
         return (cls.__doc__ or "").strip().splitlines()[0]
 
     def keys(self, plan: Any) -> Mapping[str, Any]:
-        """Keys of the plan that it rewrites, such as `model.kv_heads`, with their new values.
+        """Return the keys of the plan that it rewrites -> their new values.
 
-        A plan that gives one of them differently is an error.
+        An example of a key is `model.kv_heads`. A plan that sets one of them otherwise is an error.
         """
         return {}
 
     def reads(self) -> Mapping[str, str]:
-        """Return the folders of weights that it reads and that no checkpoint holds, by knob.
+        """Return knob -> the folder of weights that it reads and that no checkpoint holds.
 
-        An empty name means the weights that the run starts from.
+        An empty name of a knob stands for the weights that the run starts from.
         """
         return {}
 
@@ -321,19 +330,19 @@ class Technique(Strict, Generic[B]):
         return False
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Whether it can run in `context`; asked before anything optional is imported."""
+        """Return whether it can run in `context`, before anything optional is imported."""
         raise NotImplementedError
 
     def doubt(self, plan: Any) -> Doubt | None:
         """Return why it may mean nothing in `plan`, by what its card says; None where it does.
 
-        Asked when a run begins, and when changes are proposed. What is only timed, predicted or
-        explained may mean nothing.
+        It is called when a run begins, and when changes are proposed. A plan that is only timed,
+        predicted or explained may mean nothing.
         """
         return None
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """The ledger with this technique in force. Pure."""
+        """Return the ledger with this technique in force, and leave the given one as it is."""
         raise NotImplementedError
 
     def apply(self, build: B) -> None:
@@ -341,30 +350,30 @@ class Technique(Strict, Generic[B]):
         raise NotImplementedError
 
     def active(self, build: B) -> Evidence:
-        """Proof from the run, asked after one step."""
+        """Return proof from the run, after one step, of whether the technique is in force."""
         raise NotImplementedError
 
 
 LIST = "headrace list"
-"""The command that prints every technique."""
+"""Command that prints every technique."""
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Every technique by name, and every model family as defaults for `model.*`."""
+    """Hold every technique by name, and every model family as defaults for `model.*`."""
 
     techniques: Mapping[str, type[Technique[Any]]]
     families: Mapping[str, Mapping[str, Any]]
 
     def find(self, name: str, option: str = "") -> type[Technique[Any]]:
-        """The technique called `name`.
+        """Return the class of the technique called `name`.
 
         Args:
             name: as it was written.
-            option: what it stood behind, as --with; nothing where it is a table's name.
+            option: option that it stood behind, as --with; "" where it is a table's name.
 
         Raises:
-            ConfigError: there is none; names the nearest.
+            ConfigError: there is no such technique; the message names the nearest.
         """
         if name in self.techniques:
             return self.techniques[name]
@@ -392,7 +401,11 @@ class Catalogue:
         )
 
     def with_family(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """`model` over its family's defaults."""
+        """Return the table `model` over the defaults of its family.
+
+        Raises:
+            ConfigError: there is no such family.
+        """
         family = model.get("family", "headrace")
         if not isinstance(family, str) or family not in self.families:
             near = alike(str(family), self.families)
@@ -424,11 +437,11 @@ def discover(package: ModuleType) -> dict[str, type[Technique[Any]]]:
 
 
 RECEIPTS = "receipts.json"
-"""The file of a package of techniques that holds what was measured of them."""
+"""Name of the file of a package of techniques that holds what was measured of them."""
 
 
 def read_receipts(file: Path) -> dict[str, tuple[Receipt, ...]]:
-    """Return the receipts of a file by technique; none where there is no file."""
+    """Return technique -> its receipts in a file; empty where there is no file."""
     by_name: dict[str, tuple[Receipt, ...]] = {}
     for row in json.loads(file.read_text()) if file.is_file() else ():
         ratios = tuple(Ratio(**ratio) for ratio in row["ratios"])
@@ -439,9 +452,9 @@ def read_receipts(file: Path) -> dict[str, tuple[Receipt, ...]]:
 
 
 def installed() -> Catalogue:
-    """Every technique and model family of this package, imported when a name is first asked for.
+    """Return the catalogue of every technique and model family of this package.
 
-    They are imported by name, since the core stands below them.
+    Their modules are imported by name in this function, since the core stands below them.
     """
     techniques = importlib.import_module("headrace.techniques")
     zoo = importlib.import_module("headrace.model.zoo")
@@ -449,10 +462,10 @@ def installed() -> Catalogue:
 
 
 def check_claims(techniques: Iterable[Technique[Any]]) -> None:
-    """Two owners of one socket, or an excluded pair, is an error that names both.
+    """Refuse techniques of which two own one socket, or one excludes another.
 
     Raises:
-        ConfigError: the clash, with the flag that resolves it.
+        ConfigError: the clash; it names both techniques and the flag that resolves it.
     """
     owners: dict[str, str] = {}
     active = list(techniques)
@@ -475,5 +488,5 @@ def check_claims(techniques: Iterable[Technique[Any]]) -> None:
 
 
 def _leaving(technique: Technique[Any]) -> Remedy:
-    """Return the changes that leave a technique out, and with it what it splits the model along."""
+    """Return the changes that remove a technique, and set the axes that it splits along to 1."""
     return mend(*(f"mesh.{axis}=1" for axis in technique.axes), f"-{technique.name()}")

@@ -1,1 +1,1 @@
-"""What a plan needs and takes, foreseen; and what it could be."""
+"""Predict what a plan needs and takes, and find what it could be changed into."""

@@ -1,9 +1,10 @@
-"""A time model that meets the measured steps of one plan, to predict others by.
+"""Correct a model of step times by the measured steps of one plan, to predict other plans.
 
-A machine's rates leave a systematic rest: a clock that falls under load, kernels slower beside
-others. Twenty measured steps of one plan tell it. Each phase gets a factor, the same for every plan
-afterwards; the pause between two steps and the wait for data keep their length, for they belong to
-none. A plan whose kernels differ wholly from the measured one's has another rest: left out.
+A machine's rates leave a systematic error: a clock that falls under load, kernels that are slower
+beside others. Twenty measured steps of one plan show it. Each phase gets a factor, which is the
+same for every plan afterwards. The pause between two steps and the data wait keep their length,
+since they belong to no phase. A plan whose kernels differ wholly from those of the measured plan
+has another error, which is left out.
 """
 
 import math
@@ -20,24 +21,25 @@ from headrace.costs.step import StepTime
 from headrace.costs.work import Phase, Work
 
 ENOUGH = 20
-"""Steps whose median counts."""
+"""Number of steady steps, the last ones of a run, of which the median is taken."""
 PHASES: Mapping[Phase, str] = {
     "forward": "forward", "recompute": "backward", "backward": "backward", "optimizer": "optimizer",
 }  # fmt: skip
-"""phase of the model -> phase that a run measures"""
+"""Phase of the model -> phase that a run measures."""
 FAR = 3.0
-"""A factor beyond it, or below its inverse, says that something else was measured."""
+"""Largest factor between measured and predicted time; its inverse is the smallest. A factor beyond
+these means that something else was measured."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Steady steps of one plan.
+    """Hold what the steady steps of one plan took.
 
     Args:
-        step_s: median.
-        phases_s: medians of "forward", "backward", "optimizer" and what else was timed in a step;
-            empty where only whole steps were.
-        steps: how many.
+        step_s: median seconds of a step.
+        phases_s: median seconds of "forward", "backward", "optimizer" and what else was timed in a
+            step; empty where only whole steps were timed.
+        steps: number of steps that were measured.
     """
 
     step_s: float
@@ -46,10 +48,13 @@ class Measured:
 
     @classmethod
     def of_run(cls, folder: Path) -> "Measured":
-        """The last steady steps of a run: of metrics.jsonl, or as report.json sums them up.
+        """Return what the last steady steps of a run took.
+
+        The numbers come from the rows of metrics.jsonl, or from the sums in report.json where there
+        are fewer than 3 steady rows.
 
         Raises:
-            ConfigError: it has no steady steps.
+            ConfigError: the run has no steady steps.
         """
         rows = [r for r in _rows(folder / "metrics.jsonl") if not r.get("compile_s")]
         rows = [r for r in rows[1:] if 0 < r.get("step_s", 0.0) < math.inf][-ENOUGH:]
@@ -75,22 +80,23 @@ class Measured:
                 f"{folder} has no steady steps to calibrate by: 3 at least, beside those that "
                 "compile", plan_again("train", "goal.steps=30"),
             ) from None  # fmt: skip
-        scale = step_s / sum(spent.values())  # the sums have steps in them that are not steady
+        scale = step_s / sum(spent.values())  # the sums include steps that are not steady
         return cls(step_s, {p: scale * s for p, s in spent.items()}, steps)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors by which a model's phases are multiplied.
+    """Hold the factors that correct a model's phases, from measured steps of one plan.
 
     Args:
-        factors: phase -> factor.
-        waits_s: of a step, for data.
-        plan: whose steps were measured.
-        steps: how many.
-        workload: that plan's, as `intervals.workload` tells it.
-        host: by which the host's time is; its steps tell it where they are foreseen to wait for
-            launches, and nothing of the device.
+        factors: phase -> factor by which its device time is multiplied.
+        waits_s: seconds that a step waits for data.
+        plan: name of the plan whose steps were measured.
+        steps: number of steps that were measured.
+        workload: workload of that plan, as `intervals.workload` returns it.
+        host: factor by which the host's time is multiplied. It is set where the measured steps are
+            predicted to wait for launches; such steps show nothing about the device. Else it is
+            None.
     """
 
     factors: Mapping[Phase, float]
@@ -102,15 +108,16 @@ class Calibration:
 
     @classmethod
     def of(cls, time: StepTime, measured: Measured, plan: str) -> "Calibration":
-        """What makes `time` meet what was measured of the same plan.
+        """Return the calibration with which `time` meets what was measured of the same plan.
 
         Args:
-            time: of the plan by rates alone.
-            measured: of it.
-            plan: its name.
+            time: the plan's step time by the machine's rates alone.
+            measured: what steps of the plan took.
+            plan: name of the plan.
 
         Raises:
-            ConfigError: they are so far apart that something else was measured.
+            ConfigError: measured and predicted time are so far apart that something else was
+                measured.
         """
         waits_s = max(0.0, measured.phases_s.get("input", 0.0) - time.edge_s)
         left_s = measured.step_s - waits_s - time.edge_s
@@ -133,12 +140,15 @@ class Calibration:
         return cls(factors, waits_s, plan, measured.steps, host=host)
 
     def tells(self, time: StepTime) -> bool:
-        """Whether its steps say anything of such a one."""
+        """Return whether the measured steps show anything about a step like this one.
+
+        Measured steps that waited for launches show nothing about a step that does not.
+        """
         return time.by_host or self.host is None
 
     def applied(self, time: StepTime) -> StepTime:
-        """Another plan's time, or the same one's, without waits."""
-        device_s = {  # a device alone tells nothing of what is sent to others
+        """Return the time of this or another plan with the factors applied, without data waits."""
+        device_s = {  # steps of one device show nothing of what is sent to others
             (phase, kind): s if kind == "collective" else self.factors[phase] * s
             for (phase, kind), s in time.device_s.items()
         }
@@ -146,21 +156,28 @@ class Calibration:
         return replace(time, device_s=device_s, host_s=host_s)
 
     def step_s(self, time: StepTime) -> float:
-        """Of a step, with waits as long as the measured ones."""
+        """Return the seconds of a step, with a data wait as long as the measured one."""
         return self.applied(time).step_s + self.waits_s
 
 
 def check_device(run: Path, device: str, name: str) -> None:
-    """Steps tell of the device that they ran on.
+    """Refuse a run whose steps were measured on another device than the plans are for.
+
+    A run whose environment.json cannot be read is accepted.
+
+    Args:
+        run: folder of the run.
+        device: kind of the device that plans are predicted for, as "cuda".
+        name: name of that device.
 
     Raises:
-        ConfigError: a run's were measured on another one than `name`, of which plans are asked.
+        ConfigError: the run's steps were measured on another device.
     """
     try:
         told = parse_json((run / "environment.json").read_bytes())
         ran, its = told["device"], told["device_name"]
     except (OSError, ValueError, KeyError, TypeError):
-        return  # a run that nothing is known of
+        return  # the run's device is unavailable
     if ran != device or (ran == "cuda" and its != name):
         raise ConfigError(
             f"{run} ran on {its}, and its steps tell nothing of {name}",
@@ -169,7 +186,10 @@ def check_device(run: Path, device: str, name: str) -> None:
 
 
 def _rows(file: Path) -> list[dict[str, float]]:
-    """The numbers of a run's rows; a line that is being written, or was cut short, is none."""
+    """Return the numeric values of each row of a run's metrics.jsonl.
+
+    A line that is still being written, or was truncated, is skipped.
+    """
     lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
     rows = []
     for line in lines:

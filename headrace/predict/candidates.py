@@ -1,16 +1,16 @@
-"""Single changes of a plan that are worth asking about, and the answer to one of them.
+"""Propose single changes of a plan that are worth predicting, and predict one of them.
 
 Everything is read from the techniques themselves: whether they keep the gradients (`equality`),
-which sockets they own, what they exclude, which knobs they have. None is known by name here. A
-change is a tuple of words (headrace/plan/changes.py): putting a technique in takes out what it
-cannot stand beside, so that one change may be several words.
+which sockets they own, what they exclude, and which knobs they have. No technique is known by name
+here. A change is a tuple of words (headrace/plan/changes.py). Adding a technique removes the
+techniques that it cannot stand beside, so one change may be several words.
 
-An error of a technique's own code is told like a refusal, with the file and the line: a technique
-that cannot say what it does costs nobody else a plan.
+An error in a technique's own code is reported like a refusal, with the file and the line. So a
+technique that fails does not stop the predictions of other plans.
 
-Left out: keys of the plan itself but for the rows of a micro-batch and those that a technique
-rewrites, since they change what is trained (rows, rates, sizes) or cannot be foreseen
-(`attention=measured`), and the number of ranks.
+These are left out: the number of ranks, and keys of the plan itself. Most of those change what is
+trained (rows, rates, sizes) or cannot be predicted (`attention=measured`). The sequences of a
+micro-batch and the keys that a technique rewrites are not left out.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -39,18 +39,22 @@ from headrace.predict.ranks import slowest
 Words = tuple[str, ...]
 MICRO = "batch.micro_sequences"
 MENDS = ("techniques.", f"{MICRO}=")
-"""How keys begin that a remedy may set: they do not change what is trained."""
+"""Prefixes of the keys that a remedy may set. These keys do not change what is trained."""
 MOST_MENDS = 2
-"""Alternatives of a remedy that are tried."""
+"""Largest number of a remedy's alternatives that are tried."""
 
 
 class PredictionFailed(UnsupportedError):
-    """A technique's own code failed where it was asked what it does: a bug, and told as one."""
+    """A technique's own code failed while its effect was predicted. It is reported as a bug."""
 
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What is no message for a user becomes one."""
+    """Turn an error that is no message for a user into one.
+
+    Raises:
+        PredictionFailed: the code inside raised something else than a HeadraceError.
+    """
     try:
         yield
     except HeadraceError:
@@ -66,12 +70,12 @@ def _told() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that a sweep asked about.
+    """A candidate is a plan that a sweep predicted.
 
     Args:
-        changes: of the plan that it began with, in words; none for that plan itself.
-        plan: with the changes.
-        prediction: what the planner foresees of it.
+        changes: words that make it from the plan that the sweep began with; empty for that plan.
+        plan: the plan with these changes.
+        prediction: what the planner predicts of it.
     """
 
     changes: Words
@@ -81,16 +85,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Asking:
-    """Who answers: a start, a place, a machine, and the techniques that there are.
+    """Hold what predictions of changed plans need: the start, the place, the rates, the techniques.
 
     Args:
-        start: the plan that changes are told from.
-        context: where it would run.
-        machine: the rates.
-        catalogue: the techniques.
-        learning: also change what is learned.
-        calibration: by measured steps of one plan there.
-        layouts: also lay several ranks out along other axes of the mesh.
+        start: the plan that changes are counted from.
+        context: where the plans would run.
+        machine: the rates of the device there.
+        catalogue: the techniques that exist.
+        learning: whether techniques that change what is learned may be changed too.
+        calibration: correction by measured steps of one plan there; None without.
+        layouts: whether several ranks may also be laid out along other axes of the mesh.
     """
 
     start: Plan
@@ -102,22 +106,23 @@ class Asking:
     layouts: bool = False
 
     def keeps(self, technique: type[Technique[Any]]) -> bool:
-        """Whether putting it in, leaving it out or turning its knobs is allowed."""
+        """Return whether a technique may be added, removed or given other knobs."""
         return self.learning or technique.equality != "learning"
 
     def answer(self, plan: Plan, words: Words = ()) -> Candidate:
-        """What is foreseen of the plan with changes.
+        """Return the candidate that changes of a plan make.
 
         Raises:
-            ConfigError, UnsupportedError: it contradicts itself, or cannot run there.
+            ConfigError, UnsupportedError: the changed plan contradicts itself, or cannot run there.
         """
         return self.predict(*self.changed(plan, words))
 
     def attempt(self, plan: Plan, words: Words) -> Candidate:
-        """The answer, or that to the first change that mends its error.
+        """Return the candidate that changes make, mended by its error's remedy if need be.
 
         Raises:
-            ConfigError, UnsupportedError: of the change as it is.
+            ConfigError, UnsupportedError: the changes fail, and so does every remedy that was
+                tried.
         """
         try:
             return self.answer(plan, words)
@@ -128,10 +133,12 @@ class Asking:
             raise
 
     def changed(self, plan: Plan, words: Words) -> tuple[Words, Plan]:
-        """The plan with changes, and all of its changes since the start, which are its name.
+        """Return all changes since the start, and the plan with them.
+
+        The changes since the start identify a plan.
 
         Raises:
-            ConfigError: it contradicts itself.
+            ConfigError: the changed plan contradicts itself.
             PredictionFailed: a technique's own code failed.
         """
         with _told():
@@ -139,10 +146,10 @@ class Asking:
             return difference(self.start, plan), plan
 
     def predict(self, changes: Words, plan: Plan) -> Candidate:
-        """What is foreseen of what `changed` made.
+        """Return the candidate of a plan that `changed` returned.
 
         Raises:
-            ConfigError, UnsupportedError: it cannot run there.
+            ConfigError, UnsupportedError: the plan cannot run there.
             PredictionFailed: a technique's own code failed.
         """
         with _told():
@@ -150,11 +157,11 @@ class Asking:
             return Candidate(changes, plan, predict(plan, there, self.machine, self.calibration))
 
     def guess_s(self, plan: Plan) -> float | None:
-        """Seconds of its step by the ledger, where no time is predicted too.
+        """Return a guess of a step's seconds from the ledger, even where no time is predicted.
 
-        The rates were never compared with measured steps there, so this is an order for whom
-        measures, and nothing to tell a reader. A CPU that nobody probed has datasheet rates. None
-        where a piece has no rate.
+        The rates were never compared with measured steps there. So the guess only orders what is
+        measured first, and is not shown to a reader. A CPU that was not probed has the rates of a
+        datasheet. The guess is None where a piece of work has no rate.
         """
         try:
             each = make_ledgers(plan, at(self.context, plan))
@@ -162,11 +169,14 @@ class Asking:
                 one = each[0]
                 return step_time(one.work, self.machine, one.sizes["micro_batches"]).step_s
             return slowest(each, self.machine).step_s
-        except Exception:  # whatever it is, there is no guess; `predict` tells of bugs
+        except Exception:  # there is no guess for any error; `predict` reports bugs
             return None
 
     def mended(self, words: Words, error: HeadraceError) -> Iterator[Words]:
-        """The change with what the error's remedy says, where that keeps what is trained."""
+        """Yield the change with each set of words that the error's remedy adds.
+
+        Only words that keep what is trained are used, and `MOST_MENDS` sets of them at most.
+        """
         names = {w[1:] for w in words if w[0] in "+-"}
         found = 0
         for more in error.remedy.changes:
@@ -181,7 +191,7 @@ class Asking:
         return word[1:] not in names and known is not None and known.equality != "learning"
 
     def singles(self, plan: Plan) -> Iterator[Words]:
-        """Every single change of the plan that is worth asking about."""
+        """Yield every single change of the plan that is worth predicting."""
         for name, kind in self.catalogue.techniques.items():
             new = name not in plan.techniques and self.keeps(kind) and not _is_so(plan, kind)
             if new and not _meaningless(plan, kind):
@@ -206,7 +216,10 @@ class Asking:
                 yield (f"{MICRO}={0 if whole else fewer}",)
 
     def _taken_out(self, plan: Plan, kind: type[Technique[Any]]) -> list[str] | None:
-        """Words that make room for a technique; None where what would go has to stay."""
+        """Return words that remove what a technique clashes with.
+
+        It is None where one of the techniques that clash must stay.
+        """
         clash = _clashes(plan, kind)
         kept = all(self.keeps(type(plan.techniques[other])) for other in clash)
         return [f"-{other}" for other in clash] if kept else None
@@ -215,11 +228,13 @@ class Asking:
 def singles(
     asking: Asking, failed: Callable[[Words, str], None] = lambda words, why: None
 ) -> list[Candidate]:
-    """Every single change of the start that can run there, mended if need be.
+    """Return the candidates of all single changes of the start that can run there.
+
+    A change that fails is mended by its error's remedy if need be.
 
     Args:
-        asking: who answers.
-        failed: told of changes whose prediction failed.
+        asking: what predicts them.
+        failed: called with the words and the error of each change whose prediction failed.
     """
     found = []
     for words in asking.singles(asking.start):
@@ -233,12 +248,15 @@ def singles(
 
 
 def silent(plan: Plan) -> list[str]:
-    """Its techniques that do not say what they do to a step's time."""
+    """Return the names of the plan's techniques that do not say how they change a step's time."""
     return [name for name, technique in plan.techniques.items() if not technique.timed]
 
 
 def _clashes(plan: Plan, kind: type[Technique[Any]]) -> list[str]:
-    """Techniques of the plan that own one of its sockets, or that it excludes or is excluded by."""
+    """Return the names of the plan's techniques that a technique cannot stand beside.
+
+    They own one of its sockets, or one of the two excludes the other.
+    """
     name, claims = kind.name(), set(kind.claims)
     return [
         other for other, technique in plan.techniques.items()
@@ -247,7 +265,7 @@ def _clashes(plan: Plan, kind: type[Technique[Any]]) -> list[str]:
 
 
 def _said_otherwise(plan: Plan, kind: type[Technique[Any]]) -> Iterator[str]:
-    """Keys that the plan gives and the technique rewrites, as the technique has them."""
+    """Yield `key=value`, as a technique rewrites them, for keys that the plan sets otherwise."""
     given = plan.model_dump(exclude_unset=True)
     for key, value in _rewritten(plan, kind).items():
         table, _, leaf = key.partition(".")
@@ -256,7 +274,7 @@ def _said_otherwise(plan: Plan, kind: type[Technique[Any]]) -> Iterator[str]:
 
 
 def _is_so(plan: Plan, kind: type[Technique[Any]]) -> bool:
-    """Whether all that the technique does is to rewrite keys, and the plan has them so."""
+    """Return whether a technique only rewrites keys, and the plan has these values already."""
     if not all(socket.startswith("config.") for socket in (*kind.claims, *kind.composes)):
         return False
     keys = _rewritten(plan, kind)
@@ -264,22 +282,25 @@ def _is_so(plan: Plan, kind: type[Technique[Any]]) -> bool:
 
 
 def _meaningless(plan: Plan, kind: type[Technique[Any]]) -> bool:
-    """Return whether nothing can come of the technique as it is by default in the plan."""
-    with suppress(Exception):  # knobs that have no default, or a bug: `changed` tells
+    """Return whether a technique with its default knobs means nothing in the plan."""
+    with suppress(Exception):  # a knob without a default, or a bug: `changed` reports it
         doubt = kind().doubt(plan)
         return doubt is not None and doubt.meaningless
     return False
 
 
 def _rewritten(plan: Plan, kind: type[Technique[Any]]) -> Mapping[str, Any]:
-    """Keys that the technique would rewrite -> their values there."""
-    with suppress(Exception):  # knobs that have no default, or a bug: `changed` tells
+    """Return the keys that a technique would rewrite -> their values then."""
+    with suppress(Exception):  # a knob without a default, or a bug: `changed` reports it
         return kind().keys(plan)
     return {}
 
 
 def _turned(technique: Technique[Any]) -> Iterator[tuple[str, Any]]:
-    """Its knobs in another position: other choices, and counts halved and doubled."""
+    """Yield each knob of a technique with another value.
+
+    A knob with choices gets each other choice. A number is halved and doubled.
+    """
     for key, field in type(technique).model_fields.items():
         if key in technique.settled:
             continue
@@ -293,12 +314,16 @@ def _turned(technique: Technique[Any]) -> Iterator[tuple[str, Any]]:
             try:
                 type(technique).model_validate({**technique.model_dump(), key: value})
             except ValidationError:
-                continue  # outside of its bounds
+                continue  # outside the knob's bounds
             yield key, value
 
 
 def _choices(kind: Any) -> list[Any]:
-    """What a knob may be, where its type says: of a Literal or a bool; None cannot be written."""
+    """Return the values that a knob's type lists; empty where it lists none.
+
+    The type is a Literal, a bool, or a union with one. None is left out, since it cannot be
+    written.
+    """
     if kind is bool:
         return [True, False]
     if get_origin(kind) is Literal:

@@ -1,13 +1,13 @@
-"""What ends a run, and when: budgets, and a quality that another run's loss curve tells of.
+"""Predict what ends a run, and when: a budget, or a quality that another run's loss curve shows.
 
-No law says how low a loss is after so many tokens of a text that nobody trained on. A run that
-learned as this one would, with the same text, model, recipe and horizon, tells it: the tokens after
-which its validation was down at the target, between two validations in proportion. How it is
-executed may differ. Beyond its end a curve is not drawn on; and it is one seed's.
+No law says how low a loss is after a number of tokens of a text that nobody trained on. A run that
+learned as this one would, with the same text, model, recipe and horizon, shows it: the tokens after
+which its validation was down at the target, in proportion between two validations. How that run is
+executed may differ. A curve is not continued beyond its end, and it is of one seed.
 
-Where no time of a step is foreseen, as on a CPU, the clock of a run tells it that was executed as
-this one would be: all that it did is on it, evaluation too, and its stretches between validations
-say how steady it was. Beyond its end the clock goes on at its mean pace.
+Where no time of a step is predicted, as on a CPU, the clock of a run that was executed as this one
+would be shows the time. Everything that run did is on its clock, evaluation too, and its stretches
+between validations show how steady it was. Beyond its end the clock goes on at its mean pace.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,28 +24,29 @@ from headrace.plan.plan import Plan
 from headrace.predict.intervals import Between
 
 BY_STEPS = "step "
-"""How an ending begins whose hours are those of its steps."""
+"""Prefix of an ending whose hours are those of its steps."""
 BITS = "bits per byte"
 TELLS = "headrace train PLAN until there, then headrace plan PLAN --after RUN, tell it"
-"""What mends that nobody knows."""
+"""Remedy that is shown where the end of a run is unavailable."""
 Seconds = Callable[[float], float | None]
-"""Steps -> seconds of them, if that is known."""
+"""Function from a number of steps to their seconds; None where these are unavailable."""
 Ending = tuple[str, float | None, str]
-"""What may end a run, hours until then, or why nobody knows them."""
+"""What may end a run, the hours until then (None where unavailable), and why they are
+unavailable."""
 STRETCHES = 3
-"""Between validations: with fewer nothing is said of how steady a clock was."""
+"""Number of stretches between validations that a clock needs for its steadiness to be reported."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A run's validations.
+    """A curve holds the validations of a run, and its clock.
 
     Args:
-        run: its name.
-        points: tokens and bits per byte of each, by tokens.
-        why_not: why they do not tell of the plan that is asked for, if so.
-        clock: tokens and seconds at each of them, and at the end.
-        otherwise: why the clock does not tell of that plan, if so.
+        run: name of the run.
+        points: tokens and bits per byte of each validation, in the order of tokens.
+        why_not: why the curve does not apply to the plan that is asked for; "" where it does.
+        clock: tokens, and seconds since the start, at each validation and at the end.
+        otherwise: why the clock does not apply to that plan; "" where it does.
     """
 
     run: str
@@ -56,10 +57,10 @@ class Curve:
 
     @classmethod
     def of(cls, folder: Path, why_not: str = "", otherwise: str = "") -> "Curve":
-        """Of a run's report.json.
+        """Read the curve of a run from its report.json.
 
         Raises:
-            ConfigError: it has none.
+            ConfigError: the run has no report.json with validations, or a damaged one.
         """
         try:
             report = parse_json((folder / "report.json").read_bytes())
@@ -76,7 +77,10 @@ class Curve:
         return cls(folder.name, known, why_not, clock, otherwise)
 
     def tokens_to(self, bits: float) -> float | None:
-        """Tokens after which it is down at `bits`; None where it never was, or tells nothing."""
+        """Return the tokens after which the run's validation is down at `bits`.
+
+        It is None where the run never got there, or where the curve does not apply.
+        """
         if self.why_not or not self.points:
             return None
         lower: list[tuple[float, float]] = []
@@ -88,7 +92,7 @@ class Curve:
         return float(np.interp(-bits, [-low for _, low in lower], [tokens for tokens, _ in lower]))
 
     def unknown(self, bits: float) -> str:
-        """Why it tells no tokens."""
+        """Return why the tokens to `bits` are unavailable."""
         if self.why_not:
             return f"{self.run} {self.why_not}"
         low, tokens = min(((low, tokens) for tokens, low in self.points), default=(None, 0.0))
@@ -99,7 +103,11 @@ class Curve:
         return f"{self.run} came down to {low:.4g} only{told}"
 
     def seconds_to(self, tokens: float) -> float | None:
-        """On its clock, at its mean pace beyond its end; None where that tells nothing."""
+        """Return the seconds of a number of tokens on the run's clock.
+
+        Beyond its end the clock goes on at its mean pace. It is None where the clock does not
+        apply.
+        """
         if self.otherwise or not self.clock:
             return None
         at, seconds = zip(*self.clock, strict=True)
@@ -108,14 +116,17 @@ class Curve:
         return float(np.interp(tokens, (0.0, *at), (0.0, *seconds)))
 
     def steadiness(self) -> tuple[float, float] | None:
-        """The fastest and the slowest stretch beside the mean; None where there are too few."""
+        """Return the pace of the fastest and the slowest stretch, as ratios to the mean pace.
+
+        It is None where there are too few stretches, or where the clock does not apply.
+        """
         if self.otherwise or len(self.clock) <= STRETCHES:
             return None
         paces, mean = [self._pace(i, i + 1) for i in range(len(self.clock) - 1)], self._pace(0, -1)
         return min(paces) / mean, max(paces) / mean
 
     def _pace(self, first: int, last: int) -> float:
-        """Seconds of a token between two points of its clock."""
+        """Return the seconds of one token between two points of the clock."""
         (before, began_s), (after, ended_s) = self.clock[first], self.clock[last]
         return (ended_s - began_s) / (after - before) if after > before else ended_s / after
 
@@ -129,10 +140,10 @@ def ending(
     """Return what ends the run, the hours until then, and their interval.
 
     Args:
-        plan: the run.
+        plan: the plan of the run.
         step_s: seconds of a step; None where no time is predicted.
-        ends: the interval of those seconds; None where there is none.
-        curve: the validations of a run that learned as this one would.
+        ends: interval of those seconds; None where there is none.
+        curve: validations of a run that learned as this one would.
     """
     scale = None if curve is None or step_s is not None else curve.steadiness()
     if ends is not None and step_s:
@@ -178,7 +189,7 @@ def ending(
 
 
 def _target(plan: Plan, seconds: Seconds, curve: Curve | None) -> Iterator[Ending]:
-    """What ends a run at its target, where it has one."""
+    """Yield the ending of a run at its target, where the plan has one."""
     bits = plan.goal.bits_per_byte
     if bits is None:
         return
@@ -188,14 +199,14 @@ def _target(plan: Plan, seconds: Seconds, curve: Curve | None) -> Iterator[Endin
     elif (tokens := curve.tokens_to(bits)) is None:
         yield name, None, curve.unknown(bits)
     else:
-        # A run sees where it is when it validates.
+        # A run learns its loss only when it validates.
         every = plan.batch.tokens * plan.eval.every_steps
         steps = -(-tokens // every) * plan.eval.every_steps
         yield _at(f"{BY_STEPS}{steps:.0f}, {name} as in {curve.run}", seconds(steps), curve)
 
 
 def _budgets(plan: Plan, seconds: Seconds, curve: Curve | None) -> Iterator[Ending]:
-    """What else may end the run. Minutes and dollars are exact."""
+    """Yield the other endings of a run: steps, minutes and dollars. The last two are exact."""
     goal, price = plan.goal, plan.hardware.dollars_per_hour
     by_tokens = -(-goal.tokens // plan.batch.tokens) if goal.tokens else None
     if steps := min((n for n in (goal.steps, by_tokens) if n), default=None):

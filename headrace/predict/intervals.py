@@ -1,14 +1,16 @@
-"""How far predictions of a step's time are off, and the intervals that they get for it.
+"""Hold how far predicted step times are off, and compute their intervals from it.
 
-An interval holds 80% of what is measured. Its width stands for what the planner knew: rates of a
+An interval holds 80% of what is measured. Its width depends on what the planner knew: rates of a
 datasheet, rates probed on this machine, or 20 measured steps of one plan, of another workload or of
-the same one; a probed CPU has a width of its own, once rows tell one. Widths come from rows of
-results/ and from nothing else: `python benchmarks/residuals.py` computes them, leaving out one
-shape at a time, so that they hold for a shape that was not looked at. They are ratios of measured
-to predicted, and not symmetric: what a model leaves out takes time. All of a GPU's rows are of one
-kind, and of a CPU `python benchmarks/foresight_cpu.py` tells the width. On any other GPU each end
-lies some times as far (`widening`): those factors rest on no steps, but on how far apart the
-numbers are that are assumed there, and every answer says so.
+the same one. A probed CPU has a width of its own, once measured rows give one.
+
+Widths come from rows of results/ and from nothing else. `python benchmarks/residuals.py` computes
+them and leaves out one shape at a time, so that they hold for a shape that was not looked at. They
+are ratios of measured to predicted time, and not symmetric: what a model leaves out takes time. All
+of a GPU's rows are of one kind. `python benchmarks/foresight_cpu.py` computes the width of a CPU.
+
+On any other GPU each end lies some times as far (`widening`). Those factors rest on no steps, but
+on how far apart the numbers are that are assumed there, and every answer says so.
 """
 
 from collections.abc import Mapping
@@ -26,18 +28,18 @@ from headrace.plan.technique import Context
 
 Tier = Literal["no_gpu", "after_probes", "after_20_steps"]
 Basis = Tier | Literal["same_workload", "on_cpu"]
-"""What a width stands for: a tier, 20 steps of a plan of the same `workload`, or a probed CPU."""
+"""What a width rests on: a tier, 20 steps of a plan of the same `workload`, or a probed CPU."""
 
 
 @dataclass(frozen=True)
 class Width:
-    """Of 80% of all measured steps, as ratios to the predicted one.
+    """Hold the range of ratios of measured to predicted step time that covers 80% of all steps.
 
     Args:
         low: the lower end.
         high: the upper end.
-        n: rows that it rests on.
-        says: which.
+        n: number of rows that it rests on.
+        says: words that name these rows.
     """
 
     low: float
@@ -48,14 +50,14 @@ class Width:
 
 @dataclass(frozen=True)
 class Between:
-    """An 80% interval around a predicted number."""
+    """Hold the two ends of an 80% interval around a predicted number."""
 
     low: float
     high: float
 
 
 def _width(name: str, says: str) -> Width:
-    """Return a width of `constants.toml`."""
+    """Return the width that `constants.toml` holds under a name."""
     low, high, rows = numbers(name)
     return Width(low, high, int(rows), says)
 
@@ -76,20 +78,20 @@ STEP: dict[Basis, Width] = {
         "measured steps of H200s lay, each set right by others of its workload",
     ),
 }
-"""How far a step's time is off, by what the prediction rests on."""
+"""What a prediction rests on -> how far a step's time is off."""
 MEASURED_ON = "H200"
-"""The GPU whose steps the widths are of."""
+"""The GPU whose measured steps the widths come from."""
 SAME_CHIP, ASSUMED = number("wider_same_chip"), number("wider_assumed")
 PROBED, STEPPED = number("wider_probed"), number("wider_measured")
 
 
 @dataclass(frozen=True)
 class Widening:
-    """How much less is known of a device than of the one that steps were compared on.
+    """Hold how much wider intervals are on a device than on the one that steps were compared on.
 
     Args:
-        times: as far that each end of an interval lies.
-        why: the reason, for a reader; "" where it is 1.
+        times: factor by which each end of an interval lies farther out.
+        why: the reason, for a reader; "" where the factor is 1.
     """
 
     times: float = 1.0
@@ -97,7 +99,7 @@ class Widening:
 
 
 EXACT = Widening()
-"""Of the device that steps were compared on."""
+"""Widening of the device that steps were compared on: none."""
 
 
 def widening(machine: Machine, basis: Basis) -> Widening:
@@ -123,15 +125,16 @@ def widening(machine: Machine, basis: Basis) -> Widening:
 
 
 def workload(plan: Plan, context: Context, ledger: Ledger) -> Mapping[str, Work]:
-    """What the trunk would do in a step: equal for one model, length of rows and tokens a step.
+    """Return the work of the baseline in a step, by which two workloads are compared.
 
-    The keys of two plans do not tell: a run writes down what they may leave open, as the size of
-    the vocabulary. Rows of a forward pass are no part of it: how many is a choice, as techniques.
+    It is equal for plans of one model, sequence length and number of tokens a step. The plans' keys
+    alone do not show that: a run records what they may leave open, as the size of the vocabulary.
+    The sequences of a forward pass are no part of it, since they are a choice, as techniques are.
 
     Args:
-        plan: the run.
-        context: where.
-        ledger: what is predicted of it there.
+        plan: the plan of the run.
+        context: where it runs.
+        ledger: what is predicted of the plan there.
     """
     model = plan.model.model_copy(update={"vocab": int(ledger.sizes["vocab"])})
     length, precision = plan.data.sequence_length, context.precision
@@ -139,12 +142,12 @@ def workload(plan: Plan, context: Context, ledger: Ledger) -> Mapping[str, Work]
 
 
 def step_between(step_s: float, basis: Basis, times: float = 1.0) -> Between:
-    """Return the seconds between which 80% of such plans take.
+    """Return the seconds between which 80% of steps with such a prediction lie.
 
     Args:
-        step_s: as predicted.
-        basis: what that rests on.
-        times: as far that each end lies, see `Widening`.
+        step_s: predicted seconds of a step.
+        basis: what the prediction rests on.
+        times: factor by which each end lies farther out, see `Widening`.
     """
     width = STEP[basis]
     return Between(width.low / times * step_s, width.high * times * step_s)

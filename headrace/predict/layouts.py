@@ -1,8 +1,9 @@
-"""Other layouts of a plan's ranks: as many of them, along other axes of the mesh.
+"""Propose other layouts of a plan's ranks: the same number along other axes of the mesh.
 
-An axis that splits the model belongs to a technique, which says so in its `axes`: it comes with its
-axis and goes with it. From the start every layout is asked about, and from there on those that one
-prime factor away from one axis to another makes, so that a sweep of many ranks stays short.
+An axis that splits the model belongs to a technique, which says so in its `axes`. The technique is
+added with its axis and removed with it. From the start of a sweep every layout is predicted. Later
+only those layouts are that move one prime factor from one axis to another, so that a sweep of many
+ranks stays brief.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,18 +14,18 @@ from headrace.plan.plan import MeshConfig, Plan
 from headrace.plan.technique import Catalogue, Technique
 
 FREE = "data"
-"""The axis that no technique owns: replicas read other rows."""
+"""The axis that no technique owns: its replicas read different sequences."""
 
 
 def layouts(
     plan: Plan, catalogue: Catalogue, *, near: bool
 ) -> Iterator[tuple[tuple[str, ...], tuple[type[Technique[Any]], ...]]]:
-    """Words of each other layout, and the techniques that they put in.
+    """Yield the words of each other layout, and the techniques that it adds.
 
     Args:
-        plan: of several ranks.
-        catalogue: the techniques.
-        near: only those that differ by one prime factor.
+        plan: a plan of several ranks.
+        catalogue: the techniques that exist.
+        near: whether to yield only layouts that differ by one prime factor.
     """
     axes = tuple(MeshConfig.model_fields)
     now = {axis: getattr(plan.mesh, axis) for axis in axes}
@@ -35,7 +36,7 @@ def layouts(
         owners = {a: _owner(plan, catalogue, a) for a, n in wanted.items() if n > 1 and a != FREE}
         more = tuple(o for o in owners.values() if o and o.name() not in plan.techniques)
         if None in owners.values():
-            continue  # nobody splits along it
+            continue  # no technique splits the model along it
         words = [f"mesh.{axis}={n}" for axis, n in wanted.items() if n != now[axis]]
         words += [f"+{kind.name()}" for kind in more]
         words += [
@@ -46,13 +47,16 @@ def layouts(
 
 
 def _owner(plan: Plan, catalogue: Catalogue, axis: str) -> type[Technique[Any]] | None:
-    """Who splits the model along an axis: of the plan's techniques, else the first that would."""
+    """Return the technique that splits the model along an axis; None where there is none.
+
+    A technique of the plan goes before others of the catalogue.
+    """
     own = [type(t) for t in plan.techniques.values() if axis in t.axes]
     return next((k for k in (*own, *catalogue.techniques.values()) if axis in k.axes), None)
 
 
 def _is_near(now: Mapping[str, int], wanted: Mapping[str, int]) -> bool:
-    """Whether one prime factor of one axis stands at another."""
+    """Return whether two layouts differ only by one prime factor that moved to another axis."""
     ratios = [max(n / wanted[a], wanted[a] / n) for a, n in now.items() if n != wanted[a]]
     return len(ratios) == 2 and ratios[0] == ratios[1] and _is_prime(ratios[0])
 
@@ -62,7 +66,7 @@ def _is_prime(number: float) -> bool:
 
 
 def _shared_out(ranks: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of so many."""
+    """Yield every tuple of `axes` whole numbers whose product is `ranks`."""
     if axes == 1:
         yield (ranks,)
         return

@@ -1,9 +1,10 @@
-"""The time of a step on a CPU: its pieces, set right by the whole steps that the probe measured.
+"""Predict the time of a step on a CPU: its pieces, corrected by whole steps of the probe.
 
-Pieces are timed alone and sum up to a little less than a step: caches that other operations have
-filled, memory that the system hands out anew. How much less, the probe's own small steps tell. Each
-stands for plans of like width, tokens and vocabulary, compiled or not. What another count of
-threads does, and memory that the process keeps, is told by those that were measured both ways.
+Pieces are timed alone, and their sum is a little less than a step: other operations fill the
+caches, and the system hands out memory anew. The probe's own small steps show how much less. Each
+stands for plans of similar width, tokens and vocabulary, compiled or not. The effect of another
+count of threads, and of memory that the process keeps, comes from steps that were measured both
+with and without it.
 """
 
 import math
@@ -22,16 +23,16 @@ from headrace.costs.step import StepTime
 from headrace.costs.work import Matmul, Work
 
 COMPILED = "compiled/calls"
-"""The piece of work that a compiler adds."""
+"""Name of the piece of work that a compiler adds."""
 CAST = "weight_cast/forward"
-"""The piece of work that weights stored in fp32 need where bf16 is multiplied."""
+"""Name of the piece of work that weights stored in fp32 need where bf16 is multiplied."""
 
 
 def step_time(ledger: Ledger, machine: Machine) -> StepTime:
-    """The time of a step.
+    """Return the time of a step.
 
     Raises:
-        UnsupportedError: the machine's rates do not tell.
+        UnsupportedError: the machine's rates do not cover the step.
     """
     sizes = ledger.sizes
     found = host.step_time(_named(ledger), machine, sizes["micro_batches"])
@@ -47,7 +48,11 @@ def step_time(ledger: Ledger, machine: Machine) -> StepTime:
 
 
 def _named(ledger: Ledger) -> Mapping[str, Work]:
-    """The work by the names of the operations that were timed, where a decoder has others."""
+    """Return the work under the names of the operations that were timed.
+
+    `norms` become `layer_norms` and `activation` becomes `plain_activation` where the decoder has
+    those instead.
+    """
     sizes = ledger.sizes
     names = {} if sizes["norm_products"] else {"norms": "layer_norms"}
     names |= {} if "mlp.gate_up/in" in sizes else {"activation": "plain_activation"}
@@ -60,30 +65,33 @@ def _keeps(step: MeasuredStep) -> bool:
 
 
 def _counts(machine: Machine) -> str:
-    """The counts of threads that steps were timed at."""
+    """Return the counts of threads that steps were timed at, as text."""
     return ", ".join(map(str, sorted({step.threads for step in machine.steps})))
 
 
 def _half_of(ledger: Ledger) -> Half:
-    """Return how a plan multiplies bf16."""
+    """Return how a plan multiplies bf16; "" where it multiplies fp32."""
     if not any(isinstance(p, Matmul) and p.precision in NARROW for p in ledger.work.values()):
         return ""
     return "autocast" if CAST in ledger.work else "parameters"
 
 
 def _usual(machine: Machine, half: Half = "") -> list[MeasuredStep]:
-    """Return steps at the machine's own count of threads, whose memory the system takes back."""
+    """Return the usual steps of the probe that multiply bf16 as `half` says.
+
+    They ran at the machine's own count of threads, and the system took their memory back.
+    """
     own = [s for s in machine.steps if not s.keeps and s.threads == machine.processors]
     return [step for step in own if step.half == half]
 
 
 def _beside(machine: Machine, compiled: bool, half: Half) -> list[Ratio]:
-    """Return what steps of a kind took beyond their pieces.
+    """Return the ratios of the probe's whole steps to the sum of their pieces.
 
     Compiled steps in bf16 are derived where none was timed: compiling makes a step in bf16 as much
     faster as one in fp32. On two cores of a Xeon it did, by 0.8 to 1.2 times (natural.jsonl). Where
-    no step in bf16 was timed they are those in fp32, and those of the other code where there are
-    none.
+    no step in bf16 was timed, steps in fp32 are used. Where none is compiled as asked, the others
+    are.
     """
     kept = _usual(machine, half) or _usual(machine)
     alike = [step for step in kept if step.compiled == compiled]
@@ -93,7 +101,10 @@ def _beside(machine: Machine, compiled: bool, half: Half) -> list[Ratio]:
 
 
 def _compiled(steps: Sequence[MeasuredStep], machine: Machine) -> list[MeasuredStep]:
-    """Return eager steps as long as they would be compiled, by those in fp32 of their decoder."""
+    """Return eager steps with the time that they would take compiled.
+
+    The time comes from compiled and eager steps in fp32 of the same decoder.
+    """
     plain = {step.shape: step for step in _usual(machine) if not step.compiled}
     beside, found = _beside(machine, True, ""), list[MeasuredStep]()
     for step in steps:
@@ -106,10 +117,15 @@ def _compiled(steps: Sequence[MeasuredStep], machine: Machine) -> list[MeasuredS
 
 
 def _against(machine: Machine, which: Callable[[MeasuredStep], bool], words: str) -> list[Ratio]:
-    """What steps of a kind took over the usual ones of the same decoder.
+    """Return the ratios of steps of some kind to the usual steps of the same decoder.
+
+    Args:
+        machine: the rates, with the steps that were timed.
+        which: whether a step is of that kind.
+        words: what the steps are, for the error.
 
     Raises:
-        UnsupportedError: none was timed.
+        UnsupportedError: no such step was timed.
     """
     usual = {step.shape: step.seconds for step in _usual(machine) if not step.compiled}
     found = [
@@ -126,7 +142,7 @@ def _spot(step: MeasuredStep) -> tuple[float, ...]:
 
 
 def _summed_s(step: MeasuredStep, machine: Machine) -> float:
-    """The pieces of one of the probe's own steps."""
+    """Return the seconds of one of the probe's own steps as the sum of its pieces."""
     config = ModelConfig(
         dim=step.dim, layers=step.layers, heads=step.heads, vocab=step.vocab, qk_norm=True
     )

@@ -1,4 +1,4 @@
-"""A prediction as a reader sees it: what `headrace plan` prints."""
+"""Format a prediction for a reader, as `headrace plan` prints it."""
 
 from headrace.core.units import format_bytes, format_count, format_seconds
 from headrace.costs.ledger import WORDS
@@ -14,7 +14,7 @@ SOURCES = {
 
 
 def format_prediction(plan: Plan, found: Prediction) -> str:
-    """Return the prediction of a plan for a reader."""
+    """Return the prediction of a plan as text for a reader."""
     rates = SOURCES[found.rates.source]
     if found.rates.calibrated_by:
         rates += f"; set by measured steps of {found.rates.calibrated_by}"
@@ -26,7 +26,7 @@ def format_prediction(plan: Plan, found: Prediction) -> str:
 
 
 def _format_memory(memory: MemoryPrediction) -> list[str]:
-    """Return the lines of a page on memory."""
+    """Return the lines about memory."""
     owners = ", ".join(f"{n} {format_bytes(b)}" for n, b in list(memory.owners.items())[:4])
     instants = ", ".join(
         f"{format_bytes(memory.instants[name])} {words}"
@@ -47,7 +47,7 @@ def _format_memory(memory: MemoryPrediction) -> list[str]:
 
 
 def _format_time(found: Prediction) -> list[str]:
-    """Return the lines of a page on the time of a step."""
+    """Return the lines about the time of a step."""
     time, basis = found.time, STEP.get(found.rates.basis)
     if time.step_s is None:
         return [f"time: not predicted: {time.unknown}"]
@@ -67,14 +67,14 @@ def _format_time(found: Prediction) -> list[str]:
 
 
 def _wider(found: Widening) -> str:
-    """Say how much wider an interval is, and why."""
+    """Return words for how much wider an interval is, and why; "" where it is not."""
     if found.times == 1:
         return ""
     return f", each end {found.times:g} times as far: {found.why}"
 
 
 def _format_end(plan: Plan, found: Prediction) -> list[str]:
-    """Return when the run ends, what fits until then, and what it costs."""
+    """Return the line about when the run ends, what fits until then, and what it costs."""
     run = found.run
     until = f"until {run.until}{', if it fitted' if found.memory.fits == 'no' else ''}"
     if run.hours is None:

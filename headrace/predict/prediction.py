@@ -1,14 +1,15 @@
-"""What a run would be: whether it fits, where its step would go, how long and how much.
+"""Predict what a run would be: whether it fits, where its step would go, how long and how much.
 
-Memory and time come of the same ledger, which every technique edits; the planner knows none of them
-by name. Time needs a machine's rates, measured by probes or assumed from a datasheet, and says
-which. Where a technique does not say yet what it does to a step's time, no time is predicted: a
-number that leaves a part out would look like one.
+Memory and time come from the same ledger, which every technique edits. The planner knows no
+technique by name. Time needs a machine's rates, which are measured by probes or assumed from a
+datasheet, and the prediction says which. Where a technique does not say yet what it does to a
+step's time, no time is predicted: a number that leaves a part out would look like a prediction.
 
-A plan fits when its tensors, replayed through the allocator's rules, find room in less than all of
-the memory. Times on the GPU that steps were measured on carry intervals that hold 80% of what was
-measured so far, by what they rest on; on others these are wider, and say by how much and why.
-Steps of one plan that were measured (`calibrated`, or `after` a run) move the prediction of others.
+A plan fits when its tensors, replayed through the allocator's rules, need less than all of the
+memory. Times on the GPU that steps were measured on carry intervals. These hold 80% of what was
+measured so far, by what the prediction rests on. On other GPUs the intervals are wider, and say by
+how much and why. Measured steps of one plan (`calibrated`, or `after` a run) correct the prediction
+of others.
 """
 
 from collections.abc import Sequence
@@ -63,14 +64,15 @@ class RatesUsed:
     """Name what a prediction rests on.
 
     Args:
-        device: the device's name.
+        device: name of the device.
         source: where the device's rates are from, "datasheet" or "probes".
         says: what is assumed, or how the rates were measured.
         between_ranks: where numbers of several ranks are from; "" for one rank.
-        calibrated_by: the plan whose measured steps moved the prediction; "" without.
+        calibrated_by: name of the plan whose measured steps corrected the prediction; "" without.
         tier: what the prediction was given: a datasheet, probes, or measured steps.
-        basis: what its intervals stand for.
-        widening: how much wider they are than those of steps that were compared, and why.
+        basis: what the widths of its intervals rest on.
+        widening: how much wider its intervals are than on the device that steps were compared on,
+            and why.
     """
 
     device: str
@@ -119,13 +121,16 @@ class TimePrediction:
     Args:
         step_s: seconds of a step; None where no time is predicted.
         tokens_per_s: tokens a second; None where no time is predicted.
-        parts_s: all of the step by kind of work, the update apart, and what the device waits for.
-        work_s: what the device works by kind; what it does again, and the update, apart.
-        host_s: what the host takes to launch the step, and does besides; 0 without a time.
-        step_between: the 80% interval of `step_s`, where there is one.
-        rate_between: the 80% interval of `tokens_per_s`, where there is one.
-        unknown: why no time is predicted.
-        no_interval: why the step's time has no interval.
+        parts_s: part -> its seconds. The parts make up the whole step: kinds of work, the update
+            apart, and what the device waits for.
+        work_s: kind of work -> seconds that the device works on it; recomputation and the update
+            are apart.
+        host_s: seconds that the host takes to launch the step and for what else it does; 0 without
+            a time.
+        step_between: the 80% interval of `step_s`; None where there is none.
+        rate_between: the 80% interval of `tokens_per_s`; None where there is none.
+        unknown: why no time is predicted; "" where one is.
+        no_interval: why the step's time has no interval; "" where it has one.
     """
 
     step_s: float | None
@@ -145,7 +150,7 @@ class TimePrediction:
 
     @property
     def device_s(self) -> float:
-        """Return the seconds of a step that the device works and moves; 0 without a time."""
+        """Return the seconds of a step that the device computes or sends; 0 without a time."""
         idle = (LAUNCHES, DATA, EDGE)
         return sum(spent_s for name, spent_s in self.parts_s.items() if name not in idle)
 
@@ -160,16 +165,16 @@ class TimePrediction:
 class RunPrediction:
     """Hold when a run is predicted to end, and what it costs until then.
 
-    Hours and dollars leave out compiling, evaluation and checkpoints, unless a run's clock tells
-    them.
+    Hours and dollars leave out compiling, evaluation and checkpoints, unless they come from the
+    clock of a run.
 
     Args:
         until: what ends the run, in words.
-        steps: steps that fit until then; None where that is not known.
-        hours: hours until then; None where no budget of the goal tells.
-        dollars: the price of those hours; None without one.
-        hours_between: the 80% interval of `hours`, where there is one.
-        dollars_between: the 80% interval of `dollars`, where there is one.
+        steps: number of steps that fit until then; None where unavailable.
+        hours: hours until then; None where unavailable.
+        dollars: price of those hours in dollars; None where no price is given.
+        hours_between: the 80% interval of `hours`; None where there is none.
+        dollars_between: the 80% interval of `dollars`; None where there is none.
     """
 
     until: str = ""
@@ -205,7 +210,7 @@ class Prediction:
 
 
 def _footprint(each: list[Ledger], context: Context) -> Footprint:
-    """Return what the rank that holds most holds where it runs."""
+    """Return the memory of the rank that needs most, on the device where it runs."""
     most = max(each, key=lambda one: one.peak()[1])
     return make_footprint(most, context.device, context.precision, context.capability)
 
@@ -217,14 +222,14 @@ def predict(
     calibration: Calibration | None = None,
     curve: Curve | None = None,
 ) -> Prediction:
-    """What a plan would take on a machine.
+    """Return what a plan would need and take on a machine.
 
     Args:
-        plan: the run.
-        context: where.
-        machine: its rates.
-        calibration: by measured steps of one plan there.
-        curve: of a run that learned as this one would.
+        plan: the plan of the run.
+        context: where it would run.
+        machine: the rates of the device there.
+        calibration: correction by measured steps of one plan there; None without.
+        curve: validations of a run that learned as this one would; None without.
 
     Raises:
         ConfigError, UnsupportedError: a technique cannot run there, or two clash.
@@ -319,11 +324,11 @@ def _run(
 
 
 def calibrated(plan: Plan, context: Context, machine: Machine, measured: Measured) -> Calibration:
-    """What makes the model of a machine meet the measured steps of a plan.
+    """Return the calibration by which a machine's model meets the measured steps of a plan.
 
     Raises:
-        ConfigError: measured and predicted are too far apart to be of one plan and device.
-        UnsupportedError: no time of the plan is predicted.
+        ConfigError: measured and predicted time are too far apart to be of one plan and device.
+        UnsupportedError: no time of the plan is predicted, or it has several ranks.
     """
     ledger = make_ledger(plan, context)
     time, unknown = _time(plan, context, [ledger], machine)
@@ -339,13 +344,16 @@ def calibrated(plan: Plan, context: Context, machine: Machine, measured: Measure
 
 
 def after(folder: Path, catalogue: Catalogue, context: Context, machine: Machine) -> Calibration:
-    """What the steps of a run tell: its report.json, metrics.jsonl and plan.toml.
+    """Return the calibration by the measured steps of a run.
+
+    It reads the run's report.json or metrics.jsonl, its plan, and the device that it ran on.
 
     Args:
-        folder: runs/NAME, measured on this machine.
-        catalogue: of techniques.
-        context: of any plan there; the run's own takes its place.
-        machine: its rates.
+        folder: the run's folder, as runs/NAME, measured on this machine.
+        catalogue: the techniques that exist.
+        context: context of any plan on this machine; the run's own plan takes the place of that
+            plan.
+        machine: the rates of this machine.
 
     Raises:
         ConfigError: it is no run with steady steps, or was measured on another device.
@@ -358,16 +366,21 @@ def after(folder: Path, catalogue: Catalogue, context: Context, machine: Machine
 
 
 def at(context: Context, plan: Plan) -> Context:
-    """The same place for another plan."""
+    """Return the context of another plan at the same place."""
     precision = precision_of(plan, context.capability)
     return replace(context, plan=plan, ranks=plan.mesh.ranks, precision=precision)
 
 
 def _room(held: Footprint, left: float) -> tuple[str, float | None]:
-    """Whether it fits, and what the allocator would hold at most.
+    """Return whether a plan fits, and the most bytes that the allocator would reserve.
 
-    It fits where its tensors find room in `TIGHT` of what is left, though the allocator may have to
-    give back what is free on the way; where they would hold more than there is, it does not.
+    The plan fits where its tensors find room in `TIGHT` of what is left, though the allocator may
+    have to give back free memory on the way. It does not fit where the tensors need more than is
+    left. The bytes are None where they are unavailable.
+
+    Args:
+        held: what the plan needs.
+        left: bytes of the device's memory that are left for the plan.
     """
     allocated, found = held.ledger.peak()[1] + held.workspace, held.free
     if found is None:
@@ -384,7 +397,7 @@ def _room(held: Footprint, left: float) -> tuple[str, float | None]:
 def _time(
     plan: Plan, context: Context, each: Sequence[Ledger], machine: Machine
 ) -> tuple[StepTime | None, str]:
-    """The step's time, or why there is none."""
+    """Return the time of a step, or None and why there is none."""
     if context.device not in ("cuda", "cpu"):
         return None, f"time is modelled on a GPU of NVIDIA and on a CPU, not on {context.device}"
     if context.device == "cpu" and machine.source != "probes":
@@ -399,7 +412,7 @@ def _time(
 
 
 def _no_interval(context: Context, ledger: Ledger, time: StepTime) -> str:
-    """Why a time has no interval; "" where it has one."""
+    """Return why a time has no interval; "" where it has one."""
     if ledger.sizes["world_ranks"] > 1:
         return ranks.UNMEASURED
     if ledger.sizes.get(DERIVED):
@@ -411,9 +424,10 @@ def _no_interval(context: Context, ledger: Ledger, time: StepTime) -> str:
 
 
 def _parts(time: StepTime, step_s: float) -> dict[str, float]:
-    """Seconds of a step by kind, with the update and waits on their own, the largest first.
+    """Return the seconds of each part of a step, the largest first.
 
-    What is left of a step beside the model's own time are waits for data that were measured.
+    The parts are kinds of work, with the update and waits on their own. What the step takes beyond
+    the model's own time is the measured data wait.
     """
     launches_s = max(0.0, time.host_s - sum(time.device_s.values()))
     waits = {LAUNCHES: launches_s, DATA: step_s - time.step_s}

@@ -1,7 +1,8 @@
-"""What the planner says of several ranks: the slowest one's time, and where its numbers are from.
+"""Predict several ranks: the slowest rank's time, and where the numbers are from.
 
-A collective is priced by a link that was measured or assumed (costs/links.py), a step by the rank
-that takes longest. No step of several GPUs was measured here, so their times carry no interval.
+A collective is priced by a link that was measured or assumed (costs/links.py). A step is priced by
+the rank that takes longest. No step of several GPUs was measured here, so their times carry no
+interval.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ UNMEASURED = (
 
 
 def slowest(ledgers: Sequence[Ledger], machine: Machine) -> StepTime:
-    """The time of a step by the rank that takes longest.
+    """Return the time of a step of the rank that takes longest.
 
     Raises:
-        UnsupportedError: the machine's rates do not tell.
+        UnsupportedError: the machine's rates do not cover the step.
     """
     return max((_time(ledger, machine) for ledger in ledgers), key=lambda time: time.step_s)
 
@@ -37,7 +38,7 @@ def _time(ledger: Ledger, machine: Machine) -> StepTime:
 
 
 def buffers_bytes(ledger: Ledger) -> int:
-    """Of a GPU's memory, what its communicators hold beside torch's allocator."""
+    """Return the bytes of a GPU's memory that communicators hold beside torch's allocator."""
     return COMMUNICATOR_BYTES * int(ledger.sizes.get(COMMUNICATORS, 0))
 
 
@@ -45,7 +46,7 @@ def format_sources(ranks: int, machine: Machine, buffers: float) -> str:
     """Return for a reader where numbers of several ranks are from; "" for one rank.
 
     Args:
-        ranks: how many there are.
+        ranks: number of ranks.
         machine: the rates of each rank's device.
         buffers: bytes that communicators hold on each device.
     """

@@ -1,15 +1,16 @@
-"""Hundreds of layouts and technique sets of a plan, ranked by what the planner foresees.
+"""Rank hundreds of layouts and technique sets of a plan by what the planner predicts.
 
-Every single change of the start is asked about, then every one of the best of those, and so on
-while there is anything left to ask: most changes gain beside each other, and a plan that lacks many
-of them is many levels away from the best. With what is left of the limit follows a beam search
-around that way. What is promising there is not only what is fast. A technique that saves memory
-costs time until a larger micro-batch uses it, so half of the beam lies on the front of time and
-peak. A plan that is foreseen not to fit is never ranked, but it may be on the way to one that is.
+Every single change of the start is predicted, then every change of the best of those, and so on
+while a change is left. Most changes gain beside each other, and a plan that lacks many of them is
+many levels away from the best. What is left of the limit goes to a beam search around that path. A
+promising plan is not only a fast one. A technique that saves memory costs time until a larger
+micro-batch uses it, so half of the beam lies on the front of time and peak. A plan that is
+predicted not to fit is never ranked, but it may lead to one that fits.
 
 A prediction is no measurement: what the sweep ranks first is what a tuner measures first. Where a
-technique does not say yet what it does to time, plans with it have none; those with one such change
-are listed apart, for a tuner to measure. So are changes that are foreseen to change nothing.
+technique does not say yet what it does to time, plans with it have no time. Those with one such
+change are listed apart, for a tuner to measure. Changes that are predicted to change nothing are
+listed apart too.
 """
 
 import shlex
@@ -31,38 +32,40 @@ from headrace.predict.calibration import Calibration
 from headrace.predict.candidates import Asking, Candidate, Words, silent
 
 TIGHT_COSTS = 1.05
-"""A plan that fits tightly may not fit after all: it stands where one 5% slower would."""
+"""Factor on the step time of a plan that fits tightly, since it may not fit after all: it is ranked
+like one that is 5% slower."""
 SAME_TIME, SAME_PEAK = 1e-3, 5e-3
-"""What is closer than these shares is not told apart."""
+"""Relative differences of step time and of peak memory below which two plans count as the same."""
 AS_FAST = 1.005
-"""Of the start's step: what a plan that saves memory may take and still be called as fast."""
+"""Largest ratio to the start's step time at which a plan still counts as equally fast."""
 FITS = {"yes": "yes", "tight": "tightly", "no": "no"}
 HEAD = ["rank", "step", "tokens/s", "gain", "whole run", "peak", "fits", "changes"]
 LISTED = 8
-"""Changes of unknown time that a reader is told."""
+"""Largest number of changes of unknown time that a reader is shown."""
 NO_PRICE = (
     "there is no price, so plans are ranked by time alone and no dollars are told: "
     "hardware.dollars_per_hour=PRICE, of all devices of the run"
 )
-"""What is for money, and has none."""
+"""What a sweep for money says where the plan has no price."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep found.
+    """Hold the result of a sweep.
 
     Args:
-        aim: what it was for.
-        start: the plan that it began with.
-        ranked: plans whose time is foreseen and that fit, the best first; the start among them,
-            last if it does not fit, and not there if its time is unknown.
-        unknown: single changes whose time is not foreseen, that fit, the smallest peak first.
-        idle: single changes that are foreseen to change nothing.
-        asked: plans of which something is foreseen.
-        refused: reason -> how many cannot run there or contradict themselves.
-        too_large: how many do not fit.
-        unpriced: technique that is not `timed`, or another reason -> how many have no time.
-        seconds: that it took.
+        aim: what the plans are ranked by.
+        start: the plan that the sweep began with.
+        ranked: plans whose time is predicted and that fit, the best first. The start is among them.
+            It is last if it does not fit, and absent if its time is unavailable.
+        unknown: single changes that fit and whose time is not predicted, the smallest peak first.
+        idle: single changes that are predicted to change nothing.
+        asked: number of plans that were predicted.
+        refused: reason -> number of plans that cannot run there or contradict themselves.
+        too_large: number of plans that do not fit.
+        unpriced: technique that is not `timed`, or another reason -> number of plans without a
+            time.
+        seconds: seconds that the sweep took.
     """
 
     aim: SweepAim
@@ -77,7 +80,10 @@ class Sweep:
     seconds: float
 
     def gain(self, candidate: Candidate) -> float | None:
-        """How much faster than the start: 0.1 is 10% more tokens a second."""
+        """Return how much faster than the start a candidate is; None where a time is missing.
+
+        It is a share: 0.1 is 10% more tokens a second.
+        """
         one, two = self.start.prediction.time.step_s, candidate.prediction.time.step_s
         return one / two - 1 if one and two else None
 
@@ -87,21 +93,22 @@ def sweep(
     width: int = 4, depth: int = 8, limit: int = 600, learning: bool = False,
     calibration: Calibration | None = None,
 ) -> Sweep:  # fmt: skip
-    """Rank what the plan could be.
+    """Rank the plans that changes of a plan can make.
 
     Args:
         plan: the start.
         context: where it would run.
-        machine: the rates.
-        catalogue: the techniques that there are.
-        aim: "time" and "money" rank by the time of a step, which a price does not reorder;
-            "memory" by the peak of what is as fast as the start, and what is slower after it.
-        width: plans that are changed further at each level of the beam search.
-        depth: levels of the way down: single changes that its end may be away; then one less of
-            the beam.
-        limit: plans that are foreseen at most.
-        learning: also change what is learned.
-        calibration: by measured steps of one plan there.
+        machine: the rates of the device there.
+        catalogue: the techniques that exist.
+        aim: "time" and "money" rank by the time of a step, whose order a price does not change.
+            "memory" ranks by the peak among plans as fast as the start, and puts slower ones after
+            these.
+        width: number of plans that are changed further at each level of the beam search.
+        depth: number of levels of the first search, which is how many single changes its end may be
+            away from the start. The beam search has one level less.
+        limit: largest number of plans that are predicted.
+        learning: whether techniques that change what is learned may be changed too.
+        calibration: correction by measured steps of one plan there; None without.
 
     Raises:
         ConfigError, UnsupportedError: the start itself cannot run there.
@@ -116,13 +123,13 @@ def sweep(
 
 @dataclass
 class _Search:
-    """Plans by their changes, and counts of the rest."""
+    """Hold the plans of a sweep by their changes, and counts of the rest."""
 
     asking: Asking
     aim: SweepAim
     limit: int
     seen: dict[Words, Candidate | None] = field(default_factory=dict)
-    """Changes -> what they make; None where nothing goes on from there."""
+    """Changes -> the candidate that they make; None where it is not changed further."""
     grown: set[Words] = field(default_factory=set)
     unknown: list[Candidate] = field(default_factory=list)
     idle: list[Candidate] = field(default_factory=list)
@@ -137,7 +144,7 @@ class _Search:
         self.key = _order(self.aim, self.start)
 
     def widen(self, width: int) -> bool:
-        """Ask for every single change of the most promising; whether there were any."""
+        """Predict every single change of the most promising plans; return whether any were left."""
         first = not self.grown
         beam = [self.start] if first else self.beam(width)
         for parent in beam:
@@ -151,7 +158,10 @@ class _Search:
         return bool(beam)
 
     def ask(self, parent: Candidate, words: Words) -> Candidate | None:
-        """The plan with a change, mended if need be; None where it is refused or was asked for."""
+        """Return the candidate that a change makes, mended by its error's remedy if need be.
+
+        It is None where the change is refused, or where the plan was predicted before.
+        """
         try:
             return self.fresh(parent, words)
         except HeadraceError as error:
@@ -162,7 +172,13 @@ class _Search:
             return None
 
     def fresh(self, parent: Candidate, words: Words) -> Candidate | None:
-        """The plan with a change; None where it was asked for, by whatever way."""
+        """Return the candidate that a change makes; None where the plan was predicted before.
+
+        Other words that make the same plan count too.
+
+        Raises:
+            ConfigError, UnsupportedError: the changed plan contradicts itself, or cannot run there.
+        """
         changes, plan = self.asking.changed(parent.plan, words)
         if changes in self.seen:
             return None
@@ -172,7 +188,7 @@ class _Search:
         return found
 
     def sort_in(self, parent: Candidate, child: Candidate, *, first: bool) -> None:
-        """Keep it for the ranking, or apart."""
+        """Keep a new candidate for the ranking, or list it apart."""
         kept = child.prediction.time.step_s is not None and not _same(parent, child)
         self.seen[child.changes] = child if kept else None
         if child.prediction.time.step_s is None:
@@ -183,7 +199,10 @@ class _Search:
             self.idle.append(child)
 
     def beam(self, width: int) -> list[Candidate]:
-        """What to change further: half are the best, the rest lie between them and the smallest."""
+        """Return the candidates to change further.
+
+        Half of them are the best. The others are spread evenly over the front of time and peak.
+        """
         left = [c for c in self.known() if c.changes not in self.grown]
         best = sorted(left, key=self.key)[: (width + 1) // 2]
         front = [c for c in _front(left) if c not in best]
@@ -192,14 +211,17 @@ class _Search:
         return best + [front[int(i * every)] for i in range(min(more, len(front)))]
 
     def known(self) -> list[Candidate]:
-        """Those with a time, of which every word tells."""
+        """Return the candidates that have a time and no needless change."""
         found = [
             c for c in self.seen.values() if c is not None and c.prediction.time.step_s is not None
         ]
         return [c for c in found if not self.needless(c)]
 
     def needless(self, candidate: Candidate) -> bool:
-        """Whether one without one of its words, or a technique's, is foreseen to be the same."""
+        """Return whether a candidate is predicted to be the same without some of its words.
+
+        One word is left out at a time, or all words of one technique.
+        """
         words = candidate.changes
         left_out = [{word} for word in words]
         for name in (word[1:] for word in words if word[0] == "+"):
@@ -220,7 +242,7 @@ class _Search:
 
 
 def _order(aim: SweepAim, start: Candidate) -> Callable[[Candidate], tuple[Any, ...]]:
-    """The key that ranks plans with a time, the best first."""
+    """Return the sort key that ranks candidates with a time, the best first."""
     as_fast = AS_FAST * (start.prediction.time.step_s or float("inf"))
 
     def key(candidate: Candidate) -> tuple[Any, ...]:
@@ -238,7 +260,7 @@ def _order(aim: SweepAim, start: Candidate) -> Callable[[Candidate], tuple[Any, 
 
 
 def _same(one: Candidate, two: Candidate) -> bool:
-    """Whether nothing that is foreseen tells them apart."""
+    """Return whether two candidates are predicted to take the same time and the same peak."""
     a, b = one.prediction, two.prediction
     if a.time.step_s is None or b.time.step_s is None:
         return False
@@ -247,7 +269,7 @@ def _same(one: Candidate, two: Candidate) -> bool:
 
 
 def _front(candidates: list[Candidate]) -> list[Candidate]:
-    """Those that no other is both faster and smaller than, the smallest first."""
+    """Return the candidates to which no other is both faster and smaller, the smallest first."""
     found: list[Candidate] = []
     least = float("inf")
     for candidate in sorted(
@@ -263,7 +285,14 @@ def _front(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def table(found: Sweep, most: int = 12) -> list[list[str]]:
-    """Rows under HEAD: the best, and the start wherever it stands."""
+    """Return the rows of a table under `HEAD`.
+
+    They are the best plans, and the start whatever its rank.
+
+    Args:
+        found: the result of a sweep.
+        most: largest number of plans, beside the start.
+    """
     rows = []
     for rank, candidate in enumerate(found.ranked, 1):
         if rank <= most or candidate is found.start:
@@ -287,7 +316,7 @@ def _cells(found: Sweep, candidate: Candidate) -> list[str]:
 
 
 def told(found: Sweep) -> str:
-    """What the table leaves out."""
+    """Return for a reader what the table leaves out: counts, reasons and plans without a time."""
     rate = found.asked / max(found.seconds, 1e-9)
     refused = sum(found.refused.values())
     lines = [
@@ -309,9 +338,17 @@ def told(found: Sweep) -> str:
 def command(
     found: Sweep, plan: str, overrides: Sequence[str], with_: Sequence[str], without: Sequence[str],
 ) -> str:  # fmt: skip
-    """What runs the first rank, by the words that the sweep's own plan was given in.
+    """Return the shell command that runs the plan of the first rank.
 
-    Where no time is foreseen it measures; "" where nothing that is ranked fits.
+    It keeps the words that the sweep's own plan was given in. Where no plan has a time it is a
+    command that measures. It is "" where no ranked plan fits.
+
+    Args:
+        found: the result of a sweep.
+        plan: the plan as it was written on the command line.
+        overrides: `key=value` words beside it.
+        with_: techniques that were added to it by --with.
+        without: techniques that were removed from it by --without.
     """
     best = found.ranked[0] if found.ranked else None
     if best is not None and best.prediction.memory.fits == "no":
@@ -332,7 +369,7 @@ def command(
 
 
 def plain(found: Sweep, most: int = 12) -> dict[str, Any]:
-    """As JSON values."""
+    """Return the result of a sweep as JSON values, with the `most` best plans."""
 
     def rows(candidates: list[Candidate]) -> list[dict[str, Any]]:
         return [{"changes": list(c.changes), "gain": found.gain(c), **c.prediction.to_dict()}
