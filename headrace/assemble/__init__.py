@@ -1,1 +1,1 @@
-"""From a plan to a build: its sockets, what fills them, and where it would run."""
+"""This package makes a build from a plan: its sockets, what fills them, and where it runs."""

@@ -1,15 +1,17 @@
-"""The attention backend that is fastest at a run's own shapes, found by timing it.
+"""Choose the attention backend that is fastest at a run's own shapes, by timing each.
 
-Which kernel wins depends on the GPU, the versions, the length of rows, the heads and the mask, and
-no rule says it. A plan with `attention = "measured"` has every exact backend of the catalogue that
-can run it timed beside the trunk's: one micro-batch of its own rows, its mask, its heads and its
-precision, compiled where the plan compiles. One time is what a micro-batch spends in attention: the
-mask once, then forward and backward for every layer. Backends take turns, and medians count.
+Which kernel wins depends on the GPU, the versions, the sequence length, the heads and the mask, and
+no rule predicts it. A plan with `attention = "measured"` has every exact backend of the catalogue
+that can run it timed beside the baseline's. The trial uses one micro-batch of the run's own
+sequences, its mask, its heads and its precision, compiled where the plan compiles. One time is what
+a micro-batch spends in attention: the mask once, then forward and backward for every layer. In each
+round every backend runs once, and the median over rounds counts.
 
-The fastest is written into the plan as if it had been asked for: plan.toml names it, and repeats it
-without timing anything. The report keeps every time, who was refused and why, and the kernels that
-the winner launches, for the trunk's backend is torch's own choice among several. What was found is
-kept for the user's other runs in a JSON file, under everything that it depends on.
+The fastest is written into the plan as if it had been asked for: plan.toml names it, and a repeat
+of that plan times nothing. The report keeps every time, which backends were refused and why, and
+the kernels that the winner launches, because the baseline's backend is torch's own choice among
+several. The result is kept for the user's other runs in a JSON file, under everything that it
+depends on.
 
 Left out: knobs of a backend, which keep their defaults; flags of the process that other techniques
 set; and what lies around attention.
@@ -47,22 +49,23 @@ from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Stage, Technique, Unsupported, check_claims
 
 TRUNK = "trunk"
-"""The trunk's own backend among the candidates."""
+"""The name of the baseline's own backend among the candidates."""
 WARMUP, ROUNDS, CALLS = 2, 7, 3
-"""Untimed calls, which compile; timed turns of each backend; calls of a turn."""
+"""Untimed calls, which compile; timed rounds over all backends; calls of a backend in a round."""
 PATIENCE_S, LONG_S = 20.0, 1.0
-"""No new turn begins after so long; where a micro-batch takes longer, a turn is one call."""
+"""Seconds after which no new round begins; seconds of the slowest backend's micro-batch from which
+a round makes one call of each backend."""
 FORMAT = 1
-"""Of the file that keeps results; another one's are not read."""
+"""The version of the file that keeps results; a file of another version is not read."""
 
 
 def choose_attention(
     plan: Plan, catalogue: Catalogue | None, prepared: Prepared, world: World,
     device: torch.device, progress: Progress,
 ) -> tuple[Plan, dict[str, Any] | None]:  # fmt: skip
-    """The plan with the fastest backend written in, and what was measured for the report.
+    """Return the plan with the fastest backend written in, and the times for the report.
 
-    A plan that leaves the choice to its techniques comes back as it is, with None.
+    A plan that leaves the choice to its techniques is returned as it is, with None.
 
     Raises:
         ConfigError: there is no catalogue to choose from.
@@ -91,7 +94,7 @@ def choose_attention(
 def candidates(
     plan: Plan, catalogue: Catalogue, device: torch.device
 ) -> tuple[dict[str, Plan], dict[str, str]]:
-    """The plan with each backend that can run it, by name, and why the others cannot."""
+    """Return the plan with each backend that can run it, by name, and why others cannot."""
     plan, refused = plan.replaced(attention="plan"), {}
     plans = {TRUNK: plan}
     for name, kind in catalogue.techniques.items():
@@ -114,7 +117,7 @@ def candidates(
 
 
 def told(found: Mapping[str, Any]) -> str:
-    """What was found, in a line."""
+    """Return one line about the chosen backend, the times and the backends that were refused."""
     times = sorted(found["milliseconds"].items(), key=lambda item: item[1]["median"])
     shown = ", ".join(f"{name} {time['median']:.3g} ms" for name, time in times)
     how = f"{'known from before' if found['cached'] else 'measured'}: {shown}"
@@ -122,18 +125,18 @@ def told(found: Mapping[str, Any]) -> str:
     return f"attention by {found['chosen']} ({how if shown else 'no other runs here'}{left})"
 
 
-# --- what is asked, and what is known of it ---------------------------------------------------
+# --- what is measured, and the results that are kept of it -------------------------------------
 
 
 def cache_file() -> Path:
-    """Where results are kept between runs."""
+    """Return the file where results are kept between runs."""
     return Path.home() / ".cache" / "headrace" / "attention.json"
 
 
 def _find(
     plans: Mapping[str, Plan], prepared: Prepared, device: torch.device, progress: Progress
 ) -> dict[str, Any]:  # fmt: skip
-    """The stored result for these circumstances, or a new one."""
+    """Return the stored result for these circumstances, or measure and store a new one."""
     build = make_build(plans[TRUNK], prepared, World(), device, until=Stage.PARTS)
     work = _first_rows(build)
     at = _circumstances(build, work, plans)
@@ -146,7 +149,7 @@ def _find(
 
 
 def _is_whole(old: Any, plans: Mapping[str, Plan]) -> TypeGuard[dict[str, Any]]:
-    """Whether a kept entry has all that `measure` returns, and chooses one of `plans`."""
+    """Return whether a stored entry has all that `measure` returns and chooses one of `plans`."""
     kinds = {"chosen": str, "kernels": list, "milliseconds": dict, "refused": dict}
     if not isinstance(old, dict) or any(type(old.get(n)) is not kinds[n] for n in kinds):
         return False
@@ -157,14 +160,14 @@ def _is_whole(old: Any, plans: Mapping[str, Plan]) -> TypeGuard[dict[str, Any]]:
 
 
 def _first_rows(build: Build) -> Work:
-    """A micro-batch of the run's own text."""
+    """Return a micro-batch of the run's own text, on the device."""
     packer = build.pack(build, build.prepared.train)
     rows = [packer.row(0, n % packer.units[0]) for n in range(build.plan.micro_rows)]
     return build.place(build, collate(rows, segments=build.mask.document))
 
 
 def _circumstances(build: Build, work: Work, plans: Mapping[str, Plan]) -> dict[str, Any]:
-    """Everything that the times depend on."""
+    """Return everything that the times depend on, as JSON values by name."""
     plan, config, segments_BT = build.plan, build.config, work.rows.segments_BT
     documents = 0 if segments_BT is None else int((segments_BT[:, -1] + 1).sum())
     return {
@@ -186,18 +189,18 @@ def _circumstances(build: Build, work: Work, plans: Mapping[str, Plan]) -> dict[
 
 
 def _share(heads: int, build: Build) -> int:
-    """Of them, what one tensor rank holds."""
+    """Return how many of the heads one tensor rank has."""
     return max(1, heads // build.plan.mesh.tensor)
 
 
 def _compiler(plan: Plan) -> str:
-    """What compiles the model's code; empty where nothing does."""
+    """Return the name of the backend that compiles the model; empty where nothing does."""
     compiling = [t for t in plan.techniques.values() if "compiled" in t.composes]
     return getattr(compiling[0], "backend", "inductor") if compiling else ""
 
 
 def _read() -> dict[str, Any]:
-    """All results that are kept; none where the file is damaged or of another format."""
+    """Return all stored results; none where the file is damaged or of another format."""
     try:
         kept = json.loads(cache_file().read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -208,7 +211,10 @@ def _read() -> dict[str, Any]:
 
 
 def _write(found: Mapping[str, Any]) -> None:
-    """Keep results, aside and renamed; a disk that cannot is no reason to end a run."""
+    """Store results by writing another file and renaming it.
+
+    A disk that cannot be written does not end the run.
+    """
     path = cache_file()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -220,17 +226,17 @@ def _write(found: Mapping[str, Any]) -> None:
 
 @dataclass
 class Trial:
-    """One backend on the run's rows."""
+    """A trial is one backend that can be timed on a micro-batch of the run."""
 
     build: Build
-    """with this backend in its parts"""
+    """the build, with this backend in its parts"""
     parts: list[tuple[int, Callable[[], Any]]]
-    """(how often a micro-batch does it, what)"""
+    """(how often a micro-batch makes the call, the call)"""
     launched: Callable[[], list[str]]
-    """names of the kernels of a call"""
+    """returns the names of the kernels that a call launches"""
 
     def seconds(self, calls: int) -> float:
-        """Of a micro-batch's attention, from so many calls."""
+        """Return the seconds of a micro-batch's attention, as a mean over `calls` calls."""
         with ExitStack() as flags:
             for enter in self.build.runtime:
                 flags.enter_context(enter())
@@ -241,10 +247,10 @@ class Trial:
 def measure(
     build: Build, work: Work, plans: Mapping[str, Plan], progress: Progress
 ) -> dict[str, Any]:
-    """Times of each backend, who could not run, and the fastest.
+    """Time each backend; return the times, the fastest one and why others could not run.
 
     Raises:
-        UnsupportedError: none could run.
+        UnsupportedError: no backend could run.
     """
     trials: dict[str, Trial] = {}
     refused: dict[str, str] = {}
@@ -286,7 +292,7 @@ def measure(
 
 
 def _take_turns(trials: Mapping[str, Trial], progress: Progress) -> dict[str, list[float]]:
-    """Milliseconds of each turn of each backend."""
+    """Return the milliseconds of each round, by backend."""
     began_s, calls = time.perf_counter(), 1
     times: dict[str, list[float]] = {name: [] for name in trials}
     for turn in range(ROUNDS):
@@ -301,7 +307,7 @@ def _take_turns(trials: Mapping[str, Trial], progress: Progress) -> dict[str, li
 
 
 def _tensors(build: Build, work: Work) -> list[Tensor]:
-    """Random queries, keys, values and a gradient of the result, in the run's shapes."""
+    """Return random queries, keys, values and a gradient of the result, in the run's shapes."""
     config, (B, T) = build.config, work.ids_BT.shape
     draw = torch.Generator(build.device).manual_seed(0)
     heads, groups = _share(config.heads, build), _share(config.resolved_kv_heads, build)
@@ -317,10 +323,10 @@ def _tensors(build: Build, work: Work) -> list[Tensor]:
 def _trial(
     build: Build, work: Work, technique: Technique[Any] | None, tensors: list[Tensor]
 ) -> Trial:
-    """A backend with what a micro-batch asks of it.
+    """Return the trial of a backend, with all the calls that a micro-batch makes of it.
 
     Raises:
-        ConfigError, UnsupportedError: it does not know the run's mask.
+        ConfigError, UnsupportedError: the backend does not support the run's mask.
     """
     own = replace(build, parts=copy(build.parts), runtime=[*build.runtime], notes={}, filled={})
     if technique is not None:
@@ -354,7 +360,7 @@ def _trial(
 
 
 def _kernels(build: Build, given: list[Tensor], mask: Any) -> list[str]:
-    """What the backend launches: kernels of a GPU, or torch's operations of attention."""
+    """Return what the backend launches: a GPU's kernels, or torch's attention operations."""
     (q, k, v), cuda = given, build.device.type == "cuda"
     with build.autocast(), ExitStack() as flags:
         for enter in build.runtime:
@@ -364,7 +370,10 @@ def _kernels(build: Build, given: list[Tensor], mask: Any) -> list[str]:
 
 
 def _seconds(device: torch.device, what: Callable[[], Any], calls: int) -> float:
-    """Of one call, from a few in a row: by the GPU's own clock, or by the host's."""
+    """Return the mean seconds of a call over `calls` in a row.
+
+    The GPU's own clock is read, or on another device the host's.
+    """
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -382,7 +391,7 @@ def _seconds(device: torch.device, what: Callable[[], Any], calls: int) -> float
 
 
 def _clean(device: torch.device) -> None:
-    """Give back what was held; the run's own peak begins after this."""
+    """Free the memory of the trials and restart the count of the run's peak memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -390,5 +399,5 @@ def _clean(device: torch.device) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """What went wrong, without torch's pages."""
+    """Return the first line of an error, without torch's long text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

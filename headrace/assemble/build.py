@@ -1,8 +1,8 @@
-"""Plan -> Build: one visible loop over the stages.
+"""Make a Build from a plan in one visible loop over the stages.
 
-At each stage the trunk does its part, then the techniques of that stage act, in name order. What a
-technique touched is found by comparing the sockets before and after, not by believing it; touching
-a socket that it did not declare is a bug in the technique.
+At each stage the baseline does its part, then the techniques of that stage act, in name order. The
+sockets are compared before and after a technique, and so its claims need not be trusted. A
+technique that touches a socket which it did not declare has a bug.
 """
 
 import json
@@ -46,19 +46,20 @@ from headrace.plan.technique import Context, Stage, Technique
 
 
 def make_ledger(plan: Plan, context: Context) -> Ledger:
-    """The trunk's ledger with every technique's edits, in stage order. Pure.
+    """Return the baseline's ledger with every technique's edits, in stage order. Pure.
 
-    Of a pipeline's ranks, that of the one that needs most memory when all have edited. An optimizer
-    takes its parameters when all that learns is known, and the rest when others have.
+    For a pipeline it is the ledger of the rank that needs most memory after all edits. A technique
+    that routes parameters to an optimizer edits once all trained parameters are known. One that
+    takes the rest of the parameters edits after the other routes.
 
     Raises:
-        ConfigError: the plan names a tokenizer that is not there.
+        ConfigError: the plan names a tokenizer that does not exist.
     """
     return max(make_ledgers(plan, context), key=lambda ledger: ledger.peak()[1])
 
 
 def make_ledgers(plan: Plan, context: Context) -> list[Ledger]:
-    """Likewise of each of a pipeline's ranks: the slowest may be another."""
+    """Return such a ledger for each rank of a pipeline; the slowest may not need most memory."""
     return [_predict_on(plan, context, rank) for rank in range(plan.mesh.pipeline)]
 
 
@@ -94,7 +95,10 @@ def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
 
 
 def _ranks(mesh: MeshConfig) -> dict[str, float]:
-    """Ranks along each axis, how far apart the first and last of them are, and communicators."""
+    """Return by name the ranks of each axis, its reach, and the number of communicators.
+
+    The reach counts the world's ranks from the first of an axis's group to its last.
+    """
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     sizes |= {"shard": mesh.data * mesh.context, "world": mesh.ranks}
     reach = {a: prod(getattr(mesh, b) for b in AXES[AXES.index(a) :]) for a in AXES}
@@ -122,13 +126,13 @@ def make_build(
     Args:
         plan: the run.
         prepared: its tokenizer and shards.
-        world: this process's place.
+        world: this process's rank among all.
         device: where the weights live.
         until: the last stage; a model alone ends at MATERIALIZE.
         tell: takes a line that is worth reading, now and while the run goes.
         given: values of parameters by name, copied in the place of drawing or reading them.
-        checked: what `check_supported` returned for this plan on this device; of another plan, or
-            without it, techniques are asked here.
+        checked: what `check_supported` returned for this plan on this device. Without it, or with
+            that of another plan, the techniques are asked here.
 
     Raises:
         UnsupportedError, ConfigError: see `check_supported` and each stage.
@@ -152,7 +156,7 @@ def make_build(
 
 
 def _model_config(plan: Plan, vocab: int) -> ModelConfig:
-    """`model.*` with everything known that data and weights decide.
+    """Return `model.*` with the keys filled in that data and weights decide.
 
     Raises:
         ConfigError: a key contradicts the tokenizer, the sequence length or the weights.
@@ -193,10 +197,10 @@ def _model_config(plan: Plan, vocab: int) -> ModelConfig:
 
 
 def check_weights(plan: Plan) -> None:
-    """Refuse a plan that says otherwise than the weights which it starts from.
+    """Refuse a plan whose keys contradict the weights which it starts from.
 
     Raises:
-        ConfigError, UnsupportedError: with the keys, or with what is wrong with the folder.
+        ConfigError, UnsupportedError: keys contradict the weights, or the folder is not usable.
     """
     if folder := plan.model.pretrained:
         entries_there = _as_pretrained(plan.model).vocab
@@ -206,11 +210,12 @@ def check_weights(plan: Plan) -> None:
 
 
 NOT_OF_WEIGHTS = {"family", "pretrained", "precision", "init_std", "output_init", "vocab_multiple"}
-"""Keys of a model that say nothing of given weights: names, arithmetic, and how others begin."""
+"""Keys of a model that do not describe pretrained weights: names, precision, and how weights are
+drawn where there are none."""
 
 
 def _as_pretrained(model: ModelConfig) -> ModelConfig:
-    """The shape of the weights to start from; keys that the plan gives must agree with it."""
+    """Return the config of the pretrained weights; the plan's keys must agree with it."""
     found, _ = load_pretrained(Path(model.pretrained))
     pairs = {
         key: (getattr(model, key), getattr(found, key))
@@ -236,7 +241,7 @@ def _trunk(
     plan: Plan, prepared: Prepared, world: World, device: torch.device, context: Context,
     techniques: list[Technique[Any]],
 ) -> Build:  # fmt: skip
-    """A Build whose every owned socket holds the trunk's filler."""
+    """Return a Build whose every owned socket holds the baseline's filler."""
     if (folder := plan.model.pretrained) and not prepared.has_begun:
         entries_there = read_config(Path(folder)).vocab
         check_tokenizer(prepared.tokenizer, folder, "model.pretrained", entries_there)
@@ -272,15 +277,15 @@ def _trunk(
     return build
 
 
-# --- what the trunk does at each stage -------------------------------------------------------
+# --- what the baseline does at each stage ----------------------------------------------------
 
 
 def _nothing(build: Build) -> None:
-    """This stage is the techniques' alone."""
+    """Do nothing, at a stage where only techniques act."""
 
 
 def _parts(build: Build) -> None:
-    """The design is final: parts and initial values follow the config as it is now."""
+    """Make the parts and the initial values from the config, which is final now."""
     build.parts = baseline_parts(build.config)
     build.source = random_source(build.config, build.plan.seed)
     if build.config.pretrained:
@@ -296,7 +301,10 @@ def _parts(build: Build) -> None:
 
 
 def _meta_model(build: Build) -> None:
-    """The model without storage: splits and wraps see names and shapes before any byte is held."""
+    """Make the model without storage.
+
+    Techniques that split or wrap it see names and shapes before any memory is allocated.
+    """
     with torch.device("meta"):
         build.model = Decoder(build.config, build.parts, build.mask)
     if build.context.precision == "bf16":
@@ -305,7 +313,7 @@ def _meta_model(build: Build) -> None:
 
 
 def _note_layouts(build: Build) -> None:
-    """Every parameter is held whole by every rank until a technique says otherwise."""
+    """Note for each new parameter that every rank has it whole; techniques may change that."""
     for name, parameter in build.model.named_parameters():
         build.layouts.setdefault(name, Layout(parameter.shape))
 
@@ -320,7 +328,7 @@ def _linears(build: Build) -> None:
 
 
 def _optimizers(build: Build) -> None:
-    """Each route takes its parameters; AdamW takes the rest."""
+    """Make the optimizers: each route takes its parameters, and AdamW takes the rest."""
     rest = {n: p for n, p in build.model.named_parameters() if p.requires_grad}
     trunk = Route("adamw", lambda n, p: True, lambda named: make_adamw(build.plan.optimizer, named))
     for route in [*sorted(build.routes, key=lambda route: route.rest), trunk]:
@@ -338,7 +346,10 @@ def _data(build: Build) -> None:
 
 
 def _objective(build: Build) -> None:
-    """One function from here on: a new closure every step would be compiled every step."""
+    """Combine the objective and its terms into one function for the whole run.
+
+    A new closure every step would be compiled every step.
+    """
     build.objective = with_terms(build.objective, build.terms)
 
 
@@ -346,7 +357,7 @@ TRUNK: Mapping[Stage, Callable[[Build], None]] = {
     Stage.PARTS: _parts,
     Stage.MODEL: _meta_model,
 }
-"""What the trunk does before the techniques of a stage act."""
+"""Stage -> what the baseline does before the techniques of that stage act."""
 
 FINISH: Mapping[Stage, Callable[[Build], None]] = {
     Stage.LINEAR: _linears,
@@ -356,14 +367,14 @@ FINISH: Mapping[Stage, Callable[[Build], None]] = {
     Stage.DATA: _data,
     Stage.STEP: _objective,
 }
-"""What the trunk does with the sockets once the techniques of a stage have filled them."""
+"""Stage -> what the baseline does with the sockets after that stage's techniques filled them."""
 
 
-# --- the trunk's fillers ---------------------------------------------------------------------
+# --- the baseline's fillers ------------------------------------------------------------------
 
 
 def local_engine(build: Build, micros: Any, objective: Any, scale: Tensor) -> Tensor:
-    """Forward and backward of each micro-batch in turn; returns the scaled loss sum, detached."""
+    """Run forward and backward of each micro-batch; return the scaled loss sum, detached."""
     total = torch.zeros((), device=build.device)
     for index, micro in enumerate(micros):
         build.sync(build, index == len(micros) - 1)
@@ -383,7 +394,7 @@ def local_engine(build: Build, micros: Any, objective: Any, scale: Tensor) -> Te
 
 
 def _sum_gradients(build: Build) -> None:
-    """Add up what is partial, axis by axis."""
+    """Sum the gradients that are partial on each rank, axis by axis."""
     held = [(build.layouts[n], p) for n, p in build.model.named_parameters() if p.grad is not None]
     for axis in ("shard", "tensor", "ends"):
         partial = [local_of(p.grad) for layout, p in held if axis in layout.partial]  # type: ignore[arg-type]
@@ -391,9 +402,10 @@ def _sum_gradients(build: Build) -> None:
 
 
 def _clip(build: Build, max_norm: float) -> Tensor:
-    """One norm over all ranks, each number counted once; 0 only measures it.
+    """Clip the gradients by their norm over all ranks and return the norm before clipping.
 
-    An optimizer with a `gradient_factor` multiplies as it reads; for the rest it is done here.
+    Each number counts once. A `max_norm` of 0 only measures. An optimizer with a `gradient_factor`
+    multiplies its gradients as it reads them; the other gradients are multiplied here.
     """
     gradients: dict[str, Tensor] = {}
     copies = []
@@ -414,20 +426,20 @@ def _clip(build: Build, max_norm: float) -> Tensor:
 
 
 def _one_pass(build: Build, step: int) -> list[Pass]:
-    """Plain training: all micro-batches once, absorbed by every optimizer."""
+    """Return the pass of plain training: all micro-batches once, then every optimizer updates."""
     limit = build.plan.optimizer.clip_norm
     return [Pass("update", build.objective, lambda works: works, absorb, max_norm=limit)]
 
 
 def absorb(build: Build, finite: Tensor) -> None:
-    """Every optimizer's update, masked on the device where the gradient was not finite."""
+    """Apply every optimizer's update, masked on the device where a gradient was not finite."""
     for optimizer in build.optimizers.values():
         optimizer.found_inf = 1.0 - finite  # type: ignore[attr-defined]
         optimizer.step()
 
 
 def _threads(build: Build, packer: Packer) -> Loader:
-    """The trunk's transport: reader threads, pinned memory for a GPU."""
+    """Return the baseline's transport: reader threads, and pinned memory for a GPU."""
     plan = build.plan
     return Loader(
         packer,
@@ -444,7 +456,10 @@ def _threads(build: Build, packer: Packer) -> Loader:
 
 
 def _stop(build: Build, step: int, metrics: Mapping[str, float]) -> None:
-    """The trunk's answer to a gradient that is not finite: end the run, weights untouched."""
+    """End the run when a gradient is not finite; this is the baseline's filler of `recover`.
+
+    The weights are untouched, because the update was masked.
+    """
     raise Diverged(
         f"the gradient of step {step} is not finite (loss {metrics['loss']}, "
         f"norm {metrics['grad_norm']}); its update was not applied"

@@ -1,4 +1,4 @@
-"""Where a plan would run, and whether its techniques can run there."""
+"""Decide where a plan would run, and check whether its techniques can run there."""
 
 import shutil
 from dataclasses import replace
@@ -16,16 +16,16 @@ from headrace.plan.technique import Context, Technique, Unsupported, check_claim
 
 
 def choose_device(plan: Plan) -> torch.device:
-    """The plan's device, or the best that is here; see `find_device`."""
+    """Return the plan's device, or the best one that is here; see `find_device`."""
     return find_device(plan.device)
 
 
 def find_device(name: str, remedy: str = "device=auto") -> torch.device:
-    """The device of that name, or for "auto" the best that is here.
+    """Return the device of that name, or for "auto" the best one that is here.
 
     Args:
-        name: as a plan says it.
-        remedy: what asks for the best that is here.
+        name: the device's name as a plan gives it.
+        remedy: the change that asks for the best device that is here; the error shows it.
 
     Raises:
         UnsupportedError: the device that is asked for is not here.
@@ -46,7 +46,7 @@ def find_device(name: str, remedy: str = "device=auto") -> torch.device:
 
 
 def make_context(plan: Plan, device: torch.device) -> Context:
-    """What techniques may ask about the place where the plan runs."""
+    """Return what techniques may ask about the place where the plan runs."""
     cuda = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if cuda else None
     major, minor = torch.__version__.split(".")[:2]
@@ -67,8 +67,8 @@ def precision_of(plan: Plan, capability: tuple[int, int] | None) -> Literal["fp3
     """Return the plan's precision; "auto" is bf16 on a GPU that multiplies it, and else fp32.
 
     Args:
-        plan: which asks.
-        capability: of the GPU; None where it runs on none of NVIDIA's.
+        plan: the plan whose precision is asked for.
+        capability: the compute capability of the GPU; None where no NVIDIA GPU is used.
     """
     if plan.model.precision != "auto":
         return plan.model.precision
@@ -87,10 +87,10 @@ def on_one_process(plan: Plan) -> str:
 
 
 def elsewhere(context: Context, device_name: str) -> Context:
-    """The same on an NVIDIA GPU that is not here, with Triton and a compiler.
+    """Return the context on an NVIDIA GPU that is not here, with Triton and a compiler.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `device_name` is no such GPU.
         UnsupportedError: nothing is assumed of such a device.
     """
     Machine.assumed(device_name)
@@ -112,12 +112,13 @@ def _has_compiler() -> bool:
 
 
 def check_supported(techniques: list[Technique[Any]], context: Context) -> Context:
-    """Ask every technique whether it can run here, and return where that is.
+    """Ask every technique whether it can run in `context`, and return that context.
 
-    Whoever goes on with the same plan hands the context on, so that none is asked twice.
+    A caller that goes on with the same plan passes the context on, so that no technique is asked
+    twice.
 
     Raises:
-        UnsupportedError: the first that cannot, with its reason and remedy; or the GPU multiplies
+        UnsupportedError: a technique cannot run, with its reason and remedy; or the GPU multiplies
             no bf16, and the plan asks for it.
         ConfigError: two of them own one socket, exclude each other, or update all that is left.
     """

@@ -1,8 +1,8 @@
-"""Who filled which socket, and whether what was asked for is in force.
+"""Record who filled which socket, and check whether what was asked for is in force.
 
-Neither believes a technique: what it touched is found by comparing the sockets before and after it,
-and its evidence is read from the run. Attention that nobody filled is torch's own choice among
-several kernels, and so is looked at too.
+Neither trusts a technique's word: the sockets are compared before and after it, and its evidence is
+read from the run. Attention that no technique filled is torch's own choice among several kernels,
+and is therefore examined too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.technique import Evidence, Technique
 
 PATIENT_STEPS = 32
-"""Steps that a trial takes for one with targets, before it gives up."""
+"""How many steps a trial runs to reach one with targets, before it gives up."""
 
 
 def fillers(build: Build) -> dict[str, Any]:
-    """What stands in every socket now, as something that compares."""
+    """Return what every socket holds now, by name, as values that can be compared."""
     now: dict[str, Any] = {name: getattr(build, name) for name in OWNED}
     now |= {f"parts.{key}": value for key, value in vars(build.parts).items()}
     now |= {f"config.{key}": value for key, value in build.config}
@@ -36,7 +36,7 @@ def fillers(build: Build) -> dict[str, Any]:
 
 
 def record(build: Build, technique: Technique[Any], before: dict[str, Any]) -> None:
-    """Note which sockets `technique` touched since `before`; an undeclared one is a bug."""
+    """Note which sockets `technique` changed since `before`; an undeclared one is a bug."""
     after = fillers(build)
     touched = [n for n in after if after[n] is not before[n] and after[n] != before[n]]
     undeclared = set(touched) - set(technique.claims) - set(technique.composes)
@@ -46,10 +46,10 @@ def record(build: Build, technique: Technique[Any], before: dict[str, Any]) -> N
 
 
 def check_active(build: Build) -> dict[str, Any]:
-    """After a step that counted a target: every technique's evidence, on ranks that can have some.
+    """Return every technique's evidence, by name, after a step that counted a target.
 
     Raises:
-        RunError: one that was asked for is not in force.
+        RunError: on some rank a technique is not in force, or no rank has evidence of it.
     """
     found = {}
     for technique in build.techniques:
@@ -68,14 +68,15 @@ def check_active(build: Build) -> dict[str, Any]:
 def evidence_after(
     build: Build, numbers: Sequence[float] | Tensor, *, last: bool = False
 ) -> dict[str, str] | None:
-    """Every technique's evidence in words, or None where the step counted no target.
+    """Return every technique's evidence in words, or None where the step counted no target.
 
-    Such a step sends a gradient to nothing, so that what is healthy looks as if it were lost.
+    A step without targets gives no gradient to anything, so that a technique in force looks as if
+    it were not.
 
     Args:
         build: the run.
-        numbers: of the step, as `train.step` returns them; the device is waited for.
-        last: nobody will ask again.
+        numbers: the step's numbers, as `train.step` returns them; reading waits for the device.
+        last: whether this is the last time that the evidence is asked for.
 
     Raises:
         RunError: a technique is not in force, or the last step to show it counted no target.
@@ -93,12 +94,12 @@ def evidence_after(
 
 @dataclass(frozen=True)
 class LastLook:
-    """What techniques show at a run's end.
+    """Hold what techniques show at a run's end.
 
     Args:
-        lost: that were in force and are not any more, by their evidence on any rank.
-        unseen: that showed nothing, as after a step without targets, and why.
-        evidence: of those that this rank sees in force, with what they counted until then.
+        lost: techniques that were in force and are not any more, by their evidence on any rank.
+        unseen: techniques that showed nothing, as after a step without targets -> why.
+        evidence: of the techniques that this rank sees in force, with what they counted so far.
     """
 
     lost: list[str]
@@ -107,7 +108,7 @@ class LastLook:
 
 
 def last_look(build: Build, counted: bool) -> LastLook:
-    """Ask every technique again. A trained run must not be lost by a look at it.
+    """Ask every technique again whether it is in force; an error there does not end the run.
 
     Args:
         build: the run, at its end.
@@ -135,16 +136,16 @@ def last_look(build: Build, counted: bool) -> LastLook:
 
 
 def newest(build: Build) -> dict[str, str]:
-    """Evidence in words of what is in force now, with what it has counted until now."""
+    """Return evidence in words of each technique that is in force, with what it counted so far."""
     return {name: seen.detail for name, seen in last_look(build, True).evidence.items()}
 
 
 def note_own_attention(build: Build) -> None:
-    """After one step: note, and tell, which kernels torch's own choice of attention launches.
+    """Note and report, after one step, which kernels torch's own choice of attention launches.
 
-    The model's backend is called again for each of its masks, in the run's shapes, precision and
-    flags, as the first rank holds them and outside of compiled code. A technique that fills
-    attention has evidence of its own, and nothing is noted.
+    The model's backend is called again for each of its masks, in the first rank's shapes, precision
+    and flags, outside of compiled code. A technique that fills attention has evidence of its own,
+    and nothing is noted.
     """
     layers = [m.layer for m in build.model.modules() if isinstance(m, Attention)]
     if "parts.attend" in build.filled or build.world.rank or not layers:
@@ -160,7 +161,7 @@ def note_own_attention(build: Build) -> None:
                 operations |= dict.fromkeys(operations_of(attend(q, k, k, mask)))
                 if on_gpu:
                     kernels |= dict.fromkeys(kernels_of(attend, q, k, k, mask, only="CUDA"))
-    except Exception as error:  # a run must not be lost by a look at it
+    except Exception as error:  # this check must not end a run
         why = f" ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
     found = kernels if on_gpu else operations
     told = f"torch ran {', '.join(operations)}" if operations else "what torch ran was not seen"
@@ -170,7 +171,7 @@ def note_own_attention(build: Build) -> None:
 
 
 def _asked(build: Build, spec: MaskSpec) -> tuple[Tensor, Tensor, Any]:
-    """Zeros as the run's queries [B, T, H, K] and keys [B, T, G, K], and the backend's mask."""
+    """Return zeros as queries [B, T, H, K] and keys [B, T, G, K], and the backend's mask."""
     config, plan, device = build.config, build.plan, build.device
     B, T, ranks = plan.micro_rows, plan.data.sequence_length, build.world.size("tensor")
     half = torch.is_autocast_enabled(device.type)

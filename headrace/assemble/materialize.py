@@ -1,8 +1,8 @@
-"""Weights become real: values, storage and sharding together, block by block.
+"""Give weights their values, storage and sharding, block by block.
 
 The model was made on the meta device. Here every parameter gets its value from `build.source`, is
-cut to this rank's part, goes to the device, and is stored and sharded as techniques ask, before the
-next block is touched: what a device holds beside its own part is one block.
+cut to this rank's part, goes to the device, and is stored and sharded as techniques ask. Only then
+the next block is touched, so that a device needs memory for one block beside its own part.
 """
 
 import torch
@@ -12,7 +12,7 @@ from headrace.assemble.sockets import Build
 
 
 def freeze(build: Build) -> None:
-    """Parameters that a technique froze do not learn."""
+    """Turn off the gradient of each parameter that a technique froze."""
     for name, parameter in build.model.named_parameters():
         if any(frozen(name) for frozen in build.frozen):
             parameter.requires_grad_(False)

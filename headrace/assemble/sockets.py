@@ -1,8 +1,9 @@
-"""The Build: every socket of a run, typed, in the order in which it is filled.
+"""Define the Build, which has every socket of a run, typed, in the order of filling.
 
-*Owned* sockets have one filler: the trunk's, or one technique's that claims it. *Composed* sockets
-take additions in stage order. Techniques act here, while the build is made; the loop only calls
-what stands here. `headrace explain PLAN` prints this page with who filled each.
+*Owned* sockets have one filler: the baseline's, or that of the one technique which claims it.
+*Composed* sockets take additions in stage order. Techniques act here, while the build is made; the
+training loop only calls what the sockets hold. `headrace explain PLAN` prints the sockets with who
+filled each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from headrace.plan.technique import Context, Technique
 
 
 class Forward(Protocol):
-    """A block's forward: (x [B, T, D], what layers share) -> [B, T, D]."""
+    """A block's forward pass is such a call: (x [B, T, D], what layers share) -> [B, T, D]."""
 
     def __call__(self, x_BTD: Tensor, shared: Any) -> Tensor:
         """Run the block."""
@@ -38,43 +39,46 @@ class Forward(Protocol):
 
 
 class Optimizer(Protocol):
-    """What a route makes: torch's optimizer protocol, and a masked update."""
+    """An optimizer that a route makes has torch's protocol and can mask its update."""
 
     param_groups: list[dict[str, Any]]
     state: Any
 
     def step(self) -> Any:
-        """Update; leaves everything unchanged where `found_inf` is 1."""
+        """Update the parameters and state; change nothing where `found_inf` is 1."""
         ...
 
 
 @dataclass
 class Route:
-    """Which parameters one optimizer takes. First match wins; the trunk's AdamW takes the rest."""
+    """Choose the parameters of one optimizer.
+
+    The first route that matches a parameter takes it; the baseline's AdamW takes the rest.
+    """
 
     name: str
     takes: Callable[[str, nn.Parameter], bool]
     make: Callable[[Mapping[str, nn.Parameter]], Optimizer]
     rest: bool = False
-    """whether it is asked after the others, in place of the trunk's; one route may be"""
+    """whether it is asked after the other routes, in place of AdamW; at most one route is"""
 
 
 class Work(NamedTuple):
-    """A micro-batch on the device."""
+    """Hold a micro-batch on the device."""
 
     ids_BT: Tensor
     targets_BT: Tensor
     rows: Rows
     index_BT: Tensor
-    """place of each token in the whole stream: its row's number x T + its place in the row"""
+    """index of each token in the whole stream: its sequence's number x T + its place in that"""
     extras: Mapping[str, Tensor] | None = None
     """what `enrich` adds for the objective by name, such as a teacher's logits: [B x T, ...]"""
 
 
 def place(build: "Build", micro: Micro) -> Work:
-    """The trunk's: a micro-batch moved to the device.
+    """Move a micro-batch to the device; this is the baseline's filler of `Build.place`.
 
-    Without documents positions count along the row, and one row of them serves all.
+    Without documents, positions count along the sequence, and one row of positions serves all.
     """
     ids_BT = micro.ids_BT.to(build.device, non_blocking=True)
     targets_BT = micro.targets_BT.to(build.device, non_blocking=True)
@@ -90,30 +94,30 @@ def place(build: "Build", micro: Micro) -> Work:
 
 @dataclass
 class Pass:
-    """One sweep over micro-batches of a step, and what absorbs its gradients."""
+    """A pass is one sweep over a step's micro-batches, with what uses its gradients."""
 
     name: str
     objective: Objective
     micros: Callable[[Sequence[Work]], Sequence[Work]]
     absorb: Callable[["Build", Tensor], None]
-    """(build, finite flag on the device, fp32 1 or 0) -> None"""
+    """(build, on the device 1.0 if the gradients are finite, else 0.0) -> None"""
     max_norm: float = 0.0
-    """Largest norm of its gradients; 0 only measures it."""
+    """largest norm of its gradients; 0 only measures the norm"""
 
 
 class Stateful(Protocol):
-    """What a technique keeps in the checkpoint: tensors by name, and JSON values."""
+    """A technique's state in the checkpoint has tensors by name, and JSON values."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors that are saved, and filled in place on resume."""
+        """Return the tensors that are saved, and that a resume fills in place."""
         ...
 
     def values(self) -> dict[str, Any]:
-        """JSON values that are saved."""
+        """Return the JSON values that are saved."""
         ...
 
     def load_values(self, values: Mapping[str, Any]) -> None:
-        """Take back what `values` gave."""
+        """Restore the JSON values that `values` returned."""
         ...
 
 
@@ -123,22 +127,22 @@ forward and backward of all of them; under `torch.no_grad` it only runs forward.
 
 
 class Phases(Protocol):
-    """Where the step says which phase begins; the signals' clock, or nothing."""
+    """The step reports here which phase begins: this is the signals' clock or `Unwatched`."""
 
     def mark(self, phase: str) -> None:
-        """Phase `phase` begins now."""
+        """Note that the phase named `phase` begins now."""
         ...
 
 
 def _unheard(text: str) -> None:
-    """Nobody listens."""
+    """Ignore a line, because nobody reads it."""
 
 
 class Unwatched:
-    """Phases that nobody times, as of a model that is only read."""
+    """Ignore the phases of a step that nobody times, as of a model that is only read."""
 
     def mark(self, phase: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @dataclass
@@ -161,7 +165,7 @@ class RunNotes:
 
 @dataclass
 class Build:
-    """A run in the making, then the run."""
+    """A build holds every socket of a run while it is made, and then while it runs."""
 
     plan: Plan
     context: Context
@@ -170,53 +174,55 @@ class Build:
     techniques: list[Technique[Any]]
     prepared: Prepared
 
-    # Owned, in the order in which they are read.
+    # Owned sockets, in the order in which they are read.
     config: ModelConfig
     parts: Parts
     source: Source
     engine: Engine
     sync: Callable[["Build", bool], None]
-    """(is it the last micro-batch) -> None, before each backward: whether it communicates"""
+    """(build, is it the last micro-batch) -> None; before each backward pass it sets whether that
+    pass communicates"""
     reduce: Callable[["Build"], None]
-    """what is left of gradient communication after the last backward"""
+    """does what is left of gradient communication after the last backward pass"""
     loss_scale: Callable[["Build"], Tensor | None]
-    """what the loss is multiplied by during the backward pass, on the device; None is 1"""
+    """returns the factor of the loss in the backward pass, on the device; None is 1"""
     clip: Callable[["Build", float], Tensor]
-    """(largest norm, 0 is no limit) -> the norm before clipping, one over all meshes"""
+    """(build, largest norm, where 0 is no limit) -> the norm before clipping, over all ranks"""
     passes: Callable[["Build", int], Sequence[Pass]]
     pack: Callable[["Build", Sequence[Any]], Packer]
     order: Callable[["Build", Packer], Order]
-    """the build, the packed rows -> which row stands where in the stream"""
+    """(build, packed sequences) -> the order of the sequences in the stream"""
     transport: Callable[["Build", Packer], Loader]
     place: Callable[["Build", Micro], Work]
-    """a micro-batch on the host -> this rank's share of it on the device"""
+    """(build, micro-batch on the host) -> this rank's share of it on the device"""
     recover: Callable[["Build", int, Mapping[str, float]], None]
-    """(step, its metrics) -> None, when a step's gradient was not finite and its update was
-    masked; raises to end the run"""
+    """(build, step, its metrics) -> None; called when a step's gradient was not finite and its
+    update was masked; an exception ends the run"""
 
-    # Composed, in stage order.
+    # Composed sockets, in stage order.
     linear: dict[str, tuple[str, Callable[[nn.Linear], nn.Linear]]] = field(default_factory=dict)
-    """full name of a linear -> (who replaces it, how); one owner per name"""
+    """full name of a linear -> (the technique that replaces it, how); one owner per name"""
     mask: MaskSpec = field(default_factory=MaskSpec)
     storage: list[Callable[[str, Tensor], Tensor]] = field(default_factory=list)
     shard: list[Callable[[nn.Module], None]] = field(default_factory=list)
     """called for each block after its weights are real, then for the whole model"""
     layouts: dict[str, Layout] = field(default_factory=dict)
-    """how the ranks hold each parameter, by name"""
+    """how each parameter lies on the ranks, by name"""
     frozen: list[Callable[[str], bool]] = field(default_factory=list)
     routes: list[Route] = field(default_factory=list)
     values: dict[str, Callable[[int], float]] = field(default_factory=dict)
     recut: list[Callable[["Build", Micro], Micro]] = field(default_factory=list)
-    """the same tokens of a micro-batch in other rows, before `place`"""
+    """each arranges a micro-batch's tokens in other sequences, before `place`"""
     objective: Objective = cross_entropy
-    """made of parts that a head's kernels can ask for (kernels/cross_entropy_objective)"""
+    """the loss, made of parts that a head's kernels can use (kernels/cross_entropy_objective)"""
     enrich: list[Callable[["Build", Sequence[Work]], Sequence[Work]]] = field(default_factory=list)
     terms: list[Objective] = field(default_factory=list)
     auxiliary: list[Callable[["Build"], Tensor]] = field(default_factory=list)
-    """sums of losses that layers kept during a forward, taken and cleared before its backward"""
+    """each returns and clears a sum of losses that layers kept in a forward pass, before its
+    backward pass"""
     targets_per_token: Tensor | float = 1.0
-    """counted targets of a step's pass over its tokens, on all ranks: what is a sum over tokens,
-    as an auxiliary loss, is multiplied by it, since the step divides by targets"""
+    """counted targets of a step's pass over its tokens, on all ranks. A sum over tokens, such as an
+    auxiliary loss, is multiplied by it, because the step divides by targets."""
     state: dict[str, Stateful] = field(default_factory=dict)
     weights_for_eval: list[Callable[["Build"], AbstractContextManager[None]]] = field(
         default_factory=list
@@ -224,26 +230,26 @@ class Build:
     runtime: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     after_update: list[Callable[["Build", Tensor], None]] = field(default_factory=list)
     block_forward: list[str] = field(default_factory=list)
-    """names of the wraps that blocks wear, innermost first"""
+    """names of the wraps around each block's forward pass, innermost first"""
 
     given: Mapping[str, Tensor] = field(default_factory=dict)
-    """values on the device that come before `source`, by name: those of another build"""
+    """values on the device by name, of another build, that are used in place of `source`"""
 
-    # Made by the trunk from the sockets above.
+    # Made by the baseline from the sockets above.
     model: Decoder = None  # type: ignore[assignment]
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     routed: dict[str, dict[str, nn.Parameter]] = field(default_factory=dict)
     """the parameters of each optimizer, by name"""
     loader: Loader = None  # type: ignore[assignment]
     predicted: Callable[[Plan], Ledger] = None  # type: ignore[assignment]
-    """what a plan like this one would cost here"""
+    """predicts what a plan like this one would cost here"""
     tell: Callable[[str], None] = _unheard
-    """one line that is worth reading while the run goes"""
+    """takes one line that is worth reading while the run goes"""
     phases: Phases = field(default_factory=Unwatched)
     compiled: list[str] = field(default_factory=list)
-    """what of the model is compiled, by name"""
+    """names of what is compiled of the model"""
     now: dict[str, float] = field(default_factory=dict)
-    """`values` at the step that runs"""
+    """the numbers of `values` at the step that runs now"""
     filled: dict[str, list[str]] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     """what a technique remembers between `apply` and `active`, by its name"""
@@ -251,27 +257,27 @@ class Build:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What products and attention compute in."""
+        """Return the type in which matmuls and attention compute."""
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return half.get(self.context.precision, torch.float32)
 
     def autocast(self) -> torch.autocast:
-        """The arithmetic of a forward pass."""
+        """Return the autocast context of a forward pass; it is off in fp32."""
         half = self.dtype is not torch.float32
-        low = self.dtype if half else torch.bfloat16  # it takes no other
+        low = self.dtype if half else torch.bfloat16  # autocast takes no other
         return torch.autocast(self.device.type, low, enabled=half)
 
     def whole(self, name: str, local: Tensor) -> Tensor:
-        """The whole tensor from the part of parameter `name` that each rank holds; collective."""
+        """Return the whole tensor from each rank's part of parameter `name`; a collective."""
         like = self.model.get_parameter(name)
         return self.layouts[name].whole(self.world, like, local)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's local part of a whole tensor that lies as parameter `name`."""
+        """Return this rank's part of a whole tensor that is split as parameter `name` is."""
         return self.layouts[name].part(self.world, self.model.get_parameter(name), whole)
 
     def wrap_blocks(self, name: str, wrap: Callable[[Forward, int], Forward]) -> None:
-        """Replace every block's forward by `wrap(forward, layer)`, outside of earlier wraps.
+        """Replace every block's forward by `wrap(forward, layer)`, around the earlier wraps.
 
         Names of parameters and identities of blocks stay as they are.
         """
@@ -293,10 +299,10 @@ class Build:
 
 
 def auxiliary_loss(build: Build) -> Tensor | None:
-    """The sum of losses that layers kept in the forward pass that has just run.
+    """Return the sum of the losses that layers kept in the last forward pass, or None.
 
-    Tensor ranks compute the same ones, and the backward pass adds up what they send to the states
-    that they share: each sends its part of the gradient.
+    Tensor ranks compute the same losses, and the backward pass adds up their gradients of the
+    states that they share. So each rank contributes only its part of the gradient.
     """
     if not build.auxiliary:
         return None

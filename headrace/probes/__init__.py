@@ -1,27 +1,30 @@
-"""The rates of the device that is here, measured in under three minutes and kept per machine.
+"""Measure the rates of the device that is here in under three minutes, and keep them per machine.
 
-Products in every precision that the device has, over shapes of a transformer's layers; attention
-by kernel, forward and backward; copies from a few KiB to GiB, whose small end is the least time of
-a kernel; what queueing an operation costs the host, eagerly and as a captured graph; the link to
-pinned memory of the host, both ways; and what CUDA's context takes. `headrace.costs.machine` makes
-times of any shape from these points.
+The probes time matmuls in every precision that the device has, over shapes of a transformer's
+layers. They time attention by kernel, forward and backward. They time copies from a few KiB to GiB,
+whose small end is the least time of a kernel. They time what queueing an operation costs the host,
+eagerly and as a captured graph, and the link to the host's pinned memory in both directions. They
+also measure the memory of CUDA's context. `headrace.costs.machine` predicts times of any shape from
+these points.
 
 A time is a median. On a GPU it is read from CUDA events, after a kernel that empties the L2 cache
-and one that waits until the host has queued everything; what is shorter than `clock.SHORT_S` is
-timed in a burst instead, in which its operands stay in the cache, as results do that are used at
-once. What timing one kernel alone adds to it is taken off. On a CPU it is the host's clock.
-Operands of products and of attention are random, for zeros draw less power and run faster. A GPU's
-product of more than `HOT_S` is no point: timing it a few times in a row lowers the clock more than
-steps do. For the same cause no load is probed: six seconds of nothing but products took 1.18 and
-1.19 times as long on two H200s whose steps agreed with their single products.
+and one that waits until the host has queued everything. A kernel shorter than `clock.SHORT_S` is
+timed over many calls in a row instead. Its operands then stay in the cache, as results do that are
+used at once. What timing one kernel alone adds to it is subtracted. On a CPU the host's clock is
+read. Operands of matmuls and of attention are random, because zeros draw less power and run faster.
+A GPU's matmul that takes more than `HOT_S` is not kept as a point: timing it a few times in a row
+lowers the clock more than steps do. For the same reason no sustained load is probed: six seconds of
+nothing but matmuls took 1.18 and 1.19 times as long on two H200s whose steps agreed with their
+single matmuls.
 
-Probes run in order of importance. One that its forerunners say would not end in time is left out
-and told in `Machine.skipped`; what the device or its libraries refuse is told in `Machine.absent`
-with their own words, and nothing is guessed in its place. An interrupt leaves nothing behind: the
-file is written at the end, under the name of the device, torch's version and the driver's, or of a
-CPU the model and the threads that torch uses. What a step is made of on a CPU: probes/host.py.
+Probes run in order of importance. A probe that would not end in time, judged by the earlier ones of
+its group, is left out and listed in `Machine.skipped`. What the device or its libraries refuse is
+listed in `Machine.absent` with their own words, and nothing is guessed in its place. An interrupt
+leaves nothing behind: the file is written at the end. Its name holds the device, torch's version
+and the driver's version, or for a CPU the model and the threads that torch uses. The parts of a
+step on a CPU are measured in probes/host.py.
 
-Links to other ranks are measured by several together (probes/together.py).
+Several ranks together measure the links between them (probes/together.py).
 
 Left out: what runs beside a kernel in a step, and transposed operands.
 """
@@ -62,38 +65,39 @@ from headrace.train.run_folder import cpu_name
 T = TypeVar("T", MatmulRates, AttentionRates)
 
 ANY = 1e12
-"""A rate in FLOP/s that is fitted before anyone reads it."""
+"""A placeholder rate in FLOP/s; `Machine.fitted` replaces it before anyone reads it."""
 HOT_S = 3e-3
-"""Of 125 products on an H200 those above ran at 630 to 800 TFLOP/s, their shorter neighbours at 750
-to 850: nine in a row reach the limit of its power."""
+"""Seconds from which a GPU's matmul is not kept as a point, because it slows the GPU down. Of 125
+matmuls on an H200 those above ran at 630 to 800 TFLOP/s, their shorter neighbours at 750 to 850:
+nine in a row reach the limit of its power."""
 
 # --- where it is kept -------------------------------------------------------------------------
 
 
 def path(device: torch.device) -> Path:
-    """The file of this device with this torch, this driver and this way to measure."""
+    """Return the file of rates for this device, torch version, driver and file format."""
     whole = f"{name_of(device)} torch {torch.__version__} {driver_of(device)} {FORMAT}"
     name = f"{re.sub('[^A-Za-z0-9.]+', '-', whole)}.json"
     return Path.home() / ".cache" / "headrace" / "machines" / name
 
 
 def cached(device: torch.device) -> Machine | None:
-    """What was measured here before, if it was.
+    """Return the rates that were measured on this device before, or None if there are none.
 
     Raises:
-        ConfigError: the file is damaged; with the command that makes another.
+        ConfigError: the file is damaged; it names the command that makes another.
     """
     file = path(device)
     return Machine.read(file) if file.exists() else None
 
 
 def name_of(device: torch.device) -> str:
-    """A GPU's name, or "cpu"."""
+    """Return a GPU's name, or the type of another device, such as "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def driver_of(device: torch.device) -> str:
-    """The driver's version; of a CPU its model and the threads that torch uses."""
+    """Return the driver's version, or for a CPU its model and the threads that torch uses."""
     if device.type == "cpu":
         return f"{cpu_name()}, {torch.get_num_threads()} threads"
     try:
@@ -106,7 +110,7 @@ def driver_of(device: torch.device) -> str:
 
 
 def _nvml_errors() -> tuple[type[Exception], ...]:
-    """What the management library raises, where it is installed."""
+    """Return the exceptions of NVIDIA's management library; none where it is not installed."""
     if find_spec("pynvml") is None:
         return ()
     import pynvml
@@ -120,14 +124,14 @@ def _nvml_errors() -> tuple[type[Exception], ...]:
 def measure(
     device: torch.device, *, budget_s: float = 180.0, progress: Progress | None = None
 ) -> Machine:
-    """The rates of `device`, measured now and kept in `path(device)`; see `measured`."""
+    """Measure the rates of `device` now and keep them in `path(device)`; see `measured`."""
     machine = measured(device, budget_s=budget_s, progress=progress)
     keep(machine, device)
     return machine
 
 
 def keep(machine: Machine, device: torch.device) -> Path:
-    """Write the rates of a device where predictions find them; return the file.
+    """Write the rates of a device to the file that predictions read, and return that file.
 
     Raises:
         OSError: the folder cannot be written.
@@ -139,12 +143,12 @@ def keep(machine: Machine, device: torch.device) -> Path:
 def measured(
     device: torch.device, *, budget_s: float = 180.0, progress: Progress | None = None
 ) -> Machine:
-    """The rates of `device`, measured now.
+    """Measure the rates of `device` now and return them, with its links of earlier runs.
 
     Args:
         device: a CPU or a CUDA device.
-        budget_s: after so long no further probe begins; the most important ones always run.
-        progress: is told how far it is.
+        budget_s: seconds after which no further probe begins; the most important ones always run.
+        progress: shows how far the probes are.
 
     Raises:
         UnsupportedError: another kind of device.
@@ -155,7 +159,7 @@ def measured(
         )
     found = _run(device, budget_s, progress)
     machine = _machine(found)
-    with suppress(ConfigError):  # a damaged file, in whose place this one comes
+    with suppress(ConfigError):  # the new file replaces a damaged one
         before = cached(device)
         machine = machine if before is None else replace(machine, links=before.links)
     return machine
@@ -167,15 +171,16 @@ def add(
     attention: Iterable[tuple[Kernel, Shape, bool]] = (),
     budget_s: float = 60.0, progress: Progress | None = None,
 ) -> Machine:  # fmt: skip
-    """`machine` with the very shapes of a plan measured too, and kept in `path(device)`.
+    """Measure the exact shapes of a plan, add them to `machine`, and keep it in `path(device)`.
 
     Args:
-        machine: what `measure` found on this device.
-        device: the same.
-        products: (precision, m, n, k); those that it knows are left out, here and below.
-        attention: (kernel, (rows, heads, kv_heads, length, features), causal).
-        budget_s: after so long no further one begins; `skipped` tells which were left.
-        progress: is told how far it is.
+        machine: what `measure` returned for this device.
+        device: the device of `machine`.
+        products: matmuls as (precision, m, n, k); those that `machine` has are left out.
+        attention: (kernel, (rows, heads, kv_heads, length, features), causal); those that
+            `machine` has are left out.
+        budget_s: seconds after which no further probe begins; `skipped` lists those left out.
+        progress: shows how far the probes are.
     """
     known = {(p.precision, *point.sizes) for p in machine.products for point in p.points}
     mixed = {(a.kernel, p.shape, p.causal) for a in machine.attention for p in a.points}
@@ -202,7 +207,10 @@ def _run(
     device: torch.device, budget_s: float, progress: Progress | None,
     choose: Callable[[Found], Iterable[Probe]] | None = None,
 ) -> Found:  # fmt: skip
-    """What the chosen probes find, or all of them, with the process's flags put back."""
+    """Run the chosen probes, or all of them, and return what they measured.
+
+    The process's matmul precision and torch's current device are restored afterwards.
+    """
     before, here = torch.get_float32_matmul_precision(), nullcontext()
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -210,7 +218,7 @@ def _run(
         here = torch.cuda.device(device)
     every = in_order if device.type == "cuda" else host.in_order
     with here, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # kernels that refuse say so in many of them
+        warnings.simplefilter("ignore")  # kernels that refuse give many warnings
         found = Found(Clock(device, budget_s), torch.Generator(device).manual_seed(0))
         try:
             torch.set_float32_matmul_precision("highest")
@@ -224,7 +232,7 @@ def _run(
 
 
 def _work_through(found: Found, probes: list[Probe], progress: Progress) -> None:
-    """Each probe that there is time and memory for."""
+    """Run each probe that there is time and memory for; note why others did not run."""
     clock, fastest, seen = found.clock, dict[str, float](), set[tuple[str, str]]()
     for probe in probes:
         if (probe.group, probe.label) in seen:
@@ -257,18 +265,18 @@ def _work_through(found: Found, probes: list[Probe], progress: Progress) -> None
 
 
 def _lacks_memory(found: Found, probe: Probe) -> bool:
-    """Whether a probe needs more than most of what is free."""
+    """Return whether a probe needs over 80% of the GPU's free memory, or 25% of the host's."""
     if found.device.type != "cuda":
         return probe.bytes > 0.25 * host_memory_bytes()
     torch.cuda.empty_cache()
     return probe.bytes > 0.8 * torch.cuda.mem_get_info(found.device)[0]
 
 
-# --- what came of it --------------------------------------------------------------------------
+# --- the machine that is made of the measurements ---------------------------------------------
 
 
 def _machine(found: Found) -> Machine:
-    """All points as a machine, its rates fitted to the fastest of them."""
+    """Return all points as a machine whose rates are fitted to the fastest of them."""
     device, cuda = found.device, found.device.type == "cuda"
     products, attention = _tables(found)
     return Machine(
@@ -303,7 +311,7 @@ def _machine(found: Found) -> Machine:
 
 
 def _tables(found: Found) -> tuple[tuple[MatmulRates, ...], tuple[AttentionRates, ...]]:
-    """Points by what they are of; the rates are any, for `fitted` sets them."""
+    """Return tables of the matmul and attention points; `fitted` sets their rates later."""
     products = (MatmulRates(p, ANY, tuple(points)) for p, points in found.products.items())
     attention = (
         AttentionRates(*key, ANY, tuple(points)) for key, points in found.attention.items()
@@ -312,7 +320,7 @@ def _tables(found: Found) -> tuple[tuple[MatmulRates, ...], tuple[AttentionRates
 
 
 def _merged(old: tuple[T, ...], new: tuple[T, ...]) -> tuple[T, ...]:
-    """Tables of the same thing made one."""
+    """Return the tables with those of the same operation joined into one."""
     tables: dict[Any, Any] = {}
     for table in (*old, *new):
         one = tables.setdefault(table.what, table)
@@ -322,7 +330,7 @@ def _merged(old: tuple[T, ...], new: tuple[T, ...]) -> tuple[T, ...]:
 
 
 def _cool(tables: tuple[MatmulRates, ...], kind: str) -> tuple[MatmulRates, ...]:
-    """Without a GPU's products that slow it down, unless there are no others."""
+    """Drop a GPU's matmuls of `HOT_S` or longer from each table, unless it has no others."""
     if kind != "gpu":
         return tables
     return tuple(
@@ -336,12 +344,17 @@ def _absences(found: Found) -> tuple[Absent, ...]:
 
 
 def _missed(found: Found) -> tuple[str, ...]:
-    """A line for each group of which probes were left out."""
+    """Return a line for each group of which probes were left out."""
     return tuple(f"{of} ({len(which)}): {', '.join(which)}" for of, which in found.skipped.items())
 
 
 def _stream(points: list[StreamPoint], floor_s: float | None = None) -> StreamRates:
-    """Points by size, the rate of the largest, and the least time unless it is known better."""
+    """Return the points by size with the rate of the largest and the least time.
+
+    Args:
+        points: the measured copies.
+        floor_s: the least time in seconds; without it the shortest of the points counts.
+    """
     by_size = sorted(points, key=lambda point: point.bytes)
     largest = by_size[-1]
     least_s = min(point.seconds for point in points) if floor_s is None else floor_s
@@ -349,10 +362,10 @@ def _stream(points: list[StreamPoint], floor_s: float | None = None) -> StreamRa
 
 
 def _context_bytes(device: torch.device) -> int:
-    """Memory in use on the device that torch's allocator does not hold; 0 for a CPU.
+    """Return the bytes in use on the device outside of torch's allocator; 0 for a CPU.
 
-    The driver's list of processes tells this one's share. Where it does not (in a container), what
-    other processes hold counts too.
+    The driver's list of processes gives this process's share. Where it does not (in a container),
+    the memory of other processes counts too.
     """
     if device.type != "cuda":
         return 0
@@ -364,7 +377,7 @@ def _context_bytes(device: torch.device) -> int:
 
 
 def _own_bytes(device: torch.device) -> int | None:
-    """What this process holds on the device, if the management library tells."""
+    """Return the bytes that this process uses on the device; None where NVML does not report it."""
     try:
         import pynvml
 

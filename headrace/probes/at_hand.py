@@ -1,14 +1,14 @@
-"""The rates of the device that is here: as they were measured, published, or are measured now.
+"""The rates of the device that is here are read, assumed from a datasheet, or measured now.
 
-What was measured on this device counts first. Of a GPU that has a datasheet's row the rates are
-assumed, at once, with the memory and the processors that its driver reports; `headrace probe`
-measures them. Nothing is assumed of a GPU without a row, and what could be guessed of a processor
-tells no time of a step: where a verb asks for rates of such a device, they are measured then, once,
+Rates that were measured on this device come first. For a GPU that has a datasheet's row the rates
+are assumed at once, with the memory and the processors that its driver reports; `headrace probe`
+measures them. Nothing is assumed for a GPU without a row, and rates guessed for a CPU predict no
+time of a step. Where a command asks for rates of such a device, they are measured then, once,
 within `QUICK_S`, and kept as those of `headrace probe` are. The closing words of a run measure
-nothing: a user waits there for another answer.
+nothing, because a user waits there for another answer.
 
-Apple's GPUs (MPS) have no rates: their memory is the host's, which is all that is foreseen there.
-No such device was at hand, so that nothing of it was tried.
+Apple's GPUs (MPS) have no rates: their memory is the host's, and only memory is predicted there.
+No such device was at hand, so nothing was tried on one.
 """
 
 from collections.abc import Callable
@@ -24,23 +24,24 @@ from headrace.kernels.cpu_units import bf16_units
 from headrace.probes import cached, keep, measured, name_of
 
 QUICK_S = {"cuda": 40.0, "cpu": 20.0}
-"""Seconds after which no further probe begins; the most important ones come first. A GPU is known
-in under a minute, a CPU in about 20 s."""
+"""Seconds after which no further probe begins, by type of device; the most important probes come
+first. Measuring takes under a minute on a GPU and about 20 s on a CPU."""
 WITH_HALVES = 1.75
-"""Times as many seconds of a CPU that multiplies bf16, of which steps in bf16 are timed too."""
+"""The factor on `QUICK_S` of a CPU that multiplies bf16, because steps in bf16 are timed there
+too."""
 
 
 def rates(device: torch.device, tell: Callable[[], Progress] | None = None) -> Machine:
     """Return the rates of a device that is here.
 
     Args:
-        device: which.
-        tell: makes what is told how far the probes are, where they run; without it nothing is
-            measured, and of a CPU guessed rates are returned.
+        device: the device.
+        tell: makes the progress display that shows how far the probes are, where they run.
+            Without it nothing is measured, and guessed rates are returned for a CPU.
 
     Raises:
-        ConfigError: the file of what was measured is damaged.
-        UnsupportedError: nothing is known of it, and it is not to be measured now.
+        ConfigError: the file of measured rates is damaged.
+        UnsupportedError: there are no rates of the device, and `tell` is not given.
     """
     if device.type == "mps":
         return Machine.assumed(device.type)
@@ -65,7 +66,7 @@ def of_its_driver(machine: Machine, device: torch.device) -> Machine:
 
 
 def _measured_now(device: torch.device, progress: Progress) -> Machine:
-    """Measure a device within `QUICK_S`, tell that, and keep what was found."""
+    """Measure a device within `QUICK_S`, note that for the user, and keep its rates."""
     budget_s = QUICK_S[device.type]
     if device.type == "cpu" and bf16_units():
         budget_s *= WITH_HALVES

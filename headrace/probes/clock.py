@@ -1,8 +1,9 @@
-"""Seconds of a call on one device, and what is left of a budget.
+"""Time calls on one device, and count the seconds since the probes began.
 
-Timing a kernel alone adds to it: it starts after one event and ends before another. A step pays
-nothing of that, for there kernels follow each other. So a clock finds out at its beginning what it
-adds (`edge_s`), and takes it off. What is timed in a burst needs no correction.
+Timing a kernel alone adds to its time: it starts after one event and ends before another. A step
+pays nothing of that, because kernels follow each other there. A clock therefore measures at its
+beginning what it adds (`edge_s`), and subtracts it. A time over many calls in a row needs no
+correction.
 """
 
 import time
@@ -14,17 +15,17 @@ import torch
 
 MIB = 2**20
 REPEATS = 7
-"""Timed calls of which the median counts."""
+"""How many times a call is timed; the median counts."""
 SHORT_S, BURST = 20e-6, 100
-"""Kernels shorter than this are timed in bursts of so many calls."""
+"""Seconds below which a kernel is timed over many calls in a row, and how many."""
 AHEAD_CYCLES = 600_000
-"""The device waits so long, about 0.3 ms, while the host queues a call."""
+"""GPU clock cycles that the device waits, about 0.3 ms, while the host queues a call."""
 ROW = 8
-"""Copies in a row, of which one is compared with a copy alone."""
+"""How many copies in a row are timed, to compare one of them with a copy alone."""
 
 
 class Clock:
-    """Seconds of a call on one device, and what is left of the budget."""
+    """A clock times calls on one device and counts the seconds since it was made."""
 
     def __init__(self, device: torch.device, budget_s: float) -> None:
         self.device, self.budget_s, self.began_s = device, budget_s, time.perf_counter()
@@ -35,11 +36,11 @@ class Clock:
 
     @property
     def spent_s(self) -> float:
-        """Since it was made."""
+        """Return the seconds since the clock was made."""
         return time.perf_counter() - self.began_s
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """The median of some calls, after two that do not count."""
+        """Return the median seconds of a call, after two calls that do not count."""
         call()
         if self.device.type != "cuda":
             return self._host_seconds(call)
@@ -55,9 +56,10 @@ class Clock:
         return median(self._between_events(call, BURST, cycles) for _ in range(REPEATS)) / BURST
 
     def _edge_s(self) -> float:
-        """What a copy takes alone beyond one of `ROW`, too large for the cache: 1 to 7.5 us.
+        """Return the seconds that timing a kernel alone adds to it: 1 to 7.5 us.
 
-        On H200s: 2% to 14% of a product of 32,768 x 768 x 768.
+        It is what a copy alone takes beyond one of `ROW` copies in a row; they are too large for
+        the cache. On H200s it is 2% to 14% of a matmul of 32,768 x 768 x 768.
         """
         x, y = self.flush.chunk(2)
         y.copy_(x)
@@ -69,13 +71,13 @@ class Clock:
         return min(max(0.0, alone_s - (copies(ROW) - alone_s) / (ROW - 1)), SHORT_S / 2)
 
     def in_a_row(self, call: Callable[[], Any], calls: int) -> float:
-        """Seconds of one of so many calls on a GPU, with nothing between them."""
+        """Return the mean seconds of a GPU call among `calls` calls with nothing between them."""
         return self._between_events(call, calls) / calls
 
     def _between_events(
         self, call: Callable[[], Any], calls: int, cycles: int = AHEAD_CYCLES
     ) -> float:  # fmt: skip
-        """Device seconds of calls that were all queued before the first began."""
+        """Return the device seconds of all calls; all are queued before the first begins."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.flush.zero_()
         torch.cuda._sleep(cycles)
@@ -87,7 +89,10 @@ class Clock:
         return start.elapsed_time(end) / 1e3
 
     def _host_seconds(self, call: Callable[[], Any]) -> float:
-        """On a CPU: fewer repeats of what is long, more calls in one of what is short."""
+        """Return the median seconds of a call by the host's clock, for a CPU.
+
+        A long call is repeated fewer times; a short one is called many times per repeat.
+        """
         begin_s = time.perf_counter()
         call()
         once_s = max(time.perf_counter() - begin_s, 1e-7)
@@ -101,12 +106,12 @@ class Clock:
         return median(found)
 
     def wait(self) -> None:
-        """For the device."""
+        """Wait until the device has done all that is queued."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Give back what it held of the device's memory."""
+        """Free the device memory that the clock uses."""
         if self.device.type == "cuda":
             del self.flush
             torch.cuda.empty_cache()

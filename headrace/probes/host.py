@@ -1,10 +1,10 @@
-"""What is measured of a CPU beside its rates: the operations of a small decoder's step.
+"""Measure on a CPU, beside its rates, the operations of a small decoder's step.
 
 On a CPU a norm, an activation or a loss is bound by its arithmetic as often as by memory, and a
-small tensor stays in a cache. So the very modules of a decoder are timed, forward and backward, at
-the sizes that small models have there, each beside the bytes that the ledger counts for it. Whole
-steps of small decoders come last: what they take beyond their pieces (memory that the system hands
-out anew, caches that other operations have filled) sets the sum right. One of them is compiled.
+small tensor stays in a cache. So the modules of a decoder themselves are timed, forward and
+backward, at the sizes that small models have there, each beside the bytes that the ledger counts.
+Whole steps of small decoders come last. What they take beyond their pieces (memory that the system
+allocates anew, caches that other operations have filled) corrects the sum. Two are compiled.
 
 Shapes: B rows, T tokens, N = B x T, D features, V entries of the vocabulary.
 """
@@ -63,24 +63,24 @@ LINEARS = (
     (2048, 384, 1024), (512, 128, 512), (8192, 128, 128), (512, 2048, 384), (256, 256, 64),
     (1024, 8192, 384),
 )  # fmt: skip
-"""Tokens, features out and features in of linear layers, the most telling first."""
+"""Tokens, features out and features in of timed linear layers, the most informative first."""
 HALF_LINEARS = LINEARS[0], LINEARS[3], LINEARS[7], LINEARS[9], LINEARS[11]
-"""Those that are timed in bf16 too."""
+"""The linear layers of `LINEARS` that are timed in bf16 too."""
 HALVES: tuple[Half, ...] = ("autocast", "parameters")
 LEAST = (64, 96, 32)
-"""A linear of which little but its beginning is seen."""
+"""Tokens, features out and in of a linear layer whose time is mostly its fixed cost."""
 COMPILE_S = 6.0
-"""What compiling a small decoder takes, about; on two slow cores without a cache of headers it is
-longer, and the probe ends later than it was asked to."""
+"""About the seconds that compiling a small decoder takes. Two slow cores without a cache of headers
+take longer, and the probe then ends after its budget."""
 PLAIN = {"layer_norms": "norms", "plain_activation": "activation"}
-"""Pieces of other operations than the demo's -> the name that both have in a ledger."""
+"""Piece whose operations differ from the demo's -> the name that both have in a ledger."""
 WHOLE = ("embedding", "gradients", "clip", "update")
-"""Pieces that a compiler leaves as they are."""
+"""The pieces of a step that a compiler leaves as they are."""
 
 
 @dataclass(frozen=True)
 class Small:
-    """A small decoder and its micro-batch."""
+    """Hold the sizes of a small decoder and of its micro-batch."""
 
     dim: int
     layers: int
@@ -91,11 +91,11 @@ class Small:
 
     @property
     def config(self) -> ModelConfig:
-        """It, as the demo's family has it."""
+        """Return the decoder's config as the demo's family has it."""
         return self.with_()
 
     def with_(self, **keys: Any) -> ModelConfig:
-        """It with other keys."""
+        """Return the decoder's config with other keys set."""
         return ModelConfig(
             dim=self.dim, layers=self.layers, heads=self.heads, vocab=self.vocab, qk_norm=True,
             **keys,
@@ -103,11 +103,11 @@ class Small:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """Return the number of tokens of the micro-batch."""
         return self.rows * self.length
 
     def bytes_of(self, name: str) -> int:
-        """Bytes that the ledger counts for one of its pieces."""
+        """Return the bytes that the ledger counts for one piece, named "piece/phase"."""
         what, _, phase = name.partition("/")
         plain = what == "plain_activation"
         config = self.with_(activation="gelu") if plain else self.config
@@ -123,16 +123,16 @@ SIZES = (
     Small(128, 4, 4, 2048, 32, 128), Small(64, 2, 2, 512, 8, 64), Small(384, 6, 6, 6144, 16, 128),
     Small(256, 4, 4, 1024, 8, 256),
 )  # fmt: skip
-"""At which each piece is timed."""
+"""The small decoders at whose sizes each piece is timed."""
 STEPS = (
     Small(128, 2, 4, 2048, 32, 128), Small(256, 2, 4, 4096, 4, 256), Small(64, 2, 2, 1024, 16, 64),
     Small(384, 2, 6, 4096, 4, 128),
 )  # fmt: skip
-"""Whole steps; the first and the third one are compiled too."""
+"""The small decoders whose whole steps are timed; the first and third are compiled too."""
 
 
 def in_order(found: Found) -> Iterator[Probe]:
-    """All probes of a CPU, the most important first: rates, and what a step is made of."""
+    """Yield all probes of a CPU, the most important first: its rates and a step's operations."""
     main, *others = precisions(found)
     gpus = (f"attention by {kernel}" for kernel in ("cudnn", "efficient", "flash4"))
     found.absent |= dict.fromkeys(gpus, "a kernel of NVIDIA GPUs")
@@ -154,7 +154,7 @@ def in_order(found: Found) -> Iterator[Probe]:
 
 
 def _of_a_step(found: Found, attention: list[Probe]) -> Iterator[Probe]:
-    """Its products, attention, pieces and wholes, the most important first."""
+    """Yield a step's probes, the most important first: matmuls, attention, pieces and wholes."""
     yield from linear_probes(found, *LINEARS[0])
     yield from _piece_probes(found, SIZES[0])
     yield _step_probe(found, STEPS[0])
@@ -177,7 +177,7 @@ def _of_a_step(found: Found, attention: list[Probe]) -> Iterator[Probe]:
 
 
 def _of_halves(found: Found) -> Iterator[Probe]:
-    """What bf16 takes on a processor that multiplies it; on others it is emulated, and slower."""
+    """Yield the probes of bf16; none where the CPU only emulates it, which is slower."""
     if not bf16_units():
         return
     for shape in HALF_LINEARS:
@@ -186,13 +186,13 @@ def _of_halves(found: Found) -> Iterator[Probe]:
         yield from (_step_probe(found, small, half=half) for half in HALVES)
 
 
-# --- products --------------------------------------------------------------------------------
+# --- matmuls ---------------------------------------------------------------------------------
 
 
 def linear_probes(
     found: Found, tokens: int, outer: int, inner: int, precision: Precision = "fp32"
 ) -> Iterator[Probe]:
-    """The three products of a linear layer, each as autograd lays it out."""
+    """Yield the probes of a linear layer's three matmuls, each laid out as by autograd."""
     dtype = DTYPES[precision]
 
     def probe(way: Way, sizes: tuple[int, int, int]) -> Probe:
@@ -221,7 +221,7 @@ def linear_probes(
 
 
 def _piece_probes(found: Found, small: Small) -> Iterator[Probe]:
-    """Every kind of operation around the products, forward and backward."""
+    """Yield a probe for each kind of operation beside the matmuls; it times all its phases."""
     for name, make in MAKERS.items():
 
         def run(name: str = name, make: Maker = make) -> None:
@@ -235,14 +235,14 @@ def _piece_probes(found: Found, small: Small) -> Iterator[Probe]:
 
 
 Calls = dict[str, Callable[[], Any]]
-"""phase -> what is timed"""
+"""Phase of a step -> the call that is timed for it."""
 Maker = Callable[[Found, Small], Calls]
 PHASES = {"gradients": "backward", "clip": "optimizer", "update": "optimizer"}
-"""Of pieces that have only one."""
+"""Piece that has a single phase other than forward and backward -> that phase."""
 
 
 def _both(forward: Callable[[], Tensor], inputs: list[Tensor]) -> Calls:
-    """A forward pass that keeps what its backward pass needs, and that one alone."""
+    """Return a forward pass that keeps what its backward pass needs, and the latter alone."""
     out = forward()
     gradient = torch.randn_like(out)
 
@@ -267,7 +267,7 @@ def _normed(found: Found, small: Small, module: nn.Module) -> Calls:
 
 
 def _qk_norm(found: Found, small: Small) -> Calls:
-    """Queries' and keys' in one, for they have as many heads."""
+    """Return the norm of queries and keys as one call, since both have as many heads."""
     head = small.config.resolved_head_dim
     norm = _weighted(found, RMSNorm(head, 1e-5))
     x = found.random(small.rows, small.length, 2 * small.heads, head).requires_grad_()
@@ -275,13 +275,13 @@ def _qk_norm(found: Found, small: Small) -> Calls:
 
 
 def _residual(found: Found, small: Small) -> Calls:
-    """A sum; backwards that of the two gradients which meet there."""
+    """Return the sum of a residual; backward sums the two gradients that meet there."""
     x, delta = (found.random(small.tokens, small.dim) for _ in range(2))
     return {"forward": lambda: x + delta, "backward": lambda: x + delta}
 
 
 def _rope(found: Found, small: Small) -> Calls:
-    """Both are cut out of one product's result, as in the mixer, and their gradients joined."""
+    """Return the rotation of queries and keys, cut from one matmul's result as in the mixer."""
     config, B, T = small.config, small.rows, small.length
     head, heads = config.resolved_head_dim, config.heads
     grouped = found.random(B, T, heads, 3, head).requires_grad_()
@@ -308,7 +308,7 @@ def _activation(found: Found, small: Small) -> Calls:
 
 
 def _plain_activation(found: Found, small: Small) -> Calls:
-    """GPT-2's, which has no gate."""
+    """Return the calls of GPT-2's activation, which has no gate."""
     x = found.random(small.rows, small.length, small.config.resolved_ffn).requires_grad_()
     return _both(lambda: F.gelu(x), [x])
 
@@ -326,7 +326,7 @@ def _embedding(found: Found, small: Small) -> Calls:
 
 
 def _gradients(found: Found, small: Small) -> Calls:
-    """A later micro-batch's gradients are added to what there is."""
+    """Return the call that adds a later micro-batch's gradients to those there are."""
     held = [found.random(*p.shape) for p in _decoder(found, small).parameters()]
     more = [x.clone() for x in held]
 
@@ -354,13 +354,13 @@ MAKERS: dict[str, Maker] = {
     "residual": _residual, "update": _update, "clip": _clip, "embedding": _embedding,
     "gradients": _gradients, "layer_norms": _layer_norms, "plain_activation": _plain_activation,
 }  # fmt: skip
-"""By the names of their work in costs/decoder_work.py."""
+"""Piece, by the name of its work in costs/decoder_work.py -> what makes its timed calls."""
 ALIKE = {"residual": "residual_out"}
-"""A piece that is priced as another one is."""
+"""A timed piece -> another piece, which is priced with the same times."""
 
 
 def pieces_of(found: Found) -> tuple[PieceRates, ...]:
-    """What was measured, by name."""
+    """Return the rates of each measured piece, by "piece/phase"."""
     points = dict(found.pieces)
     for name, twin in ALIKE.items():
         points |= {
@@ -375,12 +375,12 @@ def pieces_of(found: Found) -> tuple[PieceRates, ...]:
 
 
 def _ids(found: Found, small: Small, *shape: int) -> Tensor:
-    """Tokens of its vocabulary."""
+    """Return random tokens of the decoder's vocabulary."""
     return torch.randint(small.vocab, shape, generator=found.draw)
 
 
 def _weighted(found: Found, module: Any) -> Any:
-    """A module whose parameters have values."""
+    """Return the module after its parameters are given small random values."""
     for parameter in module.parameters():
         parameter.data = 0.02 * found.random(*parameter.shape)
     return module
@@ -394,7 +394,7 @@ def _decoder(found: Found, small: Small) -> Decoder:
 
 
 def thread_counts() -> list[int]:
-    """Powers of two up to the processor's cores, beside the count that torch uses now."""
+    """Return counts of threads to time: powers of two up to all cores, but not torch's own."""
     most = len(cores.cores())
     counts = {2**n for n in range(most.bit_length())} | {most}
     return sorted(counts - {torch.get_num_threads()}, reverse=True)
@@ -409,15 +409,15 @@ def _step_probe(
     threads: int = 0,
     half: Half = "",
 ) -> Probe:
-    """A step of a plain trainer: forward, backward, clipping and the update.
+    """Return the probe of a plain trainer's step: forward, backward, clipping and update.
 
     Args:
-        found: where it is written down.
+        found: receives the measured step.
         small: the decoder.
         compiled: torch compiles its blocks and its loss.
-        keeps: the process keeps what the step frees.
-        threads: that torch uses; 0 are as many as it does now.
-        half: how it multiplies bf16.
+        keeps: the process keeps the memory that the step frees.
+        threads: how many threads torch uses; 0 is as many as it uses now.
+        half: how it computes in bf16, by autocast or with parameters in bf16; "" is fp32.
     """
     before = torch.get_num_threads()
 
@@ -446,7 +446,7 @@ def _step_probe(
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Compile in this process: others would take the cores that are timed."""
+    """Compile in this process only, since other processes would take the cores that are timed."""
     from torch._inductor import config
 
     try:
@@ -487,7 +487,7 @@ def _plain_step(found: Found, small: Small, compiled: bool, half: Half = "") -> 
 
 
 def _stored_in_bf16(model: Decoder) -> dict[str, nn.Parameter]:
-    """Store a decoder's matrices but its embedding in bf16; return their fp32 values by name."""
+    """Store a decoder's matrices, except its embedding, in bf16; return the fp32 ones by name."""
     masters = {}
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2 and name != "embed.weight":

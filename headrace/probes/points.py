@@ -1,4 +1,4 @@
-"""What is measured, in which order, and how each point is made.
+"""Define what is measured, in which order, and how each point is made.
 
 Shapes: B rows, H query heads, G key-value heads, T tokens, K features of a head.
 """
@@ -36,7 +36,7 @@ from headrace.probes.clock import REPEATS, Clock
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 TINY = 200
-"""Operations of which the launch is timed at once; fewer than a stream can hold."""
+"""How many operations are queued to time one launch; fewer than a stream can hold."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
           "tf32": torch.float32}  # fmt: skip
 BACKENDS: dict[str, SDPBackend] = {
@@ -45,9 +45,9 @@ BACKENDS: dict[str, SDPBackend] = {
     "math": SDPBackend.MATH,
 }  # fmt: skip
 COMPILING_S = {"flex": 40.0, "flash4": 30.0}
-"""A kernel that is compiled for its shapes is left out when no more time than this is left."""
+"""Seconds that compiling a kernel takes. Its probe is left out when no more time is left."""
 SQUARES = {"cuda": (8192, 4096), "cpu": (256, 512)}
-"""Products of three equal sizes, the first ones made; the very first is made in any case."""
+"""Sizes n of the n x n x n matmuls; the first one in the main precision always runs."""
 GRIDS = {
     "cuda": (
         ((2048, 8192, 32768), (768, 2048, 8192)),
@@ -56,9 +56,10 @@ GRIDS = {
     ),
     "cpu": (((256, 1024), (128, 512)),),
 }
-"""Tokens and widths of a layer's products, the important ones first; the others in bf16 alone."""
+"""Tokens and widths of a layer's matmuls, the important ones first; all but the first level are
+timed in the main precision alone, which is bf16 on a GPU that multiplies it."""
 HEADS = ((8192, 32768, 768), (32768, 128256, 2048), (128256, 2048, 32768), (32768, 768, 65536))
-"""Products of the output layer."""
+"""Sizes m, n and k of the output layer's matmuls."""
 ROWS: dict[str, tuple[Shape, ...]] = {
     "cuda": ((8, 32, 8, 4096, 64), (4, 32, 8, 8192, 128), (32, 12, 12, 2048, 64),
              (64, 12, 12, 512, 64), (8, 16, 16, 2048, 128), (1, 32, 8, 32768, 128),
@@ -67,35 +68,35 @@ ROWS: dict[str, tuple[Shape, ...]] = {
             (1, 4, 4, 512, 32), (4, 6, 6, 1024, 64), (1, 2, 2, 2048, 64)),
 }  # fmt: skip
 SMALL_ROWS: Shape = (2, 12, 12, 1024, 64)
-"""For kernels that keep every score, or whose shapes take long to compile."""
+"""The shape for attention kernels that keep every score, or whose shapes compile slowly."""
 MOVED = {
     "cuda": (GIB, 16 * KIB, 64 * MIB, MIB, 256 * MIB, 8 * MIB, 2 * GIB, 256 * KIB, 32 * MIB),
     "cpu": (16 * MIB, 16 * KIB, MIB, 128 * MIB),
 }
-"""Bytes that a copy reads and writes together."""
+"""Bytes that each timed copy reads and writes together, the most important first."""
 LINKED = {"cuda": (64 * MIB, 64 * KIB, MIB, 512 * MIB), "cpu": (8 * MIB, 64 * KIB)}
 
 
 @dataclass
 class Probe:
-    """One measurement."""
+    """A probe is one measurement that can be run."""
 
     group: str
     label: str
     work: float
-    """FLOPs or bytes: those of one group take time in proportion"""
+    """FLOPs or bytes; within a group the time grows in proportion to it"""
     bytes: float
-    """of memory that it needs at once"""
+    """bytes of memory that it needs at once"""
     run: Callable[[], None]
     least_s: float = 0.0
-    """for what does not grow with the work: compiling"""
+    """seconds for what does not grow with the work, such as compiling"""
     must: bool = False
     """whether it runs without regard to the budget"""
 
 
 @dataclass
 class Found:
-    """What the probes have written down so far."""
+    """Hold what the probes have measured so far."""
 
     clock: Clock
     draw: torch.Generator
@@ -114,11 +115,11 @@ class Found:
 
     @property
     def device(self) -> torch.device:
-        """The one that is measured."""
+        """Return the device that is measured."""
         return self.clock.device
 
     def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Normal numbers on the device."""
+        """Return normally distributed numbers on the device."""
         return torch.randn(*shape, device=self.device, generator=self.draw).to(dtype)
 
 
@@ -126,7 +127,7 @@ class Found:
 
 
 def product_probe(found: Found, precision: Precision, m: int, n: int, k: int) -> Probe:
-    """[m, k] times [k, n]."""
+    """Return the probe of the matmul [m, k] times [k, n]."""
 
     def run() -> None:
         seconds = found.clock.seconds(_multiply(found, precision, m, n, k))
@@ -137,7 +138,7 @@ def product_probe(found: Found, precision: Precision, m: int, n: int, k: int) ->
 
 
 def _multiply(found: Found, precision: Precision, m: int, n: int, k: int) -> Callable[[], Any]:
-    """A call that multiplies matrices, as a linear layer's forward pass holds them."""
+    """Return a call that multiplies matrices laid out as in a linear layer's forward pass."""
     if precision == "fp8":
         a, b = (found.random(rows, k).to(torch.float8_e4m3fn) for rows in (m, n))
         one = torch.ones((), device=found.device)
@@ -162,7 +163,7 @@ def _multiply(found: Found, precision: Precision, m: int, n: int, k: int) -> Cal
 
 
 def attention_probe(found: Found, kernel: Kernel, shape: Shape, causal: bool) -> Probe:
-    """Attention by one kernel, forward and backward."""
+    """Return the probe of attention by one kernel, forward and backward."""
     rows, heads, kv_heads, length, features = shape
     if kernel in ("efficient", "math"):
         kv_heads = heads  # they take no groups of query heads
@@ -182,7 +183,7 @@ def attention_probe(found: Found, kernel: Kernel, shape: Shape, causal: bool) ->
 
 
 def _mix(found: Found, kernel: Kernel, shape: Shape, causal: bool) -> tuple[float, float]:
-    """Seconds of the forward and of the backward pass."""
+    """Return the seconds of attention's forward pass and of its backward pass."""
     B, H, G, T, K = shape
     dtype = torch.bfloat16 if found.device.type == "cuda" else torch.float32
     drawn = [found.random(B, T, heads, K, dtype=dtype).transpose(1, 2) for heads in (H, G, G, H)]
@@ -206,7 +207,7 @@ def _mix(found: Found, kernel: Kernel, shape: Shape, causal: bool) -> tuple[floa
 
 @contextmanager
 def _standing(kernel: Kernel) -> Iterator[None]:
-    """FlashAttention 4 in place of torch's flash kernels where that is asked for."""
+    """Use FlashAttention 4 in place of torch's flash kernels where `kernel` asks for it."""
     if kernel != "flash4":
         yield
         return
@@ -223,7 +224,11 @@ def _standing(kernel: Kernel) -> Iterator[None]:
 
 
 def _flex(clock: Clock, qkv: list[Tensor], gradient: Tensor, causal: bool) -> tuple[float, float]:
-    """As `_mix`; its compiled backward pass runs once after each forward pass."""
+    """Return the seconds of FlexAttention's forward pass and of its backward pass.
+
+    Its compiled backward pass runs only once after each forward pass. So both are timed together,
+    and the forward pass is subtracted.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     (q, k, v), T = qkv, gradient.size(2)
@@ -243,7 +248,7 @@ def _flex(clock: Clock, qkv: list[Tensor], gradient: Tensor, causal: bool) -> tu
 
 
 def moving(found: Found, size: int) -> Probe:
-    """A copy on the device: half of the bytes read, half written."""
+    """Return the probe of a copy on the device; half of the bytes are read, half written."""
 
     def run() -> None:
         x = torch.zeros(size // 2, dtype=torch.int8, device=found.device)
@@ -254,7 +259,7 @@ def moving(found: Found, size: int) -> Probe:
 
 
 def linking(found: Found, size: int, to_host: bool) -> Probe:
-    """A copy between the device and pinned memory; on a CPU within its memory."""
+    """Return the probe of a copy between device and pinned memory; a CPU copies within its own."""
 
     def run() -> None:
         pin = found.device.type == "cuda"
@@ -269,7 +274,7 @@ def linking(found: Found, size: int, to_host: bool) -> Probe:
 
 
 def launches(found: Found) -> None:
-    """What queueing costs the host, and the least that a kernel takes the device."""
+    """Measure what queueing an operation costs the host, and the least time of a kernel."""
     x = torch.zeros(1, device=found.device)
 
     def queue() -> None:
@@ -290,7 +295,7 @@ def launches(found: Found) -> None:
 
 
 def _queueing(found: Found, queue: Callable[[], Any]) -> float:
-    """Host seconds until a call comes back; the device's queue is empty when it begins."""
+    """Return the host seconds until `queue` returns; the device's queue is empty before it."""
     times = []
     for _ in range(REPEATS + 2):
         found.clock.wait()
@@ -305,7 +310,7 @@ def _queueing(found: Found, queue: Callable[[], Any]) -> float:
 
 
 def in_order(found: Found) -> Iterator[Probe]:
-    """All probes of a GPU, the most important first; what it cannot have is noted as absent."""
+    """Yield all probes of a GPU, the most important first; note as absent what it cannot run."""
     kind = found.device.type
     main, *others = precisions(found)
     moved = [moving(found, size) for size in MOVED[kind]]
@@ -333,7 +338,7 @@ def in_order(found: Found) -> Iterator[Probe]:
 
 
 def grid(found: Found, precision: Precision, level: int) -> Iterator[Probe]:
-    """Products of a layer: forward and backward of the input, and of the weight."""
+    """Yield a layer's matmuls: of the result, of the input's gradient and of the weight's."""
     kind = found.device.type
     tokens, widths = GRIDS[kind][level]
     for m in tokens:
@@ -346,7 +351,7 @@ def grid(found: Found, precision: Precision, level: int) -> Iterator[Probe]:
 
 
 def precisions(found: Found) -> Iterator[Precision]:
-    """Those that the device has, the most used first; the others are noted as absent."""
+    """Yield the precisions that the device has, the most used first; note others as absent."""
     if found.device.type == "cpu":
         yield from ("fp32", "bf16")
         found.absent |= dict.fromkeys(

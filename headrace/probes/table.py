@@ -1,15 +1,15 @@
-"""A machine's rates for a reader: of each kind the fastest that was measured or is assumed."""
+"""Format a machine's rates as a table: for each operation the fastest one, measured or assumed."""
 
 from headrace.core.units import format_bytes, format_seconds
 from headrace.costs.machine import Machine
 from headrace.costs.rates import BACKWARD, MeasuredStep
 
 MANY_BYTES = 2**30
-"""Of a copy for which the rate is told."""
+"""Bytes of the copy whose rate the table shows: 1 GiB."""
 
 
 def table(machine: Machine) -> list[list[str]]:
-    """Rows of what and how fast."""
+    """Return the rows of the table: what was measured or assumed, and how fast it is."""
     rows = []
     for known in machine.products:
         best = max(known.points, key=lambda p: p.flops / p.seconds)
@@ -43,14 +43,14 @@ def table(machine: Machine) -> list[list[str]]:
 
 
 def _what(step: MeasuredStep) -> str:
-    """Which step of a small decoder was timed, and how."""
+    """Return words for the small decoder's step that was timed, and for how it ran."""
     words = f"a step of {step.layers} layers of {step.dim}, {step.rows} rows of {step.length}"
     how = f", {step.threads} thread{'s' if step.threads > 1 else ''}"
     return words + how + ", compiled" * step.compiled + ", memory kept" * step.keeps
 
 
 def _work(shape: tuple[int, int, int, int, int], causal: bool, backward: bool) -> float:
-    """FLOPs of a pass, of what a causal mask leaves."""
+    """Return the FLOPs of an attention pass; a causal mask leaves half of the scores."""
     rows, heads, _, length, features = shape
     forward = 4.0 * rows * heads * length**2 * features / (2 if causal else 1)
     return forward * (BACKWARD if backward else 1)

@@ -1,10 +1,10 @@
-"""What several ranks measure together: how long it takes to send each other so many bytes.
+"""Measure, by several ranks together, how long collectives between them take by bytes.
 
 `torchrun --nproc-per-node N -m headrace probe` starts it. The first rank's device is measured while
 the others wait, unless its rates are kept already. Then every kind of collective is run over all
 ranks, a few calls at a time, with sizes from some KiB on. A time is the median of the slowest rank,
-by the host's clock around a burst of calls. They are kept beside the device's other rates, for as
-many ranks as took part.
+by the host's clock around a few calls in a row. The times are kept beside the device's other rates,
+under the number of ranks that took part.
 
 Left out: collectives beside kernels, and links between some of the ranks.
 """
@@ -30,25 +30,25 @@ from headrace.probes import cached, measure, path
 KIB, MIB = 2**10, 2**20
 SIZES = {"cpu": (4 * KIB, 256 * KIB, 4 * MIB), "cuda": (4 * KIB, 256 * KIB, 4 * MIB, 64 * MIB,
          256 * MIB)}  # fmt: skip
-"""Bytes of a whole tensor; a rank sends its share of them."""
+"""Bytes of the whole tensors, by type of device; a rank sends its share of them."""
 WARM, BURSTS, CALLS = 2, 5, 4
-"""Calls that are not timed; bursts of which the median counts; calls of a burst."""
+"""Calls that are not timed; timed groups of calls, of which the median counts; calls in a group."""
 NUMBER = 4
-"""bytes of a number"""
+"""Bytes of a number in fp32."""
 
 
 def measure_together(
     device: torch.device, *, budget_s: float = 180.0, progress: Progress | None = None
 ) -> Machine | None:
-    """The rates of a device, and of the links between the ranks that were started; kept.
+    """Measure the rates of a device and of the links between all ranks, and keep them.
 
     Args:
         device: a CPU or a CUDA device.
-        budget_s: of the probes of the device alone.
-        progress: is told how far it is.
+        budget_s: seconds for the probes of the device alone.
+        progress: shows how far the probes are.
 
     Returns:
-        None on all ranks but the first.
+        The rates on the first rank; None on all others.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
@@ -70,7 +70,7 @@ def measure_together(
 
 
 def measure_links(device: torch.device, world: World) -> tuple[Link, ...]:
-    """Every kind of collective over all ranks, which call it together."""
+    """Measure every kind of collective over all ranks; all ranks call this together."""
     return tuple(_link(operation, device, world) for operation in OPERATIONS)
 
 
@@ -89,7 +89,7 @@ def _link(operation: Operation, device: torch.device, world: World) -> Link:
 def _call(
     operation: Operation, numbers: int, device: torch.device, world: World
 ) -> Callable[[], object]:
-    """One collective of a whole tensor of so many numbers."""
+    """Return a call that runs one collective on a whole tensor of `numbers` numbers."""
     whole, part = (torch.zeros(n, device=device) for n in (numbers, numbers // world.ranks))
     calls: dict[Operation, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
@@ -102,7 +102,7 @@ def _call(
 
 
 def _pass_on(x: Tensor, world: World) -> None:
-    """Send to the next rank what is as large as what comes from the one before."""
+    """Send `x` to the next rank and receive a tensor of its size from the one before."""
     after, before = ((world.rank + step) % world.ranks for step in (1, -1))
     for one in dist.batch_isend_irecv([
         dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, torch.empty_like(x), before)
@@ -111,7 +111,7 @@ def _pass_on(x: Tensor, world: World) -> None:
 
 
 def _seconds(call: Callable[[], object], device: torch.device, world: World) -> float:
-    """Of one call, by the slowest rank."""
+    """Return the seconds of one call on the slowest rank."""
     spent = []
     for burst in range(WARM + BURSTS):
         world.any(False)
