@@ -1,1 +1,1 @@
-"""Words that everyone shares. No torch."""
+"""This package holds what every other package shares: errors, files, units. It needs no torch."""

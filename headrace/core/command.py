@@ -1,7 +1,7 @@
-"""The command line that a user typed, and the commands that remedies make of it.
+"""Keep the command line that a user typed, and build the commands that remedies make of it.
 
 A remedy that repeats a command keeps every word of it that the remedy does not change, and starts
-as many processes. `--json` alone is left out: it says how a command is told, not what it does.
+as many processes. Only `--json` is left out: it sets the output format, not what the command does.
 """
 
 import os
@@ -24,14 +24,14 @@ OF_PLANS = ("train", "plan", "tune", "ablate", "explain", "data")
 
 @dataclass
 class Typed:
-    """A command line of `headrace`, split into its words."""
+    """Hold a command line of `headrace`, split into its words."""
 
     words: list[str] = field(default_factory=list)
     takes: Collection[str] = ()
     """options that take the next word as their value"""
 
     def pairs(self) -> Iterator[tuple[str, str]]:
-        """Each word as (option, value): a plain word has no option, a flag has no value."""
+        """Yield each word as (option, value): a plain word has no option, a flag has no value."""
         words, plain = iter(self.words), False
         for word in words:
             option, equals, value = word.partition("=")
@@ -65,7 +65,11 @@ def typed(words: Iterable[str], takes: Collection[str]) -> Iterator[None]:
 
 
 def headrace(ranks: int | None = None) -> str:
-    """How Headrace is started with so many processes; as many as now without a number."""
+    """Return the words that start Headrace: `headrace`, or `torchrun ...` for several processes.
+
+    Args:
+        ranks: how many processes to start; None means as many as run now.
+    """
     if ranks is None:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
@@ -76,22 +80,24 @@ def headrace(ranks: int | None = None) -> str:
 
 
 def train_command(run: Path, *words: str) -> str:
-    """`headrace train` of a run's own plan, which holds all that was said to it.
+    """Return the `headrace train` command for a run's own plan.
+
+    The plan already holds all options that the run was started with.
 
     Args:
-        run: its folder.
+        run: the run's folder.
         words: what stands behind the plan, each as a shell takes it.
     """
     return " ".join([f"{headrace()} train", shell(run / "plan.toml"), *words])
 
 
 def train_again(run: Path, *words: str) -> str:
-    """`headrace train` of a run's own plan with what the user typed and the plan does not say.
+    """Return `headrace train` for a run's own plan, with the typed words that the plan lacks.
 
     Args:
-        run: its folder.
-        words: what the remedy changes, each as a shell takes it. They come after the user's, and
-            take the place of those that say otherwise.
+        run: the run's folder.
+        words: what the remedy changes, each as a shell takes it. They come after the user's words,
+            and replace those that set the same key or option.
     """
     said = [*_said(_TYPED)] if _TYPED.words[:1] == ["train"] else []
     new = shlex.split(" ".join(words), comments=False)
@@ -109,13 +115,13 @@ def train_again(run: Path, *words: str) -> str:
 
 
 def again(*instead: tuple[str | Path, str | Path], verb: str, ranks: int | None = None) -> str:
-    """The user's command with other words in the place of some.
+    """Return the user's command with some of its words replaced.
 
     Args:
-        instead: a word, or the path or the run that it names, and what stands in its place.
-        verb: the command without a command line, as for a caller in Python, which has the new words
-            alone.
-        ranks: how many processes it takes; as many as now without a number.
+        instead: pairs of a word, or of the path or run that it names, and its replacement.
+        verb: the verb to use where nothing was typed, as for a caller in Python; the command then
+            has the new words alone.
+        ranks: how many processes the command starts; None means as many as run now.
     """
     found, left = [*_verb(_TYPED)], [*instead]
     for option, value in [*_TYPED.pairs()][len(found) :]:
@@ -132,12 +138,12 @@ def again(*instead: tuple[str | Path, str | Path], verb: str, ranks: int | None 
 
 
 def again_with(option: str, value: str, *, verb: str) -> str:
-    """The user's command with an option that takes the place of one that was typed.
+    """Return the user's command with an option set, which replaces the same option if typed.
 
     Args:
-        option: as "--checkpoint".
-        value: of it.
-        verb: the command without a command line.
+        option: the option, as "--checkpoint".
+        value: the option's new value.
+        verb: the command to use where nothing was typed.
     """
     found = [*_verb(_TYPED)]
     for typed_option, given in [*_TYPED.pairs()][len(found) :]:
@@ -147,12 +153,12 @@ def again_with(option: str, value: str, *, verb: str) -> str:
 
 
 def renamed(technique: str, other: str, *words: str) -> str:
-    """The user's command with another technique in the place of one; "" where no word names it.
+    """Return the user's command with one technique renamed; "" where no word names it.
 
     Args:
         technique: the name that was typed, behind --with or --without or in a key.
-        other: the name in its place; "" leaves the word out.
-        words: what is added, each as a shell takes it.
+        other: the new name; "" leaves the word out.
+        words: what is added at the end, each as a shell takes it.
     """
     found, before, met = [*_verb(_TYPED)], f"techniques.{technique}", False
     for option, value in [*_TYPED.pairs()][len(found) :]:
@@ -169,11 +175,11 @@ def renamed(technique: str, other: str, *words: str) -> str:
 
 
 def again_without(option: str, *, verb: str) -> str:
-    """The user's command without an option and its value.
+    """Return the user's command without an option and its value.
 
     Args:
-        option: as "--after".
-        verb: the command without a command line.
+        option: the option to leave out, as "--after".
+        verb: the command to use where nothing was typed.
     """
     found = [*_verb(_TYPED)]
     for typed_option, given in [*_TYPED.pairs()][len(found) :]:
@@ -183,11 +189,12 @@ def again_without(option: str, *, verb: str) -> str:
 
 
 def plan_again(verb: str, *words: str) -> str:
-    """Another verb over the plan that the user named, with what was said to it.
+    """Return a command of another verb on the plan that the user named, with the same changes.
 
     Args:
-        verb: that verb.
-        words: what is added, each as a shell takes it; it takes the place of what says otherwise.
+        verb: the other verb, as "train".
+        words: what is added, each as a shell takes it. A word here replaces a typed one that sets
+            the same key or technique.
     """
     plain = [value for option, value in _TYPED.pairs() if not option][len(_verb(_TYPED)) :]
     new = shlex.split(" ".join(words))
@@ -199,7 +206,10 @@ def plan_again(verb: str, *words: str) -> str:
 
 
 def _plan_of(word: str) -> Path:
-    """The plan that a word of the command line names; most verbs take a run."""
+    """Return the plan file that a word of the command line names.
+
+    For the verbs that take a run it is that run's plan.toml.
+    """
     if _TYPED.words[0] in OF_PLANS:
         return Path(word)
     plans = (folder / "plan.toml" for folder in (Path(word), Path("runs") / word))
@@ -211,7 +221,7 @@ def _verb(command: Typed) -> list[str]:
 
 
 def _said(command: Typed) -> Iterator[tuple[str, str]]:
-    """What was typed behind the verb and its plan, but for `--json`."""
+    """Yield the (option, value) pairs behind the verb and its plan or run, except `--json`."""
     plain = len(_verb(command)) + 1
     for option, value in command.pairs():
         if option:
@@ -224,20 +234,20 @@ def _said(command: Typed) -> Iterator[tuple[str, str]]:
 
 
 def _words(option: str, value: str) -> list[str]:
-    """A word, or an option and its value, as a shell takes them."""
+    """Return an option and its value, or a plain word alone, quoted as a shell takes them."""
     quoted = shlex.quote(value) if printable(value) == value else shell(value)
     return [quoted] if not option else [option, quoted] if value else [option]
 
 
 def _names(word: str, thing: str | Path) -> bool:
-    """Whether a word is that one, or the path or the name of that run."""
+    """Return whether a word equals `thing`, or is the path or the name of the run `thing`."""
     if isinstance(thing, str):
         return word == thing
     return thing in (Path(word), Path("runs") / word)
 
 
 def _key(pair: tuple[str, str]) -> str:
-    """What a word decides: a key of the plan, or an option."""
+    """Return what a word sets: a key of the plan, an option, or a technique it switches."""
     option, value = pair
     if option in CHANGES:
         return f"{option} {value}"
@@ -245,7 +255,7 @@ def _key(pair: tuple[str, str]) -> str:
 
 
 def _replaced(pair: tuple[str, str], changed: Collection[str]) -> bool:
-    """Whether other words decide what this one does."""
+    """Return whether one of the changed keys and options overrides this word."""
     key = _key(pair)
     name = pair[1] if pair[0] in CHANGES else ""
     if pair[0] == "--with" and f"--without {name}" in changed:
@@ -264,7 +274,7 @@ def _replaced(pair: tuple[str, str], changed: Collection[str]) -> bool:
 
 
 def _is_said(pair: tuple[str, str], run: Path) -> bool:
-    """Whether a run's own plan says what a word does."""
+    """Return whether a run's own plan already holds what this word sets."""
     option, value = pair
     try:
         table: Any = tomllib.loads((run / "plan.toml").read_text(encoding="utf-8-sig"))

@@ -1,4 +1,4 @@
-"""The cores that this process may use, and threads that stay on some of them."""
+"""List the cores that this process may use, and bind its threads to some of them."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -6,12 +6,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CAN_BIND = hasattr(os, "sched_setaffinity")
-"""Whether this system lets a process choose its cores; Linux does."""
+"""Whether this operating system lets a process choose its cores; Linux does."""
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def cores() -> list[int]:
-    """One logical processor of each core that this process may use, in order.
+    """Return one logical processor of each core that this process may use, in rising order.
 
     Two hardware threads of one core share its units of arithmetic, which a matmul fills alone.
     """
@@ -23,7 +23,10 @@ def cores() -> list[int]:
 
 
 def _siblings(one: int) -> str:
-    """The logical processors of the same core, as the system lists them."""
+    """Return the logical processors that share the core of `one`, as the text that Linux lists.
+
+    Where the system does not list them it is the processor's own number.
+    """
     file = TOPOLOGY / f"cpu{one}" / "topology" / "thread_siblings_list"
     try:
         return file.read_text().strip()
@@ -50,6 +53,6 @@ def _move(where: dict[int, set[int]]) -> None:
 
 
 def _tasks() -> list[int]:
-    """This process's threads."""
+    """Return the ids of this process's threads; its own id where /proc is missing."""
     folder = Path("/proc/self/task")
     return [int(task.name) for task in folder.iterdir()] if folder.is_dir() else [os.getpid()]

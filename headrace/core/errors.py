@@ -1,4 +1,4 @@
-"""The ways a run can end, each with the exit code that a script or a scheduler reads.
+"""Define how a run can end, each with the exit code that a script or a scheduler reads.
 
 A message says what was asked, what was found (with units), the nearest value that works, and the
 command that mends it. `assert` is for our own bugs; these are for everything else.
@@ -18,30 +18,31 @@ EXIT_REQUEUE, EXIT_HANGUP, EXIT_INTERRUPTED, EXIT_TERMINATED = 75, 129, 130, 143
 NO_MEMORY = (
     "out of memory", "can't allocate memory", "_ALLOC_FAILED", "bad_alloc", "MemoryError",
 )  # fmt: skip
-"""How CUDA, the host's allocator, cuBLAS and cuDNN, C++ and Python say it."""
+"""Texts by which CUDA, the host's allocator, cuBLAS and cuDNN, C++ and Python say that memory ran
+out."""
 NO_THREAD = (
     "can't start new thread", "The global thread pool has not been initialized",
     "Resource temporarily unavailable",
 )  # fmt: skip
-"""How Python, Rust and C++ begin when they say that no thread could be started."""
+"""How a message of Python, Rust or C++ begins that says that no thread could be started."""
 LESS_PER_STEP = Remedy(text="batch.micro_sequences=N with a smaller N,") | mend(
     "+selective_checkpoint"
 )
-"""What makes a run take less memory."""
+"""The remedy that makes a run take less memory."""
 MANY = 24
-"""Choices that a reader is shown where none is close."""
+"""How many choices a message lists where none is close to what was typed."""
 SIZE = r"([\d.]+ \w+)"
 GPU_FULL = re.compile(
     rf"Tried to allocate {SIZE}\..*?capacity of {SIZE} of which {SIZE} is free.*?{SIZE} is "
     rf"allocated by PyTorch.*?{SIZE} is reserved by PyTorch but unallocated", re.DOTALL,
 )  # fmt: skip
-"""What torch's CUDA allocator was asked for; of the GPU all bytes, those that nobody has, tensors',
-and those in pieces between tensors."""
+"""Pattern of the message of torch's CUDA allocator. Its groups are sizes: what was asked for, the
+GPU's whole memory, what is free, what tensors hold, and what is free in pieces between tensors."""
 OTHERS = 0.1
-"""Share of a GPU that is worth a word when it is none of these."""
+"""Share of a GPU's memory from which a message mentions what is none of these."""
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 HOST, SENTENCE = "DefaultCPUAllocator: ", re.compile(r"(?<=[a-z])\.\s+(?=[A-Z])")
-"""Behind what the host's allocator says of its own source; and where a sentence ends."""
+"""The text that ends the prefix of the host allocator's messages; and where a sentence ends."""
 
 
 class RefusalKind(StrEnum):
@@ -76,7 +77,7 @@ class HeadraceError(Exception):
 
     exit_code = EXIT_FAILED
     run: Path | None = None
-    """the folder of the run that it ended, whose report tells of it"""
+    """the folder of the run that it ended, whose report holds it"""
 
     def __init__(self, message: str, remedy: Remedy | str = "") -> None:
         """Keep what is shown, and what a program may do about it.
@@ -93,7 +94,7 @@ class HeadraceError(Exception):
 
 
 class RunError(HeadraceError):
-    """The run started and failed (exit code 1)."""
+    """The run has started and has failed (exit code 1)."""
 
 
 class Diverged(RunError):
@@ -149,7 +150,7 @@ class MemoryFull(UnsupportedError):
 
 
 def _bytes(told: str) -> float:
-    """A size as torch writes it."""
+    """Return the bytes of a size as torch writes it: "1.5 GiB"."""
     number, unit = told.split()
     return float(number) * UNITS.get(unit, 0)
 
@@ -181,7 +182,7 @@ class Stopped(HeadraceError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator raised it, of whatever device; torch has a type for some of them."""
+    """Return whether an error says that an allocator, of any device, ran out of memory."""
     if isinstance(error, OSError):
         return error.errno == ENOMEM
     told = f"{type(error).__name__}: {error}"
@@ -190,7 +191,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def at_a_limit(error: BaseException) -> UnsupportedError | None:
-    """What a user is told of an error that says memory or threads ran out; None of any other."""
+    """Return the error to show a user where memory or threads ran out; None for any other error.
+
+    Args:
+        error: what was raised.
+    """
     if is_out_of_memory(error):
         return MemoryFull(error)
     raised = isinstance(error, RuntimeError) or type(error).__name__ == "PanicException"  # Rust's
@@ -216,9 +221,9 @@ def alike(word: str, choices: Iterable[str]) -> str | None:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """The choice closest to `word`, in any case and with any dashes, or all where none is.
+    """Return the choice closest to `word`, in any case and with any dashes, or a list of all.
 
-    Of many choices that are all far, the first few are given.
+    All are listed where none is close; of more than `MANY` the first ones and a count.
     """
     names = sorted(choices)
     more = f" and {len(names) - MANY} more" if len(names) > MANY + 1 else ""

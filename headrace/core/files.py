@@ -1,4 +1,4 @@
-"""Files that survive a power cut, and plans and JSON as text."""
+"""Write files that survive a power cut, and read plans and JSON from text."""
 
 import errno
 import json
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 RECORDED = ".plan.toml"
 """The name, in a run's folder, of the plan that it was started with; plan.toml is for people."""
 DEEPEST = 16
-"""Tables and lists inside each other; no plan has more than five."""
+"""How many tables and lists may lie inside each other; no plan has more than five."""
 
 
 def encodable(text: str | Path) -> str:
@@ -144,7 +144,7 @@ def mend_plan(run: Path) -> str:
 
 
 def read_plan_text(file: Path) -> str:
-    """The text of a plan.
+    """Return the text of a plan's file.
 
     Raises:
         ConfigError: it is not UTF-8, or no TOML.
@@ -170,7 +170,7 @@ def read_plan_text(file: Path) -> str:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """What a text of JSON holds; of a number that is not finite nothing, as runs write it.
+    """Return the value that a JSON text holds; a number that is not finite becomes None.
 
     Args:
         text: to be parsed; bytes are UTF-8.
@@ -191,7 +191,7 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def parse_object(text: bytes | str) -> dict[str, Any]:
-    """Likewise the object that a text of JSON holds.
+    """Return the object that a JSON text holds, parsed as by `parse_json`.
 
     Raises:
         ValueError: it holds none; says why, behind "it".
@@ -203,7 +203,7 @@ def parse_object(text: bytes | str) -> dict[str, Any]:
 
 
 def no_json(text: str, error: Exception) -> str:
-    """What is wrong with a text that json cannot read, behind its name."""
+    """Return what is wrong with a text that json cannot read, as words to put behind its name."""
     if not text.strip():
         return "is empty"
     if isinstance(error, RecursionError):
@@ -221,12 +221,12 @@ def _finite(digits: str) -> float | None:
 
 
 def _whole(digits: str) -> int | float | None:
-    """A whole number; one of more than 64 bits as a float."""
+    """Return the whole number that digits spell; one of 20 digits or more as a float."""
     return int(digits) if len(digits) < 20 else _finite(digits)
 
 
 def toml_values(text: str, what: str) -> dict[str, Any]:
-    """The tables of a TOML text.
+    """Return the tables of a TOML text.
 
     Args:
         text: to be parsed.
@@ -247,7 +247,7 @@ def toml_values(text: str, what: str) -> dict[str, Any]:
 
 
 def toml_value(raw: str, key: str) -> Any:
-    """What `raw` is in TOML, or itself: bare words are strings.
+    """Return the value that `raw` spells in TOML, or `raw` itself: bare words are strings.
 
     Raises:
         ConfigError: see `toml_values`; it names the key.

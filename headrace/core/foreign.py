@@ -1,4 +1,4 @@
-"""Keys as other trainers call them, with the key of a plan that means the same."""
+"""List keys as other trainers call them, each with the key of a plan that means the same."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -138,12 +138,12 @@ OPTIONS: dict[str, Remedy] = {
     **dict.fromkeys(("wandb", "use_wandb", "wandb_project"), mend('track.to=["wandb"]')),
     **dict.fromkeys(("tensorboard", "use_tensorboard"), mend('track.to=["tensorboard"]')),
 }
-"""Each name with what is typed instead."""
+"""Another trainer's name of a key -> the remedy that says what is typed instead."""
 
 NAMES = ("optimizer", "optim", "optimizer.name", "optimizer.type", "optimizer.kind")
 """Keys that name the optimizer, which is AdamW unless a technique is another."""
 OPTIMIZERS = ("muon", "sophia", "adamw_8bit")
-"""Techniques that are one."""
+"""Techniques that are an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def meant_by(key: str, choices: Collection[str] = (), given: Any = None) -> Mean
 
 
 def _names(key: str) -> Iterator[str]:
-    """A key and its last part, as they stand in the tables above."""
+    """Yield a key and its last part, spelled as in the tables above: lower case, underscores."""
     plain = key.lower().replace("-", "_")
     yield plain
     yield plain.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""What a value that a key does not take was meant to be: a number with a unit, a bare list.
+"""Guess what a value that a key does not take was meant to be: a number with a unit, a bare list.
 
 Each guess is only offered once the key takes it.
 """
@@ -11,9 +11,9 @@ NUMBER = re.compile(r"[+-]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][+-]?[0-9]+
 THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])")
 DECIMAL_COMMA = re.compile(r"([+-]?[0-9]+),([0-9]+)")
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-"""What follows a count, in lower case."""
+"""Suffix of a count, in lower case -> what it multiplies by."""
 MINUTES = {"s": 1 / 60, "sec": 1 / 60, "m": 1, "min": 1, "h": 60, "hr": 60, "hours": 60, "d": 1440}
-"""What follows a time, in minutes."""
+"""Suffix of a time, in lower case -> that unit in minutes."""
 VALUES = {
     "gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "metal": "mps", "apple": "mps",
     "wsd": "warmup_stable_decay", "trapezoidal": "warmup_stable_decay", "linear": "cosine",
@@ -23,7 +23,7 @@ VALUES = {
     "rotary": "rope", "absolute": "learned", "nope": "none", "float32": "fp32", "float": "fp32",
     "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "tb": "tensorboard",
 }  # fmt: skip
-"""Words of other trainers for what a key takes here."""
+"""Word of other trainers -> the word that a key takes here."""
 
 
 def choice(given: str, choices: list[str]) -> str | None:
@@ -51,7 +51,7 @@ def guesses(given: Any, name: str, *, share: bool = False) -> Iterator[Any]:
 
 
 def _of_text(given: str, name: str) -> Iterator[Any]:
-    """Numbers that a text begins with, by the unit behind them."""
+    """Yield the numbers that a text may mean: its first number by the unit behind it, then bare."""
     found = given.lstrip("$=~ ")
     if THOUSANDS.match(found):
         found = found.replace(",", "")
@@ -72,7 +72,7 @@ def _of_text(given: str, name: str) -> Iterator[Any]:
 
 
 def _items(given: str) -> Iterator[list[Any]]:
-    """The list that was written without its brackets, or without quotes."""
+    """Yield the list that a text spells without brackets or quotes: with numbers, then as words."""
     inner = given.strip().strip("[](){}")
     words = [word.strip(" '\"") for word in re.split(r"[,;\s]+", inner)]
     words = [word for word in words if word]
@@ -87,5 +87,5 @@ def _number(word: str) -> Any:
 
 
 def _plain(number: float) -> float:
-    """A whole number as one."""
+    """Return a number as an int where it is whole and has at most 64 bits."""
     return int(number) if number.is_integer() and abs(number) < 2**63 else number

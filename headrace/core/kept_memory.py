@@ -14,15 +14,19 @@ from functools import cache
 CAN_KEEP = platform.libc_ver()[0] == "glibc"
 """Whether this process's C library is the one that has these settings."""
 TRIM, MAPS = -1, -4
-"""glibc's names of how much free memory the heap's top may hold, and of how many blocks may lie
-outside of the heap."""
+"""glibc's numbers of two settings: how much free memory the heap's top may hold, and how many
+blocks may lie outside of the heap."""
 NEVER = -1
 MOST_MAPS, TOP_BYTES = 65536, 64 << 20
-"""What it puts back: glibc's default, and the most that it would have set the other to itself."""
+"""The settings that are restored: glibc's default number of blocks outside of the heap, and the
+most bytes that glibc would have let the heap's top hold."""
 
 
 def pages_touched() -> int:
-    """Pages of memory that this process touched first, since it began."""
+    """Return how many pages of memory the system handed to this process since it began.
+
+    It counts minor page faults: first touches that read nothing from a disk.
+    """
     import resource  # which not every system has
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -93,17 +93,17 @@ class ModelConfig(Strict):
 
     @property
     def resolved_kv_heads(self) -> int:
-        """Key and value heads, with 0 resolved."""
+        """Return the number of key and value heads: `kv_heads`, or `heads` where it is 0."""
         return self.kv_heads or self.heads
 
     @property
     def resolved_head_dim(self) -> int:
-        """Features per head, with 0 resolved."""
+        """Return the features per head: `head_dim`, or `dim / heads` where it is 0."""
         return self.head_dim or self.dim // self.heads
 
     @property
     def resolved_ffn(self) -> int:
-        """Hidden features of the MLP, with 0 resolved."""
+        """Return the hidden features of the MLP: `ffn`, or where it is 0 what `dim` gives."""
         if self.ffn:
             return self.ffn
         wide = 8 * self.dim / 3 if self.activation == "swiglu" else 4 * self.dim

@@ -1,8 +1,8 @@
-"""Whether a run learned or diverged: its last loss beside its own first one and a uniform guess.
+"""Judge whether a run learned or diverged, by its last loss, its first one and a uniform guess.
 
 A loss that is no number ends a run. One that is finite and high does not: the budget is spent, and
-nothing was learned. The validation loss tells, where the loss of the training text rose as well: a
-model that learns its text by heart has a high validation loss and has not diverged.
+nothing was learned. The validation loss decides, but only where the loss of the training text rose
+as well: a model that learns its text by heart has a high validation loss and has not diverged.
 """
 
 import math
@@ -20,7 +20,7 @@ Divergence = Literal["", "not finite", "worse than a guess", "rose"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run's losses came to, in nats per token.
+    """Hold what a run's losses came to, in nats per token, and how the run diverged, if it did.
 
     Args:
         kind: how it diverged; "" where it did not.
@@ -41,16 +41,16 @@ class Outcome:
 
     @property
     def diverged(self) -> bool:
-        """Whether nothing that the run learned is left."""
+        """Return whether the run diverged, so that nothing that it learned is left."""
         return bool(self.kind)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON values, with the sentence."""
+        """Return the outcome as JSON values, with its sentence."""
         return {"diverged": self.diverged, **asdict(self), "sentence": self.sentence}
 
     @property
     def sentence(self) -> str:
-        """The divergence in one sentence without an end; "" where there is none."""
+        """Return the divergence in one sentence without a full stop; "" where there is none."""
         if not self.kind:
             return ""
         guess = f"a uniform guess has {self.guess_nats / math.log(2):.1f}"

@@ -1,4 +1,4 @@
-"""Overrides, `key=value`: written into a plan's tables, and offered by an error that they mend."""
+"""Write overrides, `key=value`, into a plan's tables, and offer those that mend an error."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -44,7 +44,7 @@ def write_override(values: dict[str, Any], item: str, plan: type[BaseModel]) -> 
 
 
 def known_of(overrides: Iterable[str], plan: type[BaseModel]) -> list[str]:
-    """Return the overrides whose key the plan has; what is offered takes the place of the others.
+    """Return the overrides whose key the plan has; a remedy replaces the others.
 
     Args:
         overrides: `key=value` strings; a technique's own are returned too.

@@ -1,4 +1,4 @@
-"""How a run tells how it goes: bars in a terminal, plain lines elsewhere, nothing in a test."""
+"""Report how a run goes: bars in a terminal, plain lines elsewhere, nothing in a test."""
 
 import time
 from collections.abc import Sequence
@@ -9,28 +9,28 @@ from headrace.core.units import format_bytes, format_seconds
 LINE_EVERY_S = 30.0
 """Seconds between two lines of a long run, off a terminal."""
 LINES_A_RUN = 20
-"""Lines of a short run whose last step is known."""
+"""How many lines a short run prints whose last step is known."""
 
 
 class Progress:
-    """Says nothing, and keeps its notes; the base of those that do."""
+    """Print nothing, and keep the notes; it is the base of the classes that print."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        """the lines that nobody was told; `--json` has them"""
+        """the lines that were not printed; `--json` has them"""
 
     def task(self, description: str, done: float, total: float | None) -> None:
-        """A piece of long work stands at `done` of `total`."""
+        """Report that a piece of long work stands at `done` of `total`."""
 
     def note(self, text: str) -> None:
-        """One line worth reading."""
+        """Report one line that is worth reading; here it is kept in `notes`."""
         self.notes.append(text)
 
     def log(self, text: str) -> None:
-        """One line for those who read a log: bars show it otherwise."""
+        """Report one line for those who read a log; bars show the same in another form."""
 
     def row(self, row: dict[str, Any], total_steps: int | None, **facts: float | None) -> None:
-        """A step is complete.
+        """Report that a step is complete.
 
         Args:
             row: its row of metrics.jsonl.
@@ -39,11 +39,11 @@ class Progress:
         """
 
     def close(self) -> None:
-        """No more will be told."""
+        """End the report: no call follows this one."""
 
 
 class Lines(Progress):
-    """Plain lines for a log, each flushed. A stream that cannot be written any more is left out.
+    """Print plain lines for a log, and flush each; drop a stream that cannot be written any more.
 
     Args:
         streams: where they go.
@@ -57,18 +57,18 @@ class Lines(Progress):
         self._last_step = 0
 
     def task(self, description: str, done: float, total: float | None) -> None:
-        """How far it is, once an interval."""
+        """Print how far a piece of long work is, at most once an interval."""
         if time.monotonic() - self._last_s >= self._every_s:
             share = f" {done / total:.0%}" if total else ""
             self.log(f"{description}{share}")
             self._last_s = time.monotonic()
 
     def note(self, text: str) -> None:
-        """One line."""
+        """Print one line that is worth reading."""
         self.log(text)
 
     def log(self, text: str) -> None:
-        """One line."""
+        """Print one line to every stream."""
         for stream in [*self._streams]:
             try:
                 print(text, file=stream, flush=True)
@@ -76,7 +76,7 @@ class Lines(Progress):
                 self._streams.remove(stream)
 
     def row(self, row: dict[str, Any], total_steps: int | None, **facts: float | None) -> None:
-        """The first and the last step, and one now and then between."""
+        """Print the first and the last step, and some of the steps between."""
         step, now_s = row["step"], time.monotonic()
         apart = max(1, (total_steps or 0) // LINES_A_RUN)
         due = now_s - self._last_s >= self._every_s or step == total_steps or not self._last_step
@@ -86,34 +86,34 @@ class Lines(Progress):
 
 
 class Several(Progress):
-    """Tells each of several."""
+    """Pass each report on to several others."""
 
     def __init__(self, *those: Progress) -> None:
         super().__init__()
         self._those = those
 
     def task(self, description: str, done: float, total: float | None) -> None:
-        """Each is told."""
+        """Report how far long work is to each of them."""
         for one in self._those:
             one.task(description, done, total)
 
     def note(self, text: str) -> None:
-        """Each is told."""
+        """Report a line worth reading to each of them."""
         for one in self._those:
             one.note(text)
 
     def log(self, text: str) -> None:
-        """Each is told."""
+        """Report a line of the log to each of them."""
         for one in self._those:
             one.log(text)
 
     def row(self, row: dict[str, Any], total_steps: int | None, **facts: float | None) -> None:
-        """Each is told."""
+        """Report a complete step to each of them."""
         for one in self._those:
             one.row(row, total_steps, **facts)
 
     def close(self) -> None:
-        """Each is told."""
+        """End the report of each of them."""
         for one in self._those:
             one.close()
 

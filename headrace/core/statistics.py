@@ -1,4 +1,4 @@
-"""What measurements tell: ratios with intervals, tests over seeds, how right forecasts were.
+"""Judge measurements: ratios with intervals, tests of equivalence, tests over seeds.
 
 Two plans are timed as A B B A, again and again: what heats up, throttles or drifts steadily costs
 both sides the same. Step times are ratios to each other, so all is done on logarithms. Within a
@@ -31,14 +31,15 @@ from statistics import NormalDist, fmean, median, stdev
 from typing import Literal
 
 Block = float | Sequence[float]
-"""A block of steps: the seconds of each, or one number that stands for all."""
+"""A block of steps holds the seconds of each, or one number that stands for all."""
 TRIMMED_PAIRS = 8
-"""Pairs from which on a trimmed mean's interval holds what it says; with 6 it holds 93% for 95%."""
+"""Least number of pairs with which a trimmed mean's interval holds its level; with 6 pairs an
+interval of 95% holds 93%."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A number between two others.
+    """Hold an estimate and the two ends of its interval.
 
     Args:
         low: the lower end.
@@ -53,7 +54,7 @@ class Interval:
     n: int
 
     def holds(self, value: float) -> bool:
-        """Whether `value` lies inside, ends included."""
+        """Return whether `value` lies in the interval, ends included."""
         return self.low <= value <= self.high
 
 
@@ -61,7 +62,7 @@ class Interval:
 
 
 def order_abba(rounds: int) -> list[Literal["A", "B"]]:
-    """The order of blocks: A B B A, `rounds` times. It begins and ends with A."""
+    """Return the order of blocks: A B B A, `rounds` times. It begins and ends with A."""
     if rounds < 1:
         raise ValueError(f"{rounds} rounds; 1 is the fewest")
     return ["A", "B", "B", "A"] * rounds
@@ -70,12 +71,12 @@ def order_abba(rounds: int) -> list[Literal["A", "B"]]:
 def paired_ratio(
     a: Sequence[Block], b: Sequence[Block], level: float = 0.95, *, trimmed: bool = False
 ) -> Interval:
-    """The time of a step in `a` over that in `b`: above 1, `b` is faster.
+    """Return the time of a step in `a` over that in `b`: above 1, `b` is faster.
 
     Args:
         a: the blocks of A in the order in which they were measured, in seconds.
-        b: those of B; in an A B B A order block i of both are neighbours.
-        level: of the interval.
+        b: the blocks of B; in an A B B A order block i of both are neighbours.
+        level: confidence of the interval.
         trimmed: leave out a fifth of the pairs at both ends, where there are `TRIMMED_PAIRS`. With
             a tenth of the blocks off by up to 20% the interval of 10 pairs is half as wide.
 
@@ -97,15 +98,15 @@ def paired_ratio(
 
 
 def drifted(first: Block, last: Block, limit: float) -> bool:
-    """Whether the A blocks at both ends differ by more than `limit`, a share (0.01 is 1%).
+    """Return whether the A blocks at both ends differ by more than `limit`, a share (0.01 is 1%).
 
-    Then the device was not the same at both ends, and the ratio should be measured again.
+    If so, the device was not the same at both ends, and the ratio should be measured again.
     """
     return abs(_log(_middle(last)) - _log(_middle(first))) > math.log1p(limit)
 
 
 def accept(ratio: Interval, margin: float) -> Literal["better", "worse", "undecided"]:
-    """What a ratio of times before over after says of the change.
+    """Return the verdict on a change, by the ratio of times before over after.
 
     Args:
         ratio: from `paired_ratio(before, after)`.
@@ -123,21 +124,24 @@ def accept(ratio: Interval, margin: float) -> Literal["better", "worse", "undeci
 
 
 def break_even_steps(tuning_s: float, before_s: float, after_s: float) -> float:
-    """Steps after which the seconds that tuning took are saved; inf when a step is no faster."""
+    """Return the steps after which a tuning has saved the seconds that it took.
+
+    It is inf when a step is no faster.
+    """
     saved_s = before_s - after_s
     return tuning_s / saved_s if saved_s > 0 else math.inf
 
 
 @dataclass(frozen=True)
 class Equivalence:
-    """Whether a mean lies within a margin.
+    """Hold whether a mean lies within a margin.
 
     Args:
         verdict: "equal" within, "different" outside, or neither was shown.
-        mean: of the differences.
-        half: of its interval, at twice the error of one test.
-        enough: differences that should show it, four times of five, if it is as small as it looks
-            or half the margin.
+        mean: mean of the differences.
+        half: half-width of the mean's interval, at twice the error of one test.
+        enough: how many differences should show equality, four times of five, if the mean is as
+            small as it looks or half the margin.
     """
 
     verdict: Literal["equal", "different", "not shown"]
@@ -149,16 +153,16 @@ class Equivalence:
 def equivalence(
     differences: Sequence[float], margin: float, level: float = 0.95, batches: int = 8
 ) -> Equivalence:
-    """Two one-sided tests (Schuirmann 1987) of a mean of differences in a row.
+    """Test whether the mean of a series is near 0, by two one-sided tests (Schuirmann 1987).
 
-    What lies near in time is alike, so the spread is that of the means of `batches` equal pieces
+    Neighbours in time are alike, so the spread is that of the means of `batches` equal pieces
     (batch means); what is left over at the beginning is left out.
 
     Args:
-        differences: in order, as many as there are batches at least.
-        margin: within which the mean is as good as none.
-        level: of each of both tests.
-        batches: of which the spread is taken.
+        differences: the series in order, with at least as many differences as batches.
+        margin: size below which the mean counts as no difference.
+        level: confidence of each of both tests.
+        batches: number of pieces of which the spread is taken.
     """
     check_level(level)
     check_numbers(*differences)
@@ -181,7 +185,8 @@ def equivalence(
 # --- seeds -----------------------------------------------------------------------------------
 
 LOOKS = {2: 0.4, 3: 0.25, 5: 0.1}
-"""Share of the error that the test after so many seeds may spend; the last test spends the rest."""
+"""Number of seeds -> share of the error that the test after them may spend; the last test spends
+the rest."""
 SPENT = 0.4
 """Share of the error that all looks together spend. Two plans' times may scatter unlike each other,
 for which a pooled t test is not made, and two or three seeds cannot tell whether they do. Simulated
@@ -191,17 +196,17 @@ many), seven seeds accept 0.3% at 30% and 30%, 0.5% at 13% and 3%, 0.5% at 30% a
 was 1.7% at 30% and 5%. Welch's degrees of freedom hold 1% everywhere, but with two seeds they show
 half as many gains where both plans scatter alike."""
 SEED_SPREAD = 0.02
-"""The least that seeds are taken to move the logarithm of a time by, however close a few of them
-lie: two runs may end at the same evaluation by chance."""
+"""Least standard deviation over seeds that is assumed for the logarithm of a time, however close a
+few of them lie: two runs may end at the same evaluation by chance."""
 PAIRED_SEEDS = 5
-"""Seeds from which on a paired test stands beside that of two samples."""
+"""Least number of seeds with which a paired test is made beside that of two samples."""
 MOST_SEEDS = 99
 POWER = 0.8
-"""Probability with which as many seeds as are said to be enough would show the change."""
+"""Probability that the number of seeds or differences given as enough would show the change."""
 
 
 def look_error(n: int, most: int, error: float) -> float:
-    """The share of `error` that the test after `n` of `most` seeds may spend; 0 is no test."""
+    """Return how much of `error` the test after `n` of `most` seeds may spend; 0 means no test."""
     if not 0 < n <= most:
         raise ValueError(f"{n} of {most} seeds")
     if n < most:
@@ -212,7 +217,7 @@ def look_error(n: int, most: int, error: float) -> float:
 def seeds_better(
     ours: Sequence[float], theirs: Sequence[float], most: int, level: float = 0.99
 ) -> bool:
-    """Whether `ours` is shown to need less time to the target, at the test after these seeds.
+    """Return whether the test after these seeds shows that `ours` needs less time to the target.
 
     Ask after each seed, and stop at the first yes. The tests after 2, 3, 5 and all seeds share the
     error among them (`LOOKS`), so that all together accept one change in a hundred that does
@@ -223,9 +228,9 @@ def seeds_better(
 
     Args:
         ours: time to the target, inf for a failure; seconds, steps or dollars.
-        theirs: likewise, with the same seeds in the same order.
+        theirs: the other plan's times, with the same seeds in the same order.
         most: seeds that are tried at most.
-        level: of all tests together.
+        level: confidence of all tests together.
     """
     check_level(level)
     error = look_error(len(ours), most, 1 - level)
@@ -233,10 +238,10 @@ def seeds_better(
 
 
 def seeds_error(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The probability that times look at least as good where nothing was gained, one-sided.
+    """Return the one-sided probability that times look so good where nothing was gained.
 
-    A t test of two samples on logarithms: with two seeds it has two degrees of freedom, where a
-    test of pairs has one. What the runs of a pair have in common, as an hour in which the machine
+    It is a t test of two samples on logarithms: with two seeds it has two degrees of freedom, where
+    a test of pairs has one. What the runs of a pair have in common, as an hour in which the machine
     was slow, only makes it stricter. From `PAIRED_SEEDS` on the test of pairs stands beside it, and
     the better of the two counts at half of the error. A spread below `SEED_SPREAD` counts as that.
 
@@ -262,10 +267,10 @@ def seeds_error(ours: Sequence[float], theirs: Sequence[float]) -> float:
 def seeds_ratio(
     ours: Sequence[float], theirs: Sequence[float], level: float = 0.95
 ) -> Interval | None:
-    """Their time over ours: above 1, `ours` is sooner; None where no seed has both.
+    """Return their time over ours: above 1, `ours` is sooner; None where no seed has both.
 
     The interval is that of `seeds_error`'s test, over the seeds with which both came to the target;
-    one has the interval (0, inf).
+    a single seed has the interval (0, inf).
     """
     check_level(level)
     sized = [pair for pair in _finished(ours, theirs) if math.inf not in pair]
@@ -281,9 +286,9 @@ def seeds_ratio(
 
 
 def seeds_enough(ours: Sequence[float], theirs: Sequence[float], level: float = 0.99) -> int | None:
-    """Seeds that would show a gain of this size and spread, four times of five.
+    """Return how many seeds would show a gain of this size and spread, four times of five.
 
-    None where nothing was gained, or more than `MOST_SEEDS` would be needed.
+    It is None where nothing was gained, or more than `MOST_SEEDS` would be needed.
     """
     check_level(level)
     sized = [pair for pair in _finished(ours, theirs) if math.inf not in pair]
@@ -300,7 +305,7 @@ def seeds_enough(ours: Sequence[float], theirs: Sequence[float], level: float = 
 
 
 def _finished(ours: Sequence[float], theirs: Sequence[float]) -> list[tuple[float, float]]:
-    """Pairs of which one came to the target at least."""
+    """Return the pairs of which at least one came to the target."""
     same_length(ours, theirs)
     for time in (*ours, *theirs):
         if time != math.inf:
@@ -313,13 +318,16 @@ def _gains(sized: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def _spread(sized: Sequence[tuple[float, float]]) -> float:
-    """The standard deviation of a run's logarithm, of both plans together."""
+    """Return the standard deviation of the logarithm of a time, pooled over both plans.
+
+    It is at least `SEED_SPREAD`.
+    """
     both = [stdev(map(_log, side)) for side in zip(*sized, strict=True)]
     return max(SEED_SPREAD, math.sqrt(fmean(s * s for s in both)))
 
 
 def _tests(sized: Sequence[tuple[float, float]]) -> list[tuple[float, int]]:
-    """The standard error of the mean gain, and its degrees of freedom, by each test in use."""
+    """Return the standard error of the mean gain, and its degrees of freedom, by each test."""
     n = len(sized)
     tests = [(_spread(sized) * math.sqrt(2 / n), 2 * n - 2)]
     if n >= PAIRED_SEEDS:
@@ -342,10 +350,12 @@ def _size_error(sized: Sequence[tuple[float, float]]) -> float:
 
 @lru_cache(maxsize=256)
 def t_two_sided(level: float, freedom: int) -> float:
-    """The t that a share `level` of the distribution lies within: 12.706 for 0.95 and 1 degree.
+    """Return the t so that Student's t lies in (-t, t) with probability `level`.
+
+    It is 12.706 for a level of 0.95 and 1 degree of freedom.
 
     Args:
-        level: between 0 and 1.
+        level: a probability between 0 and 1.
         freedom: degrees of freedom, a whole number.
     """
     check_level(level)
@@ -361,7 +371,7 @@ def t_two_sided(level: float, freedom: int) -> float:
 
 
 def _inside(t: float, freedom: int) -> float:
-    """The probability of (-t, t), t not negative, as a finite sum over powers of a cosine."""
+    """Return the probability of (-t, t), t >= 0, as a finite sum over powers of a cosine."""
     angle = math.atan(t / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2

@@ -1,4 +1,4 @@
-"""Strict pydantic tables whose mistakes become one message with the nearest right key."""
+"""Define strict pydantic tables, whose mistakes become one message with the nearest right key."""
 
 import ast
 import inspect
@@ -24,15 +24,16 @@ T = TypeVar("T", bound=BaseModel)
 READ = {"read": True}
 """The validation context of `read_table`, whose caller has resolved every name."""
 UNSET = ("null", "none", "nil", "unset", "")
-"""What is written for a number where none is meant; TOML has no such value."""
+"""Words that people write for a number where they mean none; TOML has no such value."""
 
 
 SHARE = 0.01
-"""Default from which on a number of at most 1 is one that people write as so many of a hundred."""
+"""Least default of a key of at most 1 from which the key counts as a share, which people may write
+as so many of a hundred."""
 
 
 class Wrong(ValueError):
-    """What a check of a whole table finds: pydantic takes it, and `explained` keeps the remedy.
+    """A check of a whole table raises this error; `explained` keeps its remedy.
 
     Args:
         message: what was asked and what was found.
@@ -66,9 +67,9 @@ class Strict(BaseModel):
 
 
 def meanings(table: type[BaseModel]) -> dict[str, str]:
-    """The docstring below each field, in one line; of the classes that it inherits from too.
+    """Return the docstring below each field, in one line, with the fields of base classes.
 
-    Read when they are wanted: pydantic would read all sources whenever a run starts.
+    The sources are read on this call: pydantic would read all of them whenever a run starts.
     """
     found: dict[str, str] = {}
     for kind in reversed(table.__mro__):
@@ -79,7 +80,7 @@ def meanings(table: type[BaseModel]) -> dict[str, str]:
 
 @cache
 def _docstrings(module: str) -> dict[str, dict[str, str]]:
-    """Class -> field -> the string that stands below it, of a module's source."""
+    """Return class -> field -> the string that stands below that field in a module's source."""
     found: dict[str, dict[str, str]] = {}
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
         if not isinstance(node, ast.ClassDef):
@@ -97,7 +98,7 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
 
 
 def _table_at(table: type[BaseModel], path: tuple[Any, ...]) -> type[BaseModel]:
-    """The class of the sub-table at `path`, following fields that are tables themselves."""
+    """Return the class of the sub-table at `path`; it follows fields that are tables themselves."""
     for part in path:
         field = table.model_fields.get(str(part))
         kinds = [field.annotation, *get_args(field.annotation)] if field else []
@@ -188,7 +189,7 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
 def _unknown(
     table: type[BaseModel], given: Any, key: str, path: tuple[Any, ...]
 ) -> tuple[str, Remedy]:
-    """What is wrong with a key that is not there, and the one to write instead."""
+    """Return what is wrong with a key that no table has, and the remedy that replaces it."""
     owner, prefix = _table_at(table, path[:-1]), key.rpartition(".")[0]
     choices, whole, value = owner.model_fields, key, given
     while isinstance(value, Mapping) and len(value) == 1:  # one key of a table that is not there
@@ -214,7 +215,7 @@ def _unknown(
 def _foreign(
     table: type[BaseModel], beside: type[BaseModel], meant: Meant, key: str, given: Any
 ) -> tuple[str, Remedy]:
-    """What is told of a key that other trainers have, and what to write instead."""
+    """Return the message about a key that other trainers have, and what to write instead."""
     told = f"the plan has no key {key!r}; "
     if meant.unlike:
         return f"{told}the nearest is {meant.key}, {meant.unlike}", leave_out(key)
@@ -234,7 +235,7 @@ def _foreign(
 def _explain_item(
     table: type[BaseModel], item: dict[str, Any], key: str, path: tuple[int | str, ...]
 ) -> tuple[str, Remedy]:
-    """What is wrong with an item of a list, and the whole list to write instead."""
+    """Return what is wrong with an item of a list, and the whole list to write instead."""
     at = next(number for number, part in enumerate(path) if isinstance(part, int))
     whole = key.rsplit(".", len(path) - at)[0]
     field = _table_at(table, path[: at - 1]).model_fields.get(str(path[at - 1]))
@@ -254,7 +255,7 @@ def _explain_item(
 
 
 def _written(table: type[BaseModel], path: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """A path without the names of the kinds that a value may have, as `str` of `float | str`."""
+    """Return a path as a plan writes it, without names of types, as `str` of `float | str`."""
     for number, part in enumerate(path[:-1]):
         field = None
         if all(isinstance(one, str) for one in path[: number + 1]):
@@ -267,13 +268,13 @@ def _written(table: type[BaseModel], path: tuple[int | str, ...]) -> tuple[int |
 
 
 def _settable(key: str) -> str:
-    """The key that is written: an item of a list is written with the whole list."""
+    """Return the key that a plan can set: for an item of a list, the key of the whole list."""
     before, _, last = key.rpartition(".")
     return before if last.isdigit() else key
 
 
 def _fitting(table: type[BaseModel], name: str, written: str, given: Any) -> Any:
-    """The first value near to the given one that a field takes; None where there is none.
+    """Return the first value near to the given one that a field takes; None where there is none.
 
     Args:
         table: of the field.
@@ -302,7 +303,7 @@ def _fitting(table: type[BaseModel], name: str, written: str, given: Any) -> Any
 
 
 def _guess(table: type[BaseModel], path: tuple[Any, ...], item: dict[str, Any]) -> Any:
-    """What was likely meant by a value and is taken; None where nothing is."""
+    """Return the likeliest meaning of a value that the field takes; None where it takes none."""
     owner, name = _table_at(table, path[:-1]), str(path[-1]) if path else ""
     field, limits = owner.model_fields.get(name), item.get("ctx", {})
     if field is None:
@@ -316,7 +317,7 @@ def _guess(table: type[BaseModel], path: tuple[Any, ...], item: dict[str, Any]) 
 
 
 def _refused(table: type[BaseModel], name: str, value: Any) -> dict[str, Any] | None:
-    """What pydantic says against a value of one field; None where it takes it."""
+    """Return pydantic's error on a value of one field; None where the field takes it."""
     try:
         table.model_validate({name: value}, context=READ)
     except ValidationError as error:
@@ -342,7 +343,7 @@ def _given(key: str, value: Any) -> Remedy:
 
 
 def _near(field: FieldInfo | None, item: dict[str, Any]) -> Any:
-    """A value near to what was given that works: a bound, what it begins with, or the default."""
+    """Return a value near to the refused one that works: a cleaned text, a bound or the default."""
     given, limits, kind = item["input"], item.get("ctx", {}), item["type"]
     if kind == "string_pattern_mismatch":
         return re.sub("[^A-Za-z0-9._-]+", "-", given).strip(".-_") or None

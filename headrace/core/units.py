@@ -1,10 +1,10 @@
-"""Numbers as people read them, and divisors."""
+"""Format numbers as people read them, and find divisors."""
 
 from math import isqrt
 
 
 def format_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Format bytes for a reader: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -13,7 +13,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """1234567 -> '1.23M'."""
+    """Format a count for a reader: 1234567 -> '1.23M'."""
     for unit in ("", "k", "M", "B"):
         if abs(count) < 999.5:
             return f"{count:.3g}{unit}"
@@ -22,7 +22,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """3725 -> '1 h 02 min'; 0.0123 -> '12.3 ms'."""
+    """Format seconds for a reader: 3725 -> '62 min'; 0.0123 -> '12.3 ms'."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:
@@ -32,7 +32,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def part_of_text(share: float) -> str:
-    """0.125 -> 'over 12.5% of the validation text'."""
+    """Format a share of the validation text: 0.125 -> 'over 12.5% of the validation text'."""
     return f"over {f'{share:.1%}' if share < 1 else 'all'} of the validation text"
 
 

@@ -49,7 +49,8 @@ DRIFT = 1.5
 natural runs that wait for launches took 0.6 to 1.6 times as long when their remedies were timed
 (natural_said.jsonl, natural.jsonl); on an H200's two plans took 0.9 and 1.16 times as long."""
 LATER = 1.15
-"""The same of a host that was not the slower one, beside the slowest that was seen."""
+"""Times as long as minutes before that a host takes for the same launches where it was not the
+slower one. It multiplies the run's own pace, which counts up to `SLOW_HOST`, the slowest seen."""
 USUAL_HOST = 1.3
 """Times as long as predicted that a host takes for the launches of a plan that it never ran, where
 the run's own device was the slower one: 1.1 to 1.6 where fp32 became bf16 on an H100
