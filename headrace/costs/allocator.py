@@ -21,10 +21,11 @@ from bisect import bisect_left, insort
 MIB = 2**20
 UNIT = 512
 SMALL = MIB
-"""Largest block of the pool of small ones, and the rest of a large one that stays uncut."""
+"""Bytes of the largest block in the pool of small ones, and of the rest of a large one that stays
+uncut."""
 SMALL_SEGMENT = 2 * MIB
 OWN = 10 * MIB
-"""From here on a block has a segment of its own size."""
+"""Bytes from which a block has a segment of its own size."""
 SEGMENT = 20 * MIB
 PAGE = 2 * MIB
 

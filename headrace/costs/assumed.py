@@ -1,9 +1,9 @@
-"""What is assumed of a device that nobody probed here: shares of its published peaks, as data.
+"""State what is assumed of a device that nobody probed: shares of its published peaks, as data.
 
-One place for all of it, so that it can be doubted line by line. "Reached" is what one kernel
-reaches alone: a product of three sizes of 8,192, a copy of gigabytes, attention over 4 causal rows
+All of it stands in one place, so that it can be doubted line by line. "Reached" is what one kernel
+reaches alone: a matmul of three sizes of 8,192, a copy of gigabytes, attention over 4 causal rows
 of 8,192 tokens with 32 heads of 128 features. Only the H200 was measured, and its numbers stand in
-for the H100 and the GH200: products and attention as they are on the same chip, copies by their own
+for the H100 and the GH200: matmuls and attention as they are on the same chip, copies by their own
 bandwidth.
 Everything else is a round number from what such devices are known to reach;
 `headrace.probes.measure` puts measurements in its place.
@@ -21,9 +21,9 @@ FACTORS: Mapping[str, tuple[str, float]] = {
     "fp8": ("half", 2.0),
     "fp32": ("fp32", 1.0),
 }
-"""precision -> (the published peak that it is told from, its multiple). The datasheets of A10,
-A100, L4, L40S, H100, H200 and B200, and the whitepapers of GeForce cards with fp32 accumulation,
-give dense rates in these ratios."""
+"""precision -> (the published peak that its own peak is a multiple of, that multiple). The
+datasheets of A10, A100, L4, L40S, H100, H200 and B200, and the whitepapers of GeForce cards with
+fp32 accumulation, give dense rates in these ratios."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Row:
 
 
 ANCHOR_ATTENTION = Row(4, 32, 8, 8192, 128)
-"""The shape that shares are told for."""
+"""The shape of attention at which `attention` of `Family` states shares of a peak."""
 H200_PEAK = 989e12
 """bf16 FLOP/s; rows count for other chips of the family in proportion to theirs."""
 
@@ -62,10 +62,10 @@ class Family:
     """A family holds devices that reach like shares of their peaks."""
 
     products: Mapping[str, float]
-    """precision -> share of its peak reached; one that is missing, the devices do not have"""
+    """precision -> share of its peak reached; the devices lack a precision that is missing"""
     attention: Mapping[str, tuple[float, float]]
     """kernel -> shares of the bf16 peak reached forward and backward (of 2.5 times the FLOPs);
-    "math" is computed from products and traffic"""
+    "math" is computed from matmuls and traffic"""
     traffic: float
     """share of the memory bandwidth reached, reads and writes together"""
     kernel_s: float

@@ -1,9 +1,9 @@
-"""What a step of linear attention computes: FLOPs of its chunks and states, and what they move.
+"""Price a step of linear attention: FLOPs of its chunks and states, and the bytes that they move.
 
-Chunks of 64 tokens and heads of 64 features make products so small that memory decides, and so
-they are priced: by the bytes that eager torch reads and writes operation by operation in the
-forward pass, counted in kernels/linear_attention.py, kernels/gated_delta.py and the mixer around
-them. How long those take is from steps, and so is what a compiler and other kernels leave of them.
+Chunks of 64 tokens and heads of 64 features make matmuls so small that memory decides, so they are
+priced by the bytes that eager torch reads and writes operation by operation in the forward pass,
+counted in kernels/linear_attention.py, kernels/gated_delta.py and the mixer around them. How long
+those take is from steps, and so is what a compiler and other kernels leave of them.
 
 Predicted over measured steps of the twelve rows of techniques.jsonl, baselines and recipes of 160m
 and 1b: of a sum 1.01 to 1.04, of the gated delta rule 1.01 to 1.04, by fla 1.01 to 1.02; the same
@@ -29,16 +29,16 @@ Kernels = Literal["torch", "fla"]
 
 @dataclass(frozen=True)
 class RuleTraffic:
-    """What the forward pass of one rule reads and writes, bytes of so many numbers.
+    """Hold how many bytes the forward pass of one rule moves, per number of each tensor.
 
     Args:
         queries, keys: of N x H x K and of N x G x K.
         scores, weights: of N x H x C and of N x G x C.
         states: of Z x G x K x K in each row.
-        steps: likewise, where one state is made of the last.
-        kernels: of which that is made, forward and backward, beside the products.
-        products: likewise.
-        fused: of its time, what a compiler leaves.
+        steps: of the same size, where one state is made of the last.
+        kernels: how many kernels, forward and backward, it takes beside the matmuls.
+        products: how many matmuls it takes, forward and backward.
+        fused: share of its time that a compiler leaves.
     """
 
     queries: float
@@ -58,7 +58,7 @@ RULES: Mapping[Rule, RuleTraffic] = {
         92, 180, 16, 60, 40, 24, (48, 100), (7, 16), number("chunk_gated_delta_fused")
     ),
 }
-"""Counted in the kernels, but for the last number."""
+"""Rule -> its traffic, counted in the source of its kernels, but for `fused`."""
 BACK, LOOSE = number("chunk_backward"), number("chunk_stream")
 OUTSIDE, OUTSIDE_BACK = numbers("fla_around"), number("fla_around_backward")
 FLA, FLA_KERNELS = numbers("fla_kernel"), (7, 12)

@@ -24,7 +24,7 @@ class Constant:
         unit: the unit of each number.
         source: the measurements that it rests on, or why it is assumed.
         program: the program that fits it, as a path of the repository; "" where it is assumed or
-            was read off the source by hand.
+            taken from the source by hand.
     """
 
     value: float | tuple[float, ...]

@@ -206,7 +206,7 @@ def _logits_bytes(config: ModelConfig, tokens: int) -> float:
 
     Where logits are capped, those of the tanh are added.
 
-    Under bf16 the product's own have left by then, and come back when log-probabilities have.
+    Under bf16 the matmul's own are freed by then, and return once log-probabilities are freed.
     """
     return tokens * config.vocab * (4 if config.logit_cap else 3) * FP32
 
@@ -214,10 +214,10 @@ def _logits_bytes(config: ModelConfig, tokens: int) -> float:
 def holds_casts(ledger: Ledger) -> bool:
     """Return whether autocast holds the weights' casts at the head.
 
-    It does for blocks that would not keep them.
+    It holds those of blocks that would not keep them.
 
-    It does until the forward pass ends. A GPU's peak at the head comes after, unless the head makes
-    its gradients while it goes forward.
+    It holds them until the forward pass ends. A GPU's peak at the head comes after, unless the head
+    makes its gradients while it goes forward.
     """
     return not ledger.sizes["on_gpu"] or "loss_forward" in ledger.sizes
 
@@ -238,8 +238,8 @@ def _final_norm_bytes(config: ModelConfig, tokens: int, size: int, device: str) 
 
     The input is in fp32 where one kernel reads it.
 
-    Composed of operations, an RMS norm keeps the normalised values too, and under bf16 their fp32
-    product. A rank of many, which holds a part of all else, notices.
+    An RMS norm that is composed of operations keeps the normalised values too, and under bf16 their
+    product in fp32. It matters on one rank of many, which holds a part of all else.
     """
     if config.norm == "rms_norm" and device != "cuda":
         return (3 * size + (FP32 if size != FP32 else 0)) * tokens * config.dim

@@ -32,9 +32,9 @@ from headrace.costs.work import (
 FROZEN = ("weight_cast/backward", "head_cast/backward", "embedding/backward")
 """Pieces that frozen weights do not need, beside their gradients' matmuls and sums."""
 LEARNED = ("gradients/", "clip/", "update/", "reduce/")
-"""How pieces begin whose bytes are those of what learns."""
+"""How the names of pieces begin whose bytes are those of trained parameters."""
 NARROW = {"bf16": 2, "fp16": 2}
-"""bytes of an activation; 4 in other precisions"""
+"""precision -> bytes of a number of an activation; 4 in other precisions"""
 
 
 def baseline_work(
@@ -75,7 +75,7 @@ def shared_work(config: ModelConfig, sizes: Mapping[str, float]) -> dict[str, Wo
 
     Args:
         config: the decoder.
-        sizes: of the ledger, which tell the ranks of each axis.
+        sizes: the sizes of a ledger, which hold the ranks of each axis.
     """
     pieces, gradients = {}, FP32 * total_parameters(config)
     for axis, name, bytes in (
@@ -213,10 +213,10 @@ def masked(
     """Return the ledger with a mask of attention that a causal flag cannot say.
 
     Args:
-        ledger: before.
+        ledger: the ledger before.
         layers: share of the layers that have it.
-        seen: share of causal scores that it leaves there; None where nothing tells.
-        column: of a pattern of blocks, the most blocks of queries that see one of keys.
+        seen: share of causal scores that it leaves there; None where it is unavailable.
+        column: of a pattern of blocks, the most blocks of queries that see one block of keys.
         extra: what a kernel that makes the mask computes more for each score, in features of a head
             that would take as long.
     """

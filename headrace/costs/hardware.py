@@ -1,7 +1,7 @@
-"""Published peaks of NVIDIA GPUs, each with its source. They are ceilings, and no predictions.
+"""List published peaks of NVIDIA GPUs, each with its source. They are ceilings, not predictions.
 
 Rates are dense: datasheets print twice as much for matrices with structured sparsity. Tensor rates
-are those that accumulate in fp32, as torch's products do. A GeForce card has half of the rate that
+are those that accumulate in fp32, as torch's matmuls do. A GeForce card has half of the rate that
 its chip would have, which is why its row says twice the fp32 rate where a workstation card's says
 four times. NVIDIA's whitepapers print those of the larger GeForce cards; of the others the same
 ratio is taken, and fp32 is processors x 128 x 2 x the boost clock of the card's specification.
@@ -23,24 +23,24 @@ NO_BF16 = "has compute capability {}.{}, and bf16 products need 8.0"
 OTHERS = r"ti|super|d|laptop|mobile|max-?q|mig|grid|nvl|\d+[qc]"
 """Words of a name that make it another device, where a row does not name them."""
 OF_ITS_HOST = "GH200"
-"""The chip whose name tells the memory of its processor: "NVIDIA GH200 480GB"."""
+"""The chip whose name gives the memory of its host, not its own: "NVIDIA GH200 480GB"."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What is published of one device; None and "" where nothing is.
+    """Hold what is published of one device; None and "" where nothing is.
 
     Args:
         name: as its driver or a user says it.
-        peak_half_flops: of 16-bit tensor products, dense, in FLOP/s.
-        peak_fp32_flops: of fp32 products without tensor cores.
+        peak_half_flops: peak of 16-bit matmuls on tensor cores, dense, in FLOP/s.
+        peak_fp32_flops: peak of fp32 matmuls without tensor cores, in FLOP/s.
         memory_bandwidth_bytes_per_s: of the device's memory.
         memory_bytes: of the device.
         source: where these numbers are from.
         family: whose shares of its peaks it is assumed to reach (costs/assumed.py).
         processors: multiprocessors.
         capability: CUDA's compute capability.
-        sustained: the share of what its family reaches in products that its limit of power leaves.
+        sustained: share of what its family reaches in matmuls that its limit of power leaves.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Row:
     source: str
     sustained: float = 1.0
     """See `Hardware`. 0.65 is assumed of cards of 70 to 150 W, of which arXiv 1903.07486 shows how
-    a T4 of 70 W lowers its clock in products."""
+    a T4 of 70 W lowers its clock in matmuls."""
 
     def of(self, name: str) -> Hardware:
         """Return the device of that name."""
@@ -94,7 +94,7 @@ class Row:
 def _geforce(
     words: str, processors: int, fp32: float, bandwidth: float, memory: float
 ) -> Row:  # fmt: skip
-    """Return the row of a GeForce card; its series tells chip and source."""
+    """Return the row of a GeForce card; its series decides chip and source."""
     series = re.search(r"\b([345])0[5-9]0\b", words)
     family, capability, source = {
         "3": ("ampere_rtx", (8, 6), "NVIDIA Ampere GA102 whitepaper"),
@@ -148,15 +148,15 @@ ROWS: tuple[Row, ...] = (
     _geforce("RTX 3060 Ti", 38, 16.2, 0.448, 8), _geforce("RTX 3060", 28, 12.7, 0.36, 12),
 )  # fmt: skip
 NAMES = tuple(row.words for row in ROWS)
-"""What can be asked for by name."""
+"""Names of the devices that can be asked for."""
 ASSUMED = ", ".join((*(n for n in NAMES if "RTX" not in n), "RTX 3060 to 5090"))
-"""Names that can be asked for, as a reader sees them."""
+"""Names that can be asked for, as a message lists them."""
 
 
 def lookup(device_name: str) -> Hardware:
     """Return the row of a device; unknown peaks are None, never guessed.
 
-    The memory that a name tells, as in "Tesla V100-PCIE-32GB", counts before the row's.
+    The memory that a name gives, as in "Tesla V100-PCIE-32GB", counts before the row's.
     """
     row = next((row for row in ROWS if _is_of(row.words, device_name)), None)
     if row is None:

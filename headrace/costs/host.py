@@ -31,9 +31,9 @@ LAUNCH_S = number("empty_launch")
 KEEPS, THREADS = "keeps_memory", "threads"
 """Sizes of a ledger: 1 where the process keeps what a step frees, and the threads that compute."""
 PROBE_CPU = f"{PROBE} --device cpu --seconds 20"
-"""What measures all that is needed here."""
+"""The command that measures all rates that this module needs."""
 UNPROBED = f"this CPU's rates are not known; `{PROBE_CPU}` measures them, once"
-"""Why there is no time without a probe."""
+"""The message where a CPU was not probed, so that no time is predicted."""
 
 
 def step_time(work: Mapping[str, Work], machine: Machine, micro_batches: float) -> StepTime:
@@ -41,11 +41,11 @@ def step_time(work: Mapping[str, Work], machine: Machine, micro_batches: float) 
 
     Args:
         work: pieces by name.
-        machine: its rates.
-        micro_batches: of a step.
+        machine: the CPU's rates.
+        micro_batches: how many a step has.
 
     Raises:
-        UnsupportedError: the machine's rates do not tell.
+        UnsupportedError: the machine's rates do not cover a piece.
     """
     if machine.source != "probes":
         raise UnsupportedError(UNPROBED, PROBE_CPU)
@@ -121,4 +121,4 @@ def _attention_s(piece: Attention, machine: Machine) -> float:
 
 
 SIZES = (512, 256, 256)
-"""The product at which two precisions are compared."""
+"""The sizes of the matmul at which two precisions are compared."""

@@ -20,10 +20,10 @@ WORDS = {
     "forward": "before the loss", "loss": "at the loss", "turn": "as the backward pass begins",
     "backward": "as the backward pass ends", "optimizer": "in the update",
 }  # fmt: skip
-"""An instant, and "forward", for a reader."""
+"""Instant, or "forward" -> words for a reader."""
 DERIVED = "derived"
-"""A size that is not 0 where a piece of work was derived, or set by too few steps to tell how far
-off it is: the step's time has no interval."""
+"""Name of a size that is not 0 where a piece of work was derived, or was fitted to too few steps to
+estimate its error: the step's time then has no interval."""
 
 
 @dataclass(frozen=True)

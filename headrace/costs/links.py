@@ -28,7 +28,7 @@ COMMUNICATOR_BYTES = 2 * 24 * 4 * MIB
 BUCKET_BYTES = 25 * MIB
 """Gradients are reduced in buckets of about this size (DDP's default, arXiv 2006.15704)."""
 COMMUNICATORS = "communicators"
-"""The size of a ledger that counts them."""
+"""Name of the size of a ledger that counts communicators."""
 
 DATASHEETS: Sequence[tuple[str, float, str]] = (
     # (in the device's name, bytes/s in one direction, source); the first that occurs counts
@@ -106,10 +106,10 @@ def collective_s(
     """Return the seconds of one call in which each rank sends `bytes`.
 
     Args:
-        links: that were measured; without any, the device's datasheet tells.
-        device_name: of every rank.
-        operation: which.
-        bytes: that each rank sends.
+        links: the links that were measured; without any, the datasheet's rates are assumed.
+        device_name: the device of every rank.
+        operation: which collective it is.
+        bytes: how many bytes each rank sends.
         reach: from the first rank of those that take part to the last, both counted.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The rates of one device: how long a product, attention, a stream of bytes or a copy takes there.
+"""Hold the rates of one device: how long a matmul, attention, a stream of bytes or a copy takes.
 
 A rate depends on the shape, so every time has two factors. The first is a plain formula. Of a
-product: its result is cut into tiles, the processors work on as many tiles at once as there are of
+matmul: its result is cut into tiles, the processors work on as many tiles at once as there are of
 them, and a last round that is not full costs as much as a full one; a tile costs its FLOPs and a
 fixed share for its beginning and end, which is why short sums (small k) are slower; cutting the sum
 helps where tiles are few, and costs a pass over the partial results. Bytes bound it from below. Of
@@ -16,10 +16,10 @@ of neighbours count by the fourth power of their closeness in log size; beyond t
 the nearest ratio holds, so that the formula extrapolates. Streams are interpolated in log size
 between their points, which are made to rise.
 
-Layouts (which operand is transposed) are not told apart, nor what runs beside a kernel: clocks and
-caches of a step differ from those of a loop over one kernel, and correcting for that is the
-reader's. Measured steps say that the formula alone tells products in them better than points do
-(`plain`), likely since the limit of power slows the fastest most. A `Machine` comes from
+Layouts (which operand is transposed) are not distinguished, nor what runs beside a kernel: clocks
+and caches of a step differ from those of a loop over one kernel, and the caller corrects for that.
+In measured steps the formula alone predicts matmuls better than points do (`plain`), likely since
+the limit of power slows the fastest most. A `Machine` comes from
 `headrace.probes.measure`, or from `assumed`: datasheet peaks and the shares of them that
 `headrace.costs.assumed` states. Files are JSON, checked value by value.
 """
@@ -74,9 +74,9 @@ them, and the second had the slowdown of a load of nothing but matmuls, which no
 PROBE = "headrace probe"
 """The command that measures a machine and writes its file."""
 ANCHOR_MATMUL = (8192, 8192, 8192)
-"""The shape that a share of a peak is told for."""
+"""The sizes of the matmul at which a share of a peak is stated."""
 SQUARE = (256, 256, 256)
-"""The product that a CPU's precisions are compared at."""
+"""The sizes of the matmul at which a CPU's precisions are compared."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Machine:
     links: tuple[Link, ...] = ()
     """to other ranks, where several measured them; else costs/links.py assumes them by the name"""
     linears: tuple[LinearRates, ...] = ()
-    """of a CPU, a linear layer's products as a step lays them out; so are the next two its own"""
+    """of a CPU alone, as the next two: a linear layer's matmuls as a step lays them out"""
     pieces: tuple[PieceRates, ...] = ()
     """the other operations of a step, by the names of their work (costs/decoder_work.py)"""
     steps: tuple[MeasuredStep, ...] = ()
@@ -125,10 +125,11 @@ class Machine:
     def matmul_s(self, precision: str, m: int, n: int, k: int, *, plain: bool = False) -> float:
         """Return the seconds of one matmul [m, k] x [k, n].
 
-        With `plain` by the formula alone, at the rate of the point that is long in every direction.
+        With `plain` the formula decides alone, at the rate of the point that is long in every
+        direction.
 
         Raises:
-            UnsupportedError: the device has no such products, or they were not measured.
+            UnsupportedError: the device has no such matmuls, or they were not measured.
         """
         key = (precision, m, n, k, plain)
         if key not in self._memory:
@@ -180,7 +181,7 @@ class Machine:
     def linear_s(self, way: Way, precision: str, m: int, n: int, k: int) -> float:
         """Return the seconds of one of a linear layer's matmuls on a CPU.
 
-        A precision whose linears were not timed is as much slower as its square products are.
+        A precision whose linears were not timed is as much slower as its square matmuls are.
 
         Raises:
             UnsupportedError: the precision was not measured.
@@ -285,7 +286,7 @@ class Machine:
         return self._ratios[known.what]
 
     def _lacks(self, what: str) -> UnsupportedError:
-        """Return the error that says why `what` is not known of this device."""
+        """Return the error that says why `what` is unavailable of this device."""
         words = what.partition(" (")[0]
         why = next((a.why for a in self.absent if a.what in (what, words)), "")
         how = "its probes" if self.source == "probes" else "what is assumed of its kind"
@@ -361,7 +362,7 @@ class Machine:
 
 
 def _spot(length: int, features: int, causal: bool) -> tuple[float, ...]:
-    """Return where attention lies among points: what a length changes the formula tells."""
+    """Return where attention lies among points; the formula covers what a length changes."""
     return (*place(length, features**4), 2.0 * causal)
 
 
@@ -432,7 +433,7 @@ def _attention_points(
 
 
 def _absent(family: Family) -> tuple[Absent, ...]:
-    """Return what no device of the family has, as far as its datasheets tell."""
+    """Return what no device of the family has, by its datasheets."""
     return tuple(
         Absent(f"products in {precision}", "its datasheet names no such rate")
         for precision in FACTORS

@@ -1,6 +1,6 @@
-"""Points that were measured of a device, the formulas beside them, and how both are read.
+"""Hold points that were measured of a device, the formulas beside them, and how both are read.
 
-`headrace.costs.machine` tells the whole.
+`headrace.costs.machine` describes the method.
 """
 
 import math
@@ -31,18 +31,18 @@ TILES = {
             (64, 64, 0.5)),
     "cpu": ((32, 64, 1.0),),
 }  # fmt: skip
-"""Rows and columns of a product's tile, and the share of the rate that it reaches."""
+"""Device -> (rows of a matmul's tile, its columns, the share of the rate that it reaches)."""
 SPLITS = (1, 2, 4, 8, 16)
-"""Into so many parts a product's sum may be cut."""
+"""Numbers of parts into which the sum of a matmul may be cut."""
 EDGE = {"gpu": 64, "cpu": 16}
-"""A tile's beginning and end cost as much as so many terms of its sum."""
+"""Device -> the terms of a tile's sum that cost as much as the tile's beginning and end."""
 QUERIES = {"gpu": 128, "cpu": 32}
-"""Queries of a tile of attention."""
+"""Device -> queries of a tile of attention."""
 SOFTMAX, START = number("softmax"), number("attention_tile_start")
 BACKWARD = 2.5
-"""Products of attention's backward pass for each of the forward pass: 5 for 2."""
+"""Matmuls of attention's backward pass for each one of the forward pass: 5 for 2."""
 SCORE_BYTES = (20, 30)
-"""Traffic of one score where scores are kept in memory ("math"), forward and backward."""
+"""Bytes moved for one score where scores are kept in memory ("math"), forward and backward."""
 SAME = 1e-9
 """A squared distance in log size below which two shapes are one."""
 
@@ -114,7 +114,7 @@ class MatmulRates:
 
     @property
     def what(self) -> str:
-        """Return what tells it from the others of a machine."""
+        """Return the precision, which distinguishes these rates from a machine's others."""
         return self.precision
 
 
@@ -148,12 +148,12 @@ class AttentionRates:
 
     @property
     def what(self) -> tuple[str, bool]:
-        """Return what tells it from the others of a machine."""
+        """Return kernel and direction, which distinguish these rates from a machine's others."""
         return self.kernel, self.backward
 
 
 Way = Literal["result", "input", "weight"]
-"""A linear layer's three products: its result, and the gradients of its input and its weight."""
+"""A linear layer's three matmuls: its result, and the gradients of its input and its weight."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class PieceRates:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A whole step of a small plain decoder, measured: what its pieces alone do not tell."""
+    """Hold a measured step of a small plain decoder: its pieces alone do not predict it."""
 
     dim: int
     layers: int

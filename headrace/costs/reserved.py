@@ -1,6 +1,6 @@
-"""What the caching allocator would reserve for a plan: its ledger, replayed tensor by tensor.
+"""Predict what the caching allocator would reserve for a plan: replay its ledger by tensors.
 
-The ledger tells which bytes are held at which instant of a step. Here they become tensors in the
+The ledger says which bytes are held at which instant of a step. Here they become tensors in the
 order in which a step makes and frees them: block by block forward, the head, block by block
 backward with gradients in the place of activations, the update. `costs/allocator.py` does with them
 what torch's allocator would.
@@ -11,11 +11,11 @@ activations. So the second forward pass has too few of them, and its last tensor
 largest segment that is free, which was the logits'. The logits then need another one. Reserved less
 allocated bytes are so most of a logits tensor, less the state: 2.9 GiB at 160m, of 26.
 
-What a step allocates beside the ledger's lines, for a moment or for good, is told here: workspaces
-of cuBLAS, which count as allocated, what eager operations make on their way, casts to 8 bits, and
-the tensors of torch's own loss. A recording of CUDA graphs has a pool of its own, which nothing
-else may use: states do not break it up, and what its blocks hand back stays in it. Several streams
-are left out.
+What a step allocates beside the ledger's lines, for a moment or for good, is counted here:
+workspaces of cuBLAS, which count as allocated, what eager operations make on their way, casts to 8
+bits, and the tensors of torch's own loss. A recording of CUDA graphs has a pool of its own, which
+nothing else may use: states do not break it up, and what its blocks hand back stays in it. Several
+streams are left out.
 """
 
 import math
@@ -28,17 +28,17 @@ from headrace.costs.work import Attention, Stream
 
 MIB = 2**20
 WORKSPACE = "library workspaces"
-"""How the libraries' workspaces are called as an owner of memory."""
+"""Name of the libraries' workspaces as an owner of memory."""
 RESTS = "rests of blocks"
 """How the bytes of the allocator's blocks beyond their tensors are called as an owner of memory: a
 rest of up to 1 MiB is not cut off. Of the small recipe on an H100 they are 11 of 940 MiB."""
 REPLAYED = 256
 """Layers of the deepest model whose tensors are replayed through the allocator, which takes three
-milliseconds a layer. Llama 3.1 405B has 126. Of a deeper one it is not said what it would hold."""
+milliseconds a layer. Llama 3.1 405B has 126. For a deeper one nothing is predicted."""
 EXPANDABLE = "expandable_segments"
-"""A size of the ledger that is not 0 where segments grow."""
+"""Name of a size of the ledger that is not 0 where the allocator's segments grow."""
 WORKSPACES = 2
-"""cuBLAS has one for the thread that goes forward and one for autograd's."""
+"""Workspaces of cuBLAS: one of the thread that goes forward, and one of autograd's."""
 ORDER = (
     "norm", "residual", "weight_cast", "qkv", "attention_input", "attention_input", "", "attention",
     "weight_cast", "norm", "residual", "weight_cast", "gate_up", "activation", "activation",
@@ -46,7 +46,8 @@ ORDER = (
 )  # fmt: skip
 """A block's lines as its forward pass makes them, a tensor at each place; "" is all others."""
 STEPS = 3
-"""The third still needs up to 2% more than the second; from then on nothing changes."""
+"""Steps that are replayed: the third still needs up to 2% more than the second, a fourth no
+more."""
 MICRO_BATCHES = 2
 """Micro-batches that are replayed of a step that has more: from the second on all are alike."""
 
@@ -58,7 +59,7 @@ def workspace_bytes(capability: tuple[int, int] | None) -> int:
 
     The peaks of runs in a process of their own are 62 to 64 MiB over the ledger's lines (the 7b and
     1b rows of limits.jsonl; a first reading in techniques.jsonl); torch's documentation of
-    CUBLAS_WORKSPACE_CONFIG tells both sizes.
+    CUBLAS_WORKSPACE_CONFIG gives both sizes.
     """
     each = 32 * MIB if capability is not None and capability >= (9, 0) else 8 * MIB + 128 * 1024
     return WORKSPACES * each
@@ -86,9 +87,9 @@ class Reserved:
     """A replay finds what the allocator reserves.
 
     Args:
-        bytes: reserved at most; of the capacity, where it ran out of memory.
-        allocated: of its tensors at most, likewise.
-        spare: of the allocated ones, those of blocks beyond their tensors' own.
+        bytes: most bytes reserved; of the capacity, where it ran out of memory.
+        allocated: most bytes allocated for tensors; of the capacity, where it ran out of memory.
+        spare: bytes among the allocated ones that blocks hold beyond their tensors.
         fits: whether every tensor found room.
         retries: how often all that was free had to be given back first, which is slow.
     """

@@ -1,6 +1,6 @@
-"""What is left of a step's pieces on a rank that holds a part of every matrix, and what it sends.
+"""Price a step's pieces on a rank that holds a part of every matrix, and what it sends.
 
-Products are cut along their output where a matrix is cut by rows and along their sum where it is by
+Matmuls are cut along their output where a matrix is cut by rows and along their sum where it is by
 columns; work inside of attention and MLP is divided with them. What stands between is whole, or cut
 along the sequence. A piece that other techniques made of a linear, and that is not known here, has
 no time.
@@ -18,9 +18,9 @@ from headrace.costs.work import Attention, Matmul, Phase, Stream, Work, collecti
 
 AXIS = "tensor"
 COLUMNS = ("mixer.qkv", "mlp.gate_up", "mlp.up", "head")
-"""Linears of which a rank has some of the outputs."""
+"""Linears of which a rank computes some of the outputs."""
 ROWS = ("mixer.out", "mlp.down")
-"""Linears of which it has some of the inputs, and of all outputs a part of the sum."""
+"""Linears of which a rank has some of the inputs, and of all outputs a part of the sum."""
 INSIDE = (
     "attention", "rope", "qk_norm", "queries", "activation", "weight_cast", "head_cast", "loss",
 )  # fmt: skip
@@ -28,15 +28,15 @@ INSIDE = (
 BETWEEN = ("norms", "residual", "residual_out")
 """Pieces of the stream, which may be cut along the sequence."""
 WHOLE = ("embedding", "mlp_pieces", "count", "head")
-"""Pieces that every rank has whole, but for what is said of them below."""
+"""Pieces that every rank has whole, apart from the exceptions in `_part`."""
 RESULT, INPUT, WEIGHT = (1, 2), (2, 1), (0, 1)
-"""Which of a product's sizes is cut, where outputs are and where inputs are: of the result, of the
-gradient of what it reads, of its weight's."""
+"""Place of the size of a linear's matmul that is cut: (where its outputs are cut, where its inputs
+are), for its result, for the gradient of what it reads, and for its weight's."""
 CUTS = {"result": RESULT, "again": RESULT, "last": RESULT, "earlier": RESULT, "input": INPUT,
         "weight": WEIGHT}  # fmt: skip
-"""A product by the end of its name."""
+"""End of a matmul's name -> which of these it is."""
 LAST = "mlp.down/{}/last"
-"""How what ends a block is called: one that is run again runs without it."""
+"""Pattern of the names of pieces that end a block: a block that is run again runs without them."""
 
 
 def split_work(ledger: Ledger, *, sequence: bool, kept: float) -> dict[str, Work]:

@@ -28,7 +28,7 @@ from headrace.costs.rates import BACKWARD, SOFTMAX, START, Shape
 
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
 Kind = Literal["product", "attention", "stream", "host link", "host", "collective", "wait"]
-"""What a step's seconds are summed by. The words are keys of JSON output."""
+"""The kinds of work that a step's seconds are summed by. The words are keys of JSON output."""
 Beside = Literal["", "attention", "blocks"]
 AROUND = ("head", "loss", "embedding")
 """How the names of pieces begin that do not belong to the blocks."""
@@ -57,7 +57,8 @@ CUSTOM, CUSTOM_COMPILED = number("launch_custom"), number("launch_custom_compile
 REGION, RERUN, CHOSEN = number("call_compiled"), number("rerun_block"), number("rerun_chosen")
 SLOW_HOST, CONTENTION = number("slow_host"), number("contention")
 IDLE = "idle"
-"""The size of a ledger that says what share of both passes a rank has nothing to do."""
+"""Name of the size of a ledger that is the share of both passes in which a rank has nothing to
+do."""
 OVERLAPPING: tuple[tuple[Phase, ...], ...] = (
     ("forward",),
     ("recompute", "backward"),
@@ -75,7 +76,7 @@ class Work:
         count: how many there are.
         launch: what the host takes to launch one kernel, in launches of an empty one.
         recorded: all pieces of the phase that are recorded are replayed by one launch.
-        unknown: why no rates tell their time; "" where they do.
+        unknown: why their time is unavailable; "" where it is predicted.
     """
 
     kind: ClassVar[Kind]
@@ -102,7 +103,7 @@ class Work:
         """Return the seconds on the device in one micro-batch or update.
 
         Raises:
-            UnsupportedError: the machine's rates do not tell.
+            UnsupportedError: the machine's rates do not cover it.
         """
         if not self.count:
             return 0.0
@@ -289,7 +290,7 @@ class ScoreMask:
 
     Args:
         layers: share of the kernels that have the mask.
-        seen: share of causal scores that it leaves; None where nothing tells before it runs.
+        seen: share of causal scores that it leaves; None where it is unavailable before a run.
         column: most blocks of queries that see one block of keys, of a pattern of blocks; else 0.
         extra: what a kernel that makes the mask itself computes more for each score, in features of
             a head that would take as long.
@@ -439,7 +440,7 @@ def collective(
     """Return equal collectives of a step.
 
     Args:
-        sizes: the sizes of a ledger, which tell the ranks of each axis.
+        sizes: the sizes of a ledger, which hold the ranks of each axis.
         axis: the axis of the mesh, "shard" or "world".
         phase: when they run.
         operation: what ranks do together.

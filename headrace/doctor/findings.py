@@ -219,7 +219,7 @@ class Finding:
 
 
 def phase_findings(report: Mapping[str, Any]) -> list[Finding]:
-    """Return every phase that took time, the longest first, then memory and wasted tokens.
+    """Return every phase that took time, the longest first, then memory and the padding fraction.
 
     Args:
         report: report.json of a run, or what `headrace.watch` saved.

@@ -27,8 +27,8 @@ SLACK_SHARE = 0.02
 ahead. A mean would count one step in which another thread held the interpreter."""
 DRY_SHARE = 0.5
 """Share of the steps, at whose beginning the device has nothing to do, from which the host is
-behind. Where it was read it decides: a device's queue holds some thousand launches, and the host of
-a step with more of them waits inside of the step and never behind it."""
+behind. Where it was measured it decides: a device's queue holds some thousand launches, and the
+host of a step with more of them waits inside of the step and never behind it."""
 IDLE_SHARE = 0.05
 """Share of a step, in which the device does nothing, from which slow launches are priced by it."""
 LEFT_SHARE = 0.15

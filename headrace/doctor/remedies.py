@@ -36,22 +36,22 @@ from headrace.plan.technique import Catalogue, Context, Technique
 from headrace.predict.candidates import MICRO, Asking, Candidate, Words
 
 ALSO: Mapping[str, tuple[str, ...]] = {"computation": ("memory bandwidth", "kernel efficiency")}
-"""What a finding may be as well: without a trace these look alike."""
+"""Bottleneck -> bottlenecks that look like it where there is no trace."""
 LEDGER_FIRST = "launch"
 """The ledger prices launches; where it sees no change, the finding's share decides."""
 PRICED = (LEDGER_FIRST, "computation", "memory bandwidth", "kernel efficiency")
-"""Bottlenecks that anything which the ledger says is faster is a remedy for."""
+"""Bottlenecks for which every change that the ledger predicts to be faster is a remedy."""
 ON_TOP = 1.02
 """Times the speed of the best single change that a pair must reach to be worth its second word."""
 NEARLY = 0.9
 """Share of the largest forecast gain that a plainer remedy must reach to stand before it. Forecasts
-of natural runs were a quarter off in the median (natural.jsonl), so that a tenth tells nothing."""
+of natural runs were a quarter off in the median (natural.jsonl), so a tenth is no evidence."""
 SHARES = ("input", "interconnect", "wasted tokens", LEDGER_FIRST)
 """Bottlenecks of which the finding's share forecasts a gain."""
 QUALITY = ("instability", "recipe", "silent no-op")
 """Bottlenecks of learning, which no time of a step forecasts."""
 OF_TIME = ("computation", "memory bandwidth", "kernel efficiency", LEDGER_FIRST)
-"""What the time of a step itself goes to."""
+"""Bottlenecks that name what the time of a step itself goes to."""
 PAIRED: Mapping[str, tuple[str, ...]] = {"cuda": (LEDGER_FIRST,), "cpu": OF_TIME}
 """By device: bottlenecks for which the best pair of changes is a remedy too. On a GPU compiling and
 graphs lessen launches together. On a CPU, where each is predicted in milliseconds, compiling stands
@@ -61,7 +61,7 @@ CAUSES = ("instability",)
 HEALTHY = 0.05
 """Gain that no remedy of a healthy run is forecast to exceed. Chosen, not measured."""
 HALF = ("bf16", "fp16", "float8")
-"""Parts of words that name a precision which a processor may only emulate, many times as slowly."""
+"""Parts of words that name a precision which a processor may only emulate, many times slower."""
 EQUALITIES = ("exact", "approximate", "learning")
 """What a change may do to the gradients, the mildest first."""
 MOST = 8
@@ -69,7 +69,7 @@ MOST = 8
 
 
 BOUGHT = "what it bought: "
-"""What the costs of a technique that is taken out begin with."""
+"""How the text of the costs begins where a technique is taken out."""
 
 
 @dataclass(frozen=True)
@@ -226,9 +226,9 @@ class _Asker:
     def plainest_first(self, ordered: list[Remedy]) -> list[Remedy]:
         """Return the remedies, first the plainest of those that gain nearly as much as the first.
 
-        This is the rule of one standard error (Breiman et al., 1984): of choices that an estimate's
-        error does not tell apart, take the simplest. Plainer is what changes the gradients less,
-        then what has fewer words, then what acts at fewer places of the trainer.
+        This is the rule of one standard error (Breiman et al., 1984): where an estimate's error
+        covers the difference of choices, take the simplest. Plainer is what changes the gradients
+        less, then what has fewer words, then what acts at fewer places of the trainer.
         """
         if not ordered or _gained(ordered[0]) <= 0:
             return ordered
@@ -248,7 +248,7 @@ def _gained(remedy: Remedy) -> float:
 
 
 def candidates(bottleneck: str, asking: Asking, measured: Measured) -> Iterator[Words]:
-    """Yield the changes that are said to help, whether they can run or not."""
+    """Yield the changes that are known to help, whether they can run or not."""
     plan = asking.start
     hopeless = bottleneck == "instability" and rate_is_far_off(plan)
     for words in () if hopeless else asking.singles(plan):

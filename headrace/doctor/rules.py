@@ -1,13 +1,14 @@
-"""Judge an observation by one table of rules, and say nothing about what was not read.
+"""Judge an observation by one table of rules, and say nothing about what is unavailable.
 
 Each rule looks at one bottleneck and answers with a finding, or with nothing. What is wrong stands
-first; then what takes time, by the share of a step that a remedy could win at most, wasted tokens
-among it; then full memory; last what is known to be there and not what it costs, with a share of 0.
+first; then what takes time, by the share of a step that a remedy could win at most, padding among
+it; then full memory; last what is known to be there and not what it costs, with a share of 0.
 Where no rule fires the verdict is the resource that binds the steps by how busy it is (physics.py),
-which is no fault. Where too little was read there is no verdict.
+which is no fault. Where too little was measured there is no verdict.
 
-A trace of some of the run's steps tells more than signals: its findings take the place of those of
-the same name, and a launch that signals only suspect is dropped where the trace does not see it.
+A trace of some of the run's steps is more precise than signals: its findings take the place of
+those of the same name, and a launch that signals only suspect is dropped where the trace does not
+see it.
 
 Every threshold of the rules stands at the top of this file or of physics.py.
 """
@@ -261,7 +262,7 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _ended(seen: Observation) -> Finding | None:
-    """Look for what made the run end before its time; one step is enough to tell."""
+    """Return a finding of what made the run end before its time; one step is enough for it."""
     if seen.ended_by == MemoryFull.__name__:
         return Finding(Kind.OUT_OF_MEMORY, 1.0, {"message": seen.message})
     lost = bool(seen.loss) and not isfinite(seen.loss[-1])

@@ -9,7 +9,7 @@ COMPUTES, OTHER = ("product", "attention"), ("collective", "wait", "host")
 """Kinds of work that compute, and that neither compute nor move bytes: what other ranks take, and
 what Python does between operations on a CPU."""
 NO_PLAN = "no plan is known of this loop"
-"""Why nothing is predicted of a loop that is not Headrace's."""
+"""The reason why nothing is predicted of a loop that is not Headrace's."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Use:
         computes_s: seconds of matmuls and attention; None where no time is predicted.
         moves_s: seconds of work that only moves bytes, the update included.
         host_s: seconds that the host takes to launch all of it, and does besides.
-        peak: share of the device's peak FLOPs at the run's precision; None where it is not known.
+        peak: share of the device's peak FLOPs at the run's precision; None where it is unavailable.
         rates: where the rates are from, in words.
         unknown: why no time is predicted.
     """

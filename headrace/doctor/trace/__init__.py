@@ -7,8 +7,8 @@ records one; several ranks' files of one recording may be given together. file.p
 steps.py finds the steps, times.py shares out each step's time, ranks.py compares ranks, limits.py
 holds every threshold, and here the numbers become verdicts.
 
-A verdict's share is what could be recovered of a step: an upper bound, for what stands next in the
-way is not known. Exposed communication is reported and only blocking communication counts. What one
+A verdict's share is what could be recovered of a step: an upper bound, since the next bottleneck
+is unavailable. Exposed communication is reported and only blocking communication counts. What one
 rank suffers and most do not is that rank's: shares are the median over ranks, but the straggler's
 is that of the rank which waits longest.
 

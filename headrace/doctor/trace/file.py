@@ -1,10 +1,10 @@
-"""Reads one trace of torch.profiler (Kineto): Chrome's JSON, plain or gzip, from any trainer.
+"""Read one trace of torch.profiler (Kineto): Chrome's JSON, plain or gzip, from any trainer.
 
 A trace is data: json reads it and nothing of it runs. Of each event only what the doctor needs is
 kept, as the file is read, so that memory is two to three times the text's; flows, Python frames and
 most operations are counted and dropped. Times stay in microseconds, `_us`, on the file's own clock.
-Categories changed their names between versions ("Kernel", "kernel"); both are read. Events whose
-times no clock can have told are left out and counted.
+Categories changed their names between versions ("Kernel", "kernel"); both are read. Events with
+times that no clock can have given are left out and counted.
 """
 
 import gzip

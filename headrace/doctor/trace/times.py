@@ -103,7 +103,7 @@ class RankTimes:
         away_s: idle seconds in which the host launched nothing for long, and a batch followed.
         syncs: what the host waited in, the most often first.
         events: events on the device, in the whole trace.
-        odd: events that were left out, for no clock can have told their times.
+        odd: events that were left out, since no clock can have given their times.
         frames: whether Python frames were recorded, which slows the host.
         loads: whether a data loader is marked, without which its wait may look like a launch.
         roof: the measured steps against the device's ceilings; None without shapes or ceilings.

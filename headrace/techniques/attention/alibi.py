@@ -39,8 +39,8 @@ BAND = 0.05
 """Relative error that a measured slope may have: a weight in bf16 has 8 bits, and a slope is the
 logarithm of two of them over many tokens."""
 SLOPE = 17.0
-"""Features of a head that a slope takes as long as in flex_attention: 17.4 at 160m and 16.2 at 1b
-(results/techniques.jsonl)."""
+"""Features of a head that take as long as a slope does in flex_attention: 17.4 at 160m and 16.2 at
+1b (results/techniques.jsonl)."""
 APART = 64
 """Tokens between the keys whose weights are compared; further apart, rounding shows less."""
 

@@ -61,9 +61,11 @@ from headrace.plan.technique import (
 TORCHS_OWN = "pytorch_flash::"
 """The namespace of torch's own flash kernels, which are FlashAttention 2."""
 HEAD_MULTIPLE = 8
-"""What divides a head's features (the same file); torch's own call pads, the package's does not."""
+"""Number that must divide a head's features (the same file); torch's own call pads, the package's
+does not."""
 RESULTS = 2
-"""The output and the sums of its softmax, which torch's call takes from the package's."""
+"""Number of results that torch's call takes from the package's: the output and its softmax's
+sums."""
 REPOSITORY, REPOSITORY_VERSION = "kernels-community/flash-attn3", 1
 FETCHER, FETCHER_INSTALL = "kernels", "pip install kernels"
 

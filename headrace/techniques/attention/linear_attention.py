@@ -57,7 +57,8 @@ from headrace.plan.technique import (
 )
 
 TEMPERATURE = 16.0
-"""A gate of 0.5 keeps 0.958 per token (arXiv 2312.06635, section 4.4)."""
+"""Root that is taken of a gate: a gate of 0.5 keeps 0.958 per token (arXiv 2312.06635, section
+4.4)."""
 EPS = 1e-6
 """Added to a key's squared length, as flash-linear-attention does (modules/l2norm.py)."""
 INSTALL = "pip install 'flash-linear-attention>=0.6'"
@@ -312,8 +313,8 @@ class LinearAttention(Technique[Build]):
     def _kept(self, sizes: Mapping[str, float], normed: bool) -> tuple[dict[str, float], float]:
         """Return bytes that a layer's mixer keeps, by what they are, and those for gates alone.
 
-        Queries, keys and values are copied into chunks; the fused product is kept beside them
-        only by the norms of queries and keys. A gate's gradient needs what it multiplies.
+        Queries, keys and values are copied into chunks; the fused matmul's result is kept beside
+        them only by the norms of queries and keys. A gate's gradient needs what it multiplies.
         """
         G, K, H, N = (sizes[n] for n in ("kv_heads", "head_dim", "heads", "tokens"))
         (C, Z), B, size = self._chunks(sizes), sizes["rows"], sizes["activation_bytes"]

@@ -42,8 +42,8 @@ LARGEST = 60.0
 """A score whose inverse exponential bf16 still holds; fp16 is asked about two that are nearer."""
 
 LOW = 1.0
-"""Cap below which attention is told to be nearly even. Chosen, not measured: at 1 the largest
-weight is 7.4 times the least; published caps are 30 and 50."""
+"""Cap below which a plan gets a warning that attention is nearly even. Chosen, not measured: at 1
+the largest weight is 7.4 times the least; published caps are 30 and 50."""
 
 
 class LogitSoftCap(Technique[Build]):
@@ -71,7 +71,7 @@ class LogitSoftCap(Technique[Build]):
     )
 
     def doubt(self, plan: Any) -> Doubt | None:
-        """Tell of a cap that lets no token look more at one than at another."""
+        """Warn of a cap so low that a token attends nearly evenly to all others."""
         if self.cap >= LOW:
             return None
         usual = f"techniques.{self.name()}.cap=50"
@@ -110,10 +110,10 @@ class LogitSoftCap(Technique[Build]):
     def _kept(self, ledger: Ledger, layer: int) -> float:
         """Return bytes that a layer's plain matmuls keep beyond a fused kernel.
 
-        Every score after the tanh and after the softmax in fp32, in half precision also as a factor
-        of the values; queries, keys and values in an order of their own, a key for each query head.
-        What a fused kernel keeps instead goes: its statistics, its inputs, and the fused product
-        unless norms of queries and keys keep it.
+        They keep every score after the tanh and after the softmax in fp32, in half precision also
+        as a factor of the values; queries, keys and values in an order of their own, a key for each
+        query head. What a fused kernel keeps instead is subtracted: its statistics, its inputs, and
+        the fused matmul's result unless norms of queries and keys keep it.
         """
         sizes, lines = ledger.sizes, ledger.memory
         heads, groups, width = sizes["heads"], sizes["kv_heads"], sizes["head_dim"]

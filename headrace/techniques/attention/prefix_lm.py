@@ -47,10 +47,10 @@ from headrace.plan.technique import (
 )
 
 LOOKED_UP = 10.0
-"""Features of a head that a mask of each row's own takes as long as in flex_attention, in every
+"""Features of a head that take as long as a mask of each row's own does in flex_attention, in every
 score: 9.8 at 160m and 11.0 at 1b (results/techniques.jsonl)."""
 ROWS = 64
-"""Rows that evidence draws; it looks at the longest prefix among them."""
+"""How many rows evidence draws; it looks at the longest prefix among them."""
 
 
 def prefixes(row_B: Tensor, most: int, seed: int) -> Tensor:

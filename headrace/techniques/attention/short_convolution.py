@@ -54,10 +54,10 @@ so many kernels, and fused. In the backward pass the filter's are among them."""
 FILTERED = 2
 """Streams of the model's width that the filter, one custom operation, reads and writes."""
 CONVOLVED = 125
-"""Bytes of traffic that the gradient of one number of a convolution takes as long as, by cuDNN's
-kernel: four rows of techniques.jsonl at 33b460d, which it gives to 1.2%."""
+"""Bytes of traffic that take as long as the gradient of one number of a convolution by cuDNN's
+kernel: fitted to four rows of techniques.jsonl at 33b460d, which it predicts to 1.2%."""
 TAPS = ".mixer.conv.weight"
-"""What the names of filters end with."""
+"""How the names of filters end."""
 
 
 class GatedConvolution(nn.Module):

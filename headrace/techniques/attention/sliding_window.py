@@ -71,7 +71,7 @@ class SlidingWindow(Technique[Build]):
     )
 
     def doubt(self, plan: Any) -> Doubt | None:
-        """Tell of a window in which a token sees itself alone."""
+        """Warn of a window in which a token sees only itself."""
         if self.window > 1 or self.between:
             return None
         usual = f"techniques.{self.name()}.window={max(2, plan.data.sequence_length // 4)}"

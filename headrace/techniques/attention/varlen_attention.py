@@ -42,7 +42,7 @@ from headrace.plan.technique import (
 )
 
 HEAD_MULTIPLE = 8
-"""What divides the features of a head that its kernels take (torch's flash_api.cpp)."""
+"""Number that must divide a head's features for its kernels (torch's flash_api.cpp)."""
 MOST_DOCUMENTS = 65_535
 """Most documents of a micro-batch: CUDA's largest grid along the axis that they lie on."""
 SHORTEST = 2

@@ -229,7 +229,7 @@ class Yarn(Technique[Build]):
         return self.original_length or max(1, round(plan.data.sequence_length / self.factor))
 
     def doubt(self, plan: Any) -> Doubt | None:
-        """Tell that random weights know no shorter rows."""
+        """Warn that random weights have learned no shorter rows to stretch."""
         if plan.model.pretrained:
             return None
         length, theta = plan.data.sequence_length, plan.model.rope_theta

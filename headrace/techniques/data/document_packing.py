@@ -25,7 +25,7 @@ from headrace.plan.technique import Card, Context, Evidence, Stage, Supported, T
 
 ROUNDED = 2.0**-20
 """Share of a loss that may move beside another document where tokens are routed: 8 units in the
-last place of fp32. Experts multiply the tokens of all documents in one product, whose size decides
+last place of fp32. Experts multiply the tokens of all documents in one matmul, whose size decides
 how it is summed. Elsewhere nothing may move."""
 
 

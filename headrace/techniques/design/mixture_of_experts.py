@@ -41,7 +41,7 @@ from headrace.plan.technique import (
 )
 
 UNIT = 8
-"""Hidden features come in multiples of 8: 16 bytes of bf16, what the grouped product asks for."""
+"""Hidden features come in multiples of 8: 16 bytes of bf16, as the grouped matmul requires."""
 INT64 = 8
 
 
@@ -96,7 +96,7 @@ class MixtureOfExperts(Technique[Build]):
         return True
 
     def doubt(self, plan: Any) -> Doubt | None:
-        """Tell of a router that has nothing to choose."""
+        """Warn of a router that sends every token to all experts."""
         if self.top_k < self.experts:
             return None
         fewer = f"techniques.{self.name()}.top_k={max(1, self.experts // 4)}"

@@ -95,10 +95,10 @@ class Mup(Technique[Build]):
         return Supported()
 
     def doubt(self, plan: Any) -> Doubt | None:
-        """Tell that the base has heads of another width, or that the plan does not say how wide.
+        """Warn that the base has heads of another width, or that the plan does not say how wide.
 
-        The base is the family's own model where its width is `base_dim`. Of any other base a plan
-        that says model.head_dim says that they are equal.
+        The base is the family's own model where its width is `base_dim`. Where it is another model,
+        a plan that sets model.head_dim states that both widths are equal.
         """
         model, name = plan.model, self.name()
         own, width = ModelConfig(**families()[model.family]), model.resolved_head_dim

@@ -77,7 +77,7 @@ class StochasticDepth(Technique[Build]):
     )
 
     def doubt(self, plan: Any) -> Doubt | None:
-        """Tell of blocks that hardly ever run."""
+        """Warn of a rate at which the last block runs in fewer than half of the steps."""
         if self.rate <= 0.5:
             return None
         usual = f"techniques.{self.name()}.rate=0.1"

@@ -53,7 +53,7 @@ KERNELS = (
 )
 
 NORM_ROW = 22e3
-"""Bytes of traffic that a row of a norm's backward pass takes as long as: each processor goes
+"""Bytes of traffic that take as long as a row of a norm's backward pass: each processor goes
 through its rows one after the other. Fitted to one row of techniques.jsonl, 160m in the recipe."""
 
 

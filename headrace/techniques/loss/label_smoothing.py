@@ -55,7 +55,7 @@ class LabelSmoothing(Technique[Build]):
     )
 
     def doubt(self, plan: Any) -> Doubt | None:
-        """Tell of a target that is more noise than text."""
+        """Warn of a smoothing that gives the token of the text half of the probability or less."""
         if self.smoothing < 0.5:
             return None
         usual = f"techniques.{self.name()}.smoothing=0.1"

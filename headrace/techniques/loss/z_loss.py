@@ -64,7 +64,7 @@ class ZLoss(Technique[Build]):
     )
 
     def doubt(self, plan: Any) -> Doubt | None:
-        """Tell of a weight with which the normaliser is what is learned."""
+        """Warn of a weight with which the normaliser's term outweighs the loss of the text."""
         if self.weight <= STRONG:
             return None
         usual = f"techniques.{self.name()}.weight=1e-4"

@@ -55,7 +55,7 @@ TEMPORARIES = 6
 """fp32 copies of a slice that an uncompiled update holds at once; measured."""
 
 SEARCHED = 188
-"""Bytes of traffic that the update of one number takes as long as: it moves 18 and searches two
+"""Bytes of traffic that take as long as the update of one number: it moves 18 and searches two
 maps of 256 levels. Four rows of techniques.jsonl: 36, 40, 48 and 52 ps a number."""
 
 
@@ -199,7 +199,7 @@ class Adamw8bit(Technique[Build]):
         )
 
     def _cut(self, plan: Plan) -> Unsupported | None:
-        """Return why ranks cannot share the blocks' matrices, as far as the plan tells.
+        """Return why ranks cannot share the blocks' matrices, as far as the plan decides it.
 
         Another optimizer may take them first.
         """
@@ -322,7 +322,7 @@ def _linears(plan: Plan) -> dict[str, tuple[int, int]]:
 
 
 def _adapters(technique: Any, plan: Plan) -> list[tuple[int, int]]:
-    """Return the shapes of what `technique` trains in a block; none where they are not known."""
+    """Return the shapes of what `technique` trains in a block; none where they are unavailable."""
     linears, targets = _linears(plan), technique.targets
     if "mixer.out" not in linears:
         return []

@@ -71,9 +71,10 @@ CERTAIN, HOPELESS = 0.5, 2.0
 """Shares of the free memory: a size that is predicted to need less than the first fits, more than
 the second does not. The ledger is held to 10% (tests/contract/test_predicts), uncompiled."""
 KILLED = -9
-"""How a child ends that the system's own watch over memory kills."""
+"""Exit status of a child process that the system kills for its memory: by SIGKILL."""
 CHUNKED, CHUNK = "chunked_cross_entropy", 2048
-"""What cuts a row's logits, and into how many tokens where nothing else is asked for."""
+"""The technique that cuts a row's logits, and the tokens of a chunk where no other number is
+given."""
 LESS = ("full_checkpoint", CHUNKED)
 """Techniques whose rows need less memory."""
 CHILD = """
@@ -96,7 +97,7 @@ elif held.is_file():
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 train.run(Plan.read(plan.read_text(), catalogue()), progress=Progress())
 """
-"""A run of a plan file, as any other, under a limit of bytes."""
+"""Script of a child process that runs a plan file, as any other run, under a limit of bytes."""
 
 
 class MicroBatchSize:
@@ -396,7 +397,7 @@ def random_state(device: torch.device) -> list[Tensor]:
 
 
 def let_go(build: Build, random: Sequence[Tensor]) -> None:
-    """Drop what an interrupted pass has left behind, and turn the random numbers back."""
+    """Drop what an interrupted pass left behind, and restore the state of the random numbers."""
     for kept in build.auxiliary:
         kept(build)  # which takes what layers kept, and clears it
     for parameter in build.model.parameters():

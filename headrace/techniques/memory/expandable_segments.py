@@ -139,7 +139,7 @@ def _new_memory_grows(device: torch.device) -> bool:
 
 
 def _settings() -> str:
-    """Return the allocator's settings as they were last set; "" where torch does not tell."""
+    """Return the allocator's settings as they were last set; "" where they are unavailable."""
     read: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     return (read() if read else "") or ""
 

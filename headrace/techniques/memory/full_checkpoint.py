@@ -35,7 +35,7 @@ from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import Card, Context, Evidence, Stage, Supported, Technique
 
 KEPT_LINE = "residual"
-"""A block's input."""
+"""Name of the ledger line of a block's input."""
 
 
 class FullCheckpoint(Technique[Build]):
@@ -150,7 +150,7 @@ class FullCheckpoint(Technique[Build]):
         build.wrap_blocks(self.name(), wrap)
 
     def active(self, build: Build) -> Evidence:
-        """Report blocks that ran twice, or operations that the compiler was told to rerun."""
+        """Report blocks that ran twice, or operations that the compiler was asked to rerun."""
         counts = build.notes[self.name()]
         if not any(int(name) % self.every == 0 for name in build.model.blocks):
             return Evidence(None, "this rank holds no block that is checkpointed")

@@ -42,10 +42,10 @@ from headrace.plan.technique import (
 PAGE_BYTES = 4096
 """Bytes of a page, the unit in which the system hands out memory; some systems have larger ones."""
 BLOCK_BYTES = 33 << 20
-"""More than 32 MiB, which is the largest block that glibc keeps by itself."""
+"""Bytes of the probe's block: more than 32 MiB, the largest block that glibc keeps by itself."""
 ROOM = 2
-"""Times as large is the block that is taken first: an aligned one of the same size need not fit
-into what was freed, since a small number may have been put beside it meanwhile."""
+"""How many times as large the block is that is taken first: an aligned one of the same size need
+not fit into what was freed, since a small number may have been put beside it meanwhile."""
 
 
 class KeptMemory(Technique[Build]):

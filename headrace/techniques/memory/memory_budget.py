@@ -39,7 +39,7 @@ from headrace.plan.technique import (
 )
 
 COMPILED = "CompiledFunctionBackward"
-"""What autograd calls a compiled graph."""
+"""Autograd's name of a compiled graph's node."""
 PARTITIONED = ("inductor", "aot_eager")
 """Backends whose graphs are cut by the partitioner that reads the budget."""
 REMADE = ("norm", "activation", "weight_cast")
@@ -170,7 +170,7 @@ def _kept_of(
 
     The partitioner (torch._functorch.partitioners, choose_saved_values_set) counts what the fastest
     cut keeps beyond the graph's inputs; a fp32 weight whose cast is kept instead counts against it.
-    A cut that keeps products and attention alone is taken if it fits. Else products go into a
+    A cut that keeps matmuls and attention alone is taken if it fits. Else matmuls go into a
     knapsack by their FLOPs. Attention is in no knapsack (torch 2.11's list of dear operations lacks
     cuDNN's, and a peak with torch's default kernel shows the same), and is run again.
     """

@@ -51,7 +51,8 @@ The host does that arithmetic, and copies go on under it. Steps predicted by it 
 the four measured ones (160m and 1b, baselines and recipes, techniques.jsonl).
 """
 LAUNCHED = 8e-5
-"""Launches of an empty kernel that take as long, since the host launches nothing meanwhile."""
+"""Launches of an empty kernel that take as long as the update of one number, since the host
+launches nothing meanwhile."""
 
 
 def lying_as(like: Tensor, local: Tensor) -> Tensor:

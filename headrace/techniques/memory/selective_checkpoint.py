@@ -69,24 +69,24 @@ LINEAR: frozenset[Operation] = frozenset({"mm", "addmm"})
 ATTENTION: frozenset[Operation] = frozenset({"attention"})
 SAVED = {"matmul+attention": MATMULS | ATTENTION, "matmul": MATMULS, "attention": ATTENTION}
 BLOCK_MATMULS = ("qkv", "out", "gate_up", "down")
-"""A block's products in order; the second and the last are added to the residual."""
+"""A block's matmuls in order; the second and the last are added to the residual."""
 MATMUL_LINES = ("qkv", "gate_up")
 RECOMPUTED_LINES = ("norm", "attention_input", "qk_norm", "activation", "mask_copy")
-"""Ledger lines of a block that are neither a product's nor attention's output."""
+"""Ledger lines of a block that are neither a matmul's nor attention's output."""
 
 
 WIDE = 2
-"""A product that is more than so many times as wide as its input is a wide one."""
+"""Ratio of a matmul's output width to its input width above which the matmul is wide."""
 NEGLIGIBLE = 16
-"""A product that is more than so many times as wide as its input has so short a sum that running it
-again costs next to nothing, and one that is as much narrower has so small a result that keeping it
-does. Neither counts as one of a block's products."""
+"""Ratio of two widths of a matmul above which it is not counted as one of a block's matmuls. With
+an output so much wider than its input, its sum is so short that running it again costs next to
+nothing. With one so much narrower, its result is so small that keeping it costs next to nothing."""
 MIXES = "parts.mixer"
 """The socket whose owner mixes tokens; one that owns `ATTENDS` too does without attention."""
 CAPS = "logit_soft_cap"
-"""Whose scores torch's own attention, which has no cap, computes by plain products."""
+"""The technique under which torch's own attention, which has no cap, is done by plain matmuls."""
 PARTS = frozenset({MIXES, "parts.mlp", "linear"})
-"""Sockets whose fillers make other products of a block."""
+"""Sockets whose fillers replace a block's matmuls by others."""
 
 
 def widening(op: Any, args: tuple[Any, ...]) -> float:

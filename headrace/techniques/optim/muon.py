@@ -260,7 +260,7 @@ def _batches(ledger: Ledger) -> tuple[dict[tuple[int, ...], int], int]:
 def _worked(ledger: Ledger, mine: float) -> Ledger:
     """Price the update's matmuls and streams in AdamW's place, for `mine` numbers of this rank.
 
-    A batch of matrices has the tiles of one product as long as all of them. Derived: of the
+    A batch of matrices has the tiles of one matmul as long as all of them. It is derived: of the
     one row on a GPU, novels of time_to_quality.jsonl, it predicts 0.95 of a step that is short
     enough for launches to decide.
     """

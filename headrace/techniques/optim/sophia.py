@@ -50,9 +50,9 @@ behind the logits. Not a number of elements: all shards of a vocabulary reduce t
 
 
 def mix(x: Any) -> Any:
-    """Permute 32-bit words well, an int or int64 tensors.
+    """Mix the bits of 32-bit words, one-to-one; `x` is an int or an int64 tensor.
 
-    Both factors are below 2^31, so that no product leaves 63 bits: the same on every device.
+    Both factors are below 2^31, so no product leaves 63 bits: every device has the same result.
     """
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & WORD
     x = ((x ^ (x >> 15)) * 0x735A2D97) & WORD

@@ -48,12 +48,12 @@ AXIS = "context"
 WEIGHT_LINES = ("weight_cast",)
 """Lines of a block that do not grow with its tokens."""
 WEIGHT_WORK = ("weight_cast", "head_cast", "gradients", "clip", "update", "reduce", "count")
-"""Pieces of work likewise, by how their names begin."""
+"""How the names of pieces of work begin that do not grow with a block's tokens."""
 MERGED = 26
 """Bytes that an output's number costs where a block's is added to it: its fp32 sum is read and
 written twice, and the block's read, cast and read."""
 ADDED = 12
-"""Bytes that a gradient's number costs there: an fp32 number is added to another."""
+"""Bytes that a number of a gradient costs in that sum: one fp32 number is added to another."""
 
 
 class RingAttend:

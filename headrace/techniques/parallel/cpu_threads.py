@@ -44,7 +44,7 @@ from headrace.plan.technique import (
 )
 
 PARTS = {"whole": 1, "half": 2, "quarter": 4}
-"""Into how many parts a share cuts the cores, of which it takes one."""
+"""Name of a share -> number of parts that the cores are cut into; the share is one of them."""
 
 
 class CpuThreads(Technique[Build]):

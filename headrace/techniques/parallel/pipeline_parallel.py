@@ -50,7 +50,7 @@ STATES: Mapping[str, Callable[[Matrix], float]] = {
     "gradients": lambda m: FP32 * m.numbers * bool(m.by),
     "optimizer": lambda m: 2 * FP32 * m.numbers * bool(m.by),
 }
-"""What a matrix takes of these lines before optimizers edit them."""
+"""Ledger line -> the bytes of one matrix in it, before optimizers edit the line."""
 AXIS = "pipeline"
 END_LINES = ("final_norm", "logits", "head_cast", "head_gradients", "head_weight_gradient")
 

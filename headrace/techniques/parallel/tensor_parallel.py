@@ -62,10 +62,10 @@ from headrace.plan.technique import (
 
 AXIS = "tensor"
 WHOLE = mend("mesh.tensor=1", "-tensor_parallel")
-"""What leaves the model uncut."""
+"""The remedy that leaves the model uncut."""
 COLUMNS: Mapping[str, int] = {"weight": 0, "bias": 0}
 ROWS: Mapping[str, int] = {"weight": 1}
-"""Along which dimension a plain linear's parameters are cut, by output or by input features; one
+"""Dimension along which a plain linear's parameters are cut, by output or by input features; one
 with other parameters says so itself in `column_parameters` and `row_parameters`."""
 INSIDE_LINES = (
     "qkv",

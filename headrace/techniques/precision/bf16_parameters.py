@@ -50,8 +50,9 @@ from headrace.plan.technique import (
 FP32 = ("router.weight",)
 """How the names of matrices end that stay fp32: a router rounds what it compares."""
 TABLES = ("embed.weight", "position.weight")
-"""Looked up, not multiplied. On a host torch adds up their gradient in the table's own dtype, where
-bf16 would lose a frequent token's; so they stay fp32 there. On a GPU it is added up in fp32."""
+"""How the names of tables end, which are looked up, not multiplied. On a host torch adds up their
+gradient in the table's own dtype, where bf16 would lose a frequent token's; so they stay fp32
+there. On a GPU it is added up in fp32."""
 SLICE_NUMBERS = 1 << 22
 """Numbers that are updated at once: 16 MiB of each fp32 temporary."""
 TEMPORARIES = 4

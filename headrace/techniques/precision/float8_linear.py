@@ -44,15 +44,16 @@ from headrace.plan.technique import (
 )
 
 MULTIPLE = 16
-"""Sizes of a fp8 product on a GPU must be multiples of this (torch._scaled_mm)."""
+"""Sizes of a fp8 matmul on a GPU must be multiples of this (torch._scaled_mm)."""
 WIDE = 1024
-"""On one H200, compiled: 1.18 times the tokens/s at 2,048 features, 1.11 at 1,536, 1.02 at 1,024,
-0.94 at 768 (techniques.jsonl). torchao's own filter leaves out up to 4,096 in by 1,024 out."""
+"""Least features in and out of a linear in fp8, by default. On one H200, compiled: 1.18 times the
+tokens/s at 2,048 features, 1.11 at 1,536, 1.02 at 1,024, 0.94 at 768 (techniques.jsonl). torchao's
+own filter leaves out up to 4,096 in by 1,024 out."""
 READ, CAST = 2, 3
 """Bytes of a number in bf16 that is looked at for the scale, and of one that is cast."""
 TURNED = 1.56
-"""Times as long as their bytes that casts take, since each is written in the order of a product:
-compiled kernels beside products took 101.1 ms for 40.1 at 1b (kernels.jsonl, float8_linear)."""
+"""Times as long as their bytes that casts take, since each is written in the order of a matmul:
+compiled kernels beside matmuls took 101.1 ms for 40.1 at 1b (kernels.jsonl, float8_linear)."""
 MANTISSA_BITS = 3
 """Bits of the mantissa of e4m3."""
 

@@ -34,7 +34,8 @@ from headrace.plan.technique import (
 )
 
 LARGEST = 2.0**24
-"""Apex's and Megatron's bound: above it fp16's own largest number, 65,504, is what ends growth."""
+"""Largest loss scale, Apex's and Megatron's bound: above it fp16's own largest number, 65,504, is
+what ends growth."""
 
 
 class Scale:

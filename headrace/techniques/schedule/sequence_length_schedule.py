@@ -96,7 +96,7 @@ class SequenceLengthSchedule(Technique[Build]):
     )
 
     def doubt(self, plan: Any) -> Doubt | None:
-        """Tell that whole rows never come."""
+        """Warn of a schedule by which no step of the run has whole rows."""
         until = self.until if self.until > 1 else self.until * (plan.horizon_steps or 1)
         lasts = plan.goal_steps
         if lasts is None or lasts < 3 or until < lasts:
