@@ -84,9 +84,9 @@ def export_hf(
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        said = error.strerror if isinstance(error, OSError) else ""
+        cause = error.strerror if isinstance(error, OSError) else ""
         raise RunError(
-            f"{out} could not be written: {said or error}",
+            f"{out} could not be written: {cause or error}",
             "--output FOLDER on a disk with room for the weights",
         ) from None
 
@@ -174,6 +174,6 @@ def _publish(aside: Path, out: Path) -> None:
 def _unused(out: Path) -> Path:
     """Return the first unused name beside `out`, as NAME-2."""
     number = 2
-    while (found := out.with_name(f"{out.name or 'hf'}-{number}")).exists():
+    while (candidate := out.with_name(f"{out.name or 'hf'}-{number}")).exists():
         number += 1
-    return found
+    return candidate

@@ -61,8 +61,8 @@ def export_run(
     try:
         architecture(build.config)
     except UnsupportedError as error:
-        again = train_command(run, f"name={build.plan.name}-{to}", error.remedy.text)
-        raise UnsupportedError(error.message, again) from None
+        command = train_command(run, f"name={build.plan.name}-{to}", error.remedy.text)
+        raise UnsupportedError(error.message, command) from None
     state = merged_state(build.model)
     tokenizer = build.prepared.directory / "tokenizer.json"
     export_hf(

@@ -51,39 +51,39 @@ def resolve_run(run: Path) -> Path:
     for folder in (run, Path("runs") / run):
         if (folder / "plan.toml").is_file():
             return folder
-    told = f"{run} is not a run"
+    problem = f"{run} is not a run"
     for folder in (run, Path("runs") / run):
         if command := mend_plan(folder):
-            raise ConfigError(f"{told}: its plan.toml is gone", command)
+            raise ConfigError(f"{problem}: its plan.toml is gone", command)
     for folder in run.parents:
         if (folder / "plan.toml").is_file() and (folder / "environment.json").is_file():
             raise _inside(run, folder)
     if run.exists() or (Path("runs") / run).exists():
-        told += ": it has no plan.toml"
+        problem += ": it has no plan.toml"
     names = [p.parent.name for p in Path("runs").glob("*/plan.toml")]
     if not names:
         raise ConfigError(
-            f"{told}; no run was made here yet", "headrace train demo, which makes one"
+            f"{problem}; no run was made here yet", "headrace train demo, which makes one"
         )
     near = alike(run.name, names) or (names[0] if len(names) == 1 else None)
     if near is not None:
         command = again((run, f"runs/{near}"), verb="eval")
-        raise ConfigError(f"{told}; the nearest is {near}", command)
+        raise ConfigError(f"{problem}; the nearest is {near}", command)
     newest = max(names, key=lambda name: Path("runs", name, "plan.toml").stat().st_mtime)
     raise ConfigError(
-        f"{told}; the runs are {nearest(run.name, names)}",
+        f"{problem}; the runs are {nearest(run.name, names)}",
         f"{again((run, f'runs/{newest}'), verb='eval')}, which is the newest",
     )
 
 
 def _inside(path: Path, run: Path) -> ConfigError:
     """Return the error of a path inside the folder of a run, such as a checkpoint."""
-    command, told = again((path, run), verb="eval"), f"{path} is a part of the run {run}"
+    command, problem = again((path, run), verb="eval"), f"{path} is a part of the run {run}"
     if path.parent.name == "checkpoints" and path.is_dir():
         return ConfigError(
-            f"{told}: a checkpoint is named behind it", f"{command} --checkpoint {path.name}"
+            f"{problem}: a checkpoint is named behind it", f"{command} --checkpoint {path.name}"
         )
-    return ConfigError(told, command)
+    return ConfigError(problem, command)
 
 
 def run_of(plan: str) -> Path | None:
@@ -147,10 +147,10 @@ def plan_to_resume(
     folder = RunFolder.find(named, run).path
     if not (folder / "plan.toml").is_file():  # the run ended before its plan was written
         return named
-    said = [word for word in overrides if word.partition("=")[0].strip() not in FOUND_BY]
+    settings = [word for word in overrides if word.partition("=")[0].strip() not in FOUND_BY]
     before = read_plan(folder, catalogue)
     text = tomli_w.dumps(_laid_out_as(named, before))
-    plan = Plan.read(text, catalogue, overrides=said, with_=with_, without=without)
+    plan = Plan.read(text, catalogue, overrides=settings, with_=with_, without=without)
     _tell_rate(before, plan, folder, checkpoint, tell)
     kept = flatten(plan.dump())
     other = {
@@ -159,9 +159,9 @@ def plan_to_resume(
         if key not in FOUND_BY and key in kept and kept[key] != value
     }
     if other:
-        told = [f"{key} = {kept[key]!r} (the file: {value!r})" for key, value in other.items()]
-        more = f" and {len(told) - 4} more" if len(told) > 4 else ""
-        tell(f"{folder} keeps {', '.join(told[:4])}{more}; say key=value to change it")
+        entries = [f"{key} = {kept[key]!r} (the file: {value!r})" for key, value in other.items()]
+        more = f" and {len(entries) - 4} more" if len(entries) > 4 else ""
+        tell(f"{folder} keeps {', '.join(entries[:4])}{more}; say key=value to change it")
     return plan.replaced(**{key: getattr(named, key) for key in FOUND_BY})
 
 
@@ -310,16 +310,16 @@ def _own_tokenizer(saved: Saved, folder: Path) -> Tokenizer:
     """
     file, was = folder / "tokenizer.json", saved.values["fingerprint"].get("tokenizer")
     try:
-        found = Tokenizer.load(file)
+        run_tokenizer = Tokenizer.load(file)
     except (ConfigError, UnsupportedError) as error:
         raise ConfigError(error.message, _kept_tokenizer(folder, was) or error.remedy) from None
-    mend = _kept_tokenizer(folder, was) if was and found.fingerprint != was else ""
+    mend = _kept_tokenizer(folder, was) if was and run_tokenizer.fingerprint != was else ""
     if mend:
         raise ConfigError(
             f"{file} is not the tokenizer that the run was trained with "
-            f"(sha256 {str(was)[:12]} -> {found.fingerprint[:12]})", mend
+            f"(sha256 {str(was)[:12]} -> {run_tokenizer.fingerprint[:12]})", mend
         )  # fmt: skip
-    return found
+    return run_tokenizer
 
 
 def _kept_tokenizer(folder: Path, was: str | None) -> str:

@@ -274,10 +274,10 @@ class Checkpoints:
 
     def _index(self, folder: Path) -> dict[str, Any]:
         try:
-            found = json.loads((folder / INDEX).read_bytes())
+            parsed = json.loads((folder / INDEX).read_bytes())
         except (OSError, ValueError, RecursionError):
             return {}  # damaged: loading it reports that
-        return found if isinstance(found, dict) else {}
+        return parsed if isinstance(parsed, dict) else {}
 
     def _point(self, link: str, step: int | None) -> None:
         path, aside, target = self.folder / link, self.folder / f".{link}", f"step-{step}"
@@ -330,8 +330,8 @@ def check_space(folder: Path, need_bytes: int, what: str, intact: str, command: 
 
 def steps_in(folder: Path) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, in order."""
-    found = (p.name.removeprefix("step-") for p in folder.glob("step-*"))
-    return sorted(int(n) for n in found if n.isascii() and n.isdigit())
+    numbers = (p.name.removeprefix("step-") for p in folder.glob("step-*"))
+    return sorted(int(n) for n in numbers if n.isascii() and n.isdigit())
 
 
 class Saved:
@@ -367,11 +367,11 @@ class Saved:
     def _check_files(self, verify: bool) -> None:
         for part in self.parts:
             file = self.path / Path(part["file"]).name
-            found = file.stat().st_size if file.is_file() else -1
-            if found < 0:
+            size = file.stat().st_size if file.is_file() else -1
+            if size < 0:
                 raise self.damaged("it is missing", file.name)
-            if found != part["bytes"]:
-                raise self.damaged(f"it has {found} bytes of {part['bytes']}", file.name)
+            if size != part["bytes"]:
+                raise self.damaged(f"it has {size} bytes of {part['bytes']}", file.name)
         if not verify:
             return
         files = [self.path / Path(p["file"]).name for p in self.parts]
@@ -383,8 +383,8 @@ class Saved:
     def damaged(self, how: str, file: str = INDEX) -> RunError:
         """Return the error of a file that differs from what was saved, or of a malformed index."""
         others = [n for n in steps_in(self.path.parent) if f"step-{n}" != self.path.name]
-        said = f"the checkpoint {self.path} is damaged: {file}: {how}"
-        return RunError(said, self.instead(others))
+        message = f"the checkpoint {self.path} is damaged: {file}: {how}"
+        return RunError(message, self.instead(others))
 
     def instead(self, others: list[int]) -> str:
         """Return what to add to the command: the newest of the steps `others`, or a new run's name.
@@ -463,8 +463,8 @@ class Saved:
         if len(piece["offset"]) != len(shape):
             raise self.damaged(f"{name} lies at {piece['offset']}, which is no place of it")
         if shape != piece["size"] or KINDS.get(kind) != piece["dtype"]:
-            said = f"{piece['dtype']} {piece['size']}"
-            raise self.damaged(f"{name} is {KINDS.get(kind, kind)} {shape}, not {said}")
+            expected = f"{piece['dtype']} {piece['size']}"
+            raise self.damaged(f"{name} is {KINDS.get(kind, kind)} {shape}, not {expected}")
 
     def _index(self) -> dict[str, list[tuple[Path, dict[str, Any]]]]:
         """Return the files and pieces of each tensor; of equal pieces only the first."""

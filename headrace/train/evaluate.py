@@ -78,20 +78,20 @@ def doubts(
         limit: the key or option that `tokens` comes from.
         bits_per_byte: the loss, where it was measured.
     """
-    found = build.prepared.sides(build.plan.data.validation).doubts(
+    text_doubts = build.prepared.sides(build.plan.data.validation).doubts(
         build.plan.data.sequence_length, targets=targets, share=_share(build, tokens),
         limit=limit, bits_per_byte=bits_per_byte,
     )  # fmt: skip
-    return [*found, *_guessed(build)]
+    return [*text_doubts, *_guessed(build)]
 
 
 def _guessed(build: Build) -> Iterator[Doubt]:
     """Yield a doubt where a uniform guess already reaches the goal in bits per byte."""
-    held, target = build.prepared.validation, build.plan.goal.bits_per_byte
+    validation, target = build.prepared.validation, build.plan.goal.bits_per_byte
     entries = build.prepared.tokenizer.vocab
-    if target is None or not held.text_bytes:
+    if target is None or not validation.text_bytes:
         return
-    guess = math.log2(entries) * (held.tokens - 1) / held.text_bytes
+    guess = math.log2(entries) * (validation.tokens - 1) / validation.text_bytes
     if guess <= target <= BYTE_BITS:  # a larger target is doubted for any text
         yield Doubt(
             f"goal.bits_per_byte = {target:g} is reached before anything is learned: a uniform "

@@ -112,9 +112,9 @@ def first_of_the_trunk(build: Build, step: Step, *, draw: int = 0) -> First | st
         return f"the model is cut over {build.world.ranks} processes"
     ready: list[bool] = []
     why = ""
-    found = None
+    baseline = None
     try:
-        found = _first(build, step, draw, ready)
+        baseline = _first(build, step, draw, ready)
     except HeadraceError as error:
         why = f"the plain model cannot run here: {error}"
     except _ElsewhereError:
@@ -128,12 +128,12 @@ def first_of_the_trunk(build: Build, step: Step, *, draw: int = 0) -> First | st
         if build.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-    if found is None:
+    if baseline is None:
         if not ready:  # the other ranks wait for this answer
             build.world.any(True)
         return why
-    sound = math.isfinite(found.loss) and math.isfinite(found.total)
-    return found if sound else f"the plain model's first loss is {found.loss}"
+    sound = math.isfinite(baseline.loss) and math.isfinite(baseline.total)
+    return baseline if sound else f"the plain model's first loss is {baseline.loss}"
 
 
 def _plain(build: Build) -> Plan:
@@ -152,11 +152,11 @@ def _plain(build: Build) -> Plan:
 
 def _first(build: Build, step: Step, draw: int, ready: list[bool]) -> First:
     """Take the first step of the plain plan without its update, and return what it computed."""
-    found: list[First] = []
+    firsts: list[First] = []
     every = {n: p.data for n, p in build.model.named_parameters()}
-    held = {n: p for n, p in every.items() if type(local_of(p)) is Tensor}
-    cut = {n: p for n, p in held.items() if is_dtensor(p)}
-    given = held | {n: p.to_local().new_zeros(()).expand(p.shape) for n, p in cut.items()}
+    shared = {n: p for n, p in every.items() if type(local_of(p)) is Tensor}
+    cut = {n: p for n, p in shared.items() if is_dtensor(p)}
+    given = shared | {n: p.to_local().new_zeros(()).expand(p.shape) for n, p in cut.items()}
     plan, alone = _plain(build), replace(build.world, groups={})  # no rank waits for one that fails
     needs = build.predicted(plan).without(["optimizer"]).peak()[1] * build.world.ranks
     if build.device.type == "cpu" and needs > host_memory_bytes():  # the system would kill us
@@ -171,10 +171,10 @@ def _first(build: Build, step: Step, draw: int, ready: list[bool]) -> First:
             _move(plain, rounding(build), draw)
         with whole_products():
             micros = plain.loader.step(0).micros
-            step(plain, micros, 0, inspects(found.append, update=False))
+            step(plain, micros, 0, inspects(firsts.append, update=False))
     finally:
         plain.loader.close()
-    return found[0]
+    return firsts[0]
 
 
 def _gather(plain: Build, cut: Mapping[str, Any], world: World, ready: list[bool]) -> None:
@@ -270,8 +270,10 @@ def inspects(see: Callable[[First], None], *, update: bool = True) -> Inspect:
 def norms_of(build: Build) -> dict[str, float]:
     """Return the norm of every existing gradient by name, as an update would use it."""
     named, none = dict(build.model.named_parameters()), torch.zeros((), device=build.device)
-    held = {n: local_of(p.grad).float().norm() for n, p in named.items() if p.grad is not None}
-    norms = {n: held.get(n, none) for n in named}
+    local_norms = {
+        n: local_of(p.grad).float().norm() for n, p in named.items() if p.grad is not None
+    }
+    norms = {n: local_norms.get(n, none) for n in named}
     if cut := [n for n, p in named.items() if is_dtensor(p)]:
         squares = torch.stack([norms[n].square() for n in cut])
         norms |= zip(cut, build.world.sum_(squares, "shard").sqrt(), strict=True)
@@ -279,7 +281,7 @@ def norms_of(build: Build) -> dict[str, float]:
         if (factor := getattr(optimizer, "gradient_factor", None)) is not None:
             norms |= {n: norms[n] * factor for n in build.routed[route]}
     values = torch.stack(list(norms.values())).tolist()
-    return {n: v for n, v in zip(norms, values, strict=True) if v or n in held}
+    return {n: v for n, v in zip(norms, values, strict=True) if v or n in local_norms}
 
 
 def guard(build: Build, step: Step) -> Inspect | None:

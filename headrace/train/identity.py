@@ -42,7 +42,7 @@ def differences(saved: Saved, plan: Plan) -> Differences:
     """
     before, after = _complete(saved.values["plan"], plan), plan.dump()
     had, has = before.pop("techniques", {}), after.pop("techniques", {})
-    found: Differences = {
+    pairs: Differences = {
         f"techniques.{name}": (name in had, name in has) for name in sorted({*had} ^ {*has})
     }
     before["techniques"] = {name: had[name] for name in had if name in has}
@@ -50,8 +50,8 @@ def differences(saved: Saved, plan: Plan) -> Differences:
     old, new = flatten(before), flatten(after)
     for key in sorted({*old, *new}):
         if key not in FOUND_BY and old.get(key) != new.get(key):
-            found[key] = old.get(key), new.get(key)
-    return found
+            pairs[key] = old.get(key), new.get(key)
+    return pairs
 
 
 def _complete(dumped: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
@@ -61,17 +61,17 @@ def _complete(dumped: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         for name in Plan.model_fields
         if isinstance(table := getattr(plan, name), BaseModel)
     ]
-    found = {**dumped}
+    completed = {**dumped}
     for name, kind in tables:
-        found[name] = {**_defaults(kind), **dumped.get(name, {})}
+        completed[name] = {**_defaults(kind), **dumped.get(name, {})}
     had = dumped.get("techniques", {})
-    found["techniques"] = {
+    completed["techniques"] = {
         name: {**_defaults(type(plan.techniques[name])), **knobs}
         if name in plan.techniques
         else knobs
         for name, knobs in had.items()
     }
-    return found
+    return completed
 
 
 def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
@@ -139,14 +139,14 @@ def check_same_run(saved: Saved, build: Build, *, fork: bool = False) -> None:
     goes_on = train_again(run, "--resume", *words)
     if fixed:
         old, new = changes[fixed[0]]
-        said = f"{fixed[0]} was {old!r} and is now {new!r}"
+        reason = f"{fixed[0]} was {old!r} and is now {new!r}"
     elif switched:
         was = "on" if changes[switched[0]][0] else "off"
-        said = f"the technique {switched[0].split('.')[1]} was {was} at the checkpoint"
+        reason = f"the technique {switched[0].split('.')[1]} was {was} at the checkpoint"
     elif learned and (shapes or not fork):
         key, (old, new) = next(iter(learned.items()))
-        said = f"{key} was {old!r} and is now {new!r}, which changes what is learned"
-        said += f": {shapes}" if shapes else ""
+        reason = f"{key} was {old!r} and is now {new!r}, which changes what is learned"
+        reason += f": {shapes}" if shapes else ""
     else:
         sources = f"data.sources = {', '.join(plan.source_list)}"
         check_same_data(saved.values["fingerprint"], build.prepared.fingerprint, sources, run)
@@ -159,7 +159,7 @@ def check_same_run(saved: Saved, build: Build, *, fork: bool = False) -> None:
         other = f"{train_again(run, begins, *asked)} for a new run"
         other += "" if shapes else " that begins there"
     raise ConfigError(
-        f"cannot resume: {said}{f'; also {also}' * bool(also)}", f"{goes_on}; or {other}"
+        f"cannot resume: {reason}{f'; also {also}' * bool(also)}", f"{goes_on}; or {other}"
     )
 
 
@@ -177,14 +177,14 @@ def _switched(key: str) -> bool:
 
 def _reshaped(saved: Saved, build: Build) -> str:
     """Return words for a weight with another shape than at a checkpoint; "" where there is none."""
-    held = saved.names()
+    stored_names = saved.names()
     for name, _ in trained(build):
         if name not in build.layouts:
             continue
         full, wanted = f"model/{name}", tuple(build.layouts[name].shape)
-        found = saved.shape_of(full)[0] if full in held else None
-        if found != wanted:
-            there = "is not there" if found is None else f"has shape {found} there"
+        stored_shape = saved.shape_of(full)[0] if full in stored_names else None
+        if stored_shape != wanted:
+            there = "is not there" if stored_shape is None else f"has shape {stored_shape} there"
             return f"{name} {there}, and {wanted} here"
     return ""
 
@@ -263,8 +263,8 @@ def without_base(plan: Plan, saved: Saved) -> Plan:
         _check_shape_of_base(plan, saved)
         return plan
     free = {*NOT_OF_WEIGHTS} - {"family", "precision"}
-    said = {key: getattr(plan.model, key) for key in plan.model.model_fields_set - free}
-    return plan.replaced(model={**saved.values["plan"]["model"], **said, "pretrained": ""})
+    own_values = {key: getattr(plan.model, key) for key in plan.model.model_fields_set - free}
+    return plan.replaced(model={**saved.values["plan"]["model"], **own_values, "pretrained": ""})
 
 
 def _check_shape_of_base(plan: Plan, saved: Saved) -> None:
@@ -274,12 +274,12 @@ def _check_shape_of_base(plan: Plan, saved: Saved) -> None:
         ConfigError: names the keys and both values.
     """
     folder, was = plan.model.pretrained, saved.values["plan"]["model"]
-    found, _ = load_pretrained(Path(folder))
+    current, _ = load_pretrained(Path(folder))
     keys = [k for k in sorted(plan.model.model_fields_set - NOT_OF_WEIGHTS) if k in was]
-    changed = [k for k in keys if getattr(plan.model, k) == was[k] != getattr(found, k)]
+    changed = [k for k in keys if getattr(plan.model, k) == was[k] != getattr(current, k)]
     if changed:
-        now = [f"model.{k}={getattr(found, k)}" for k in changed]
-        each = ", ".join(f"model.{k} {was[k]!r} -> {getattr(found, k)!r}" for k in changed)
+        now = [f"model.{k}={getattr(current, k)}" for k in changed]
+        each = ", ".join(f"model.{k} {was[k]!r} -> {getattr(current, k)!r}" for k in changed)
         raise ConfigError(
             f"{Path(folder) / 'config.json'} changed since the run was trained ({each})",
             f"put the config.json of then back into {folder}; or "

@@ -120,23 +120,23 @@ class Interrupts:
             if self.name is None:
                 continue
             came_s = time.monotonic() if came_s is None else came_s
-            late = time.monotonic() - came_s > (self.patience_s or 0.0)
-            if late and is_compiling(main):
+            overdue = time.monotonic() - came_s > (self.patience_s or 0.0)
+            if overdue and is_compiling(main):
                 self._cut_off()
 
     def _cut_off(self) -> None:
-        name, found = str(self.name), [("its report was not written", NOTHING_KEPT[1])]
+        name, outcome = str(self.name), [("its report was not written", NOTHING_KEPT[1])]
 
         def speak() -> None:
-            found[0] = self._last_words(name)
+            outcome[0] = self._last_words(name)
 
         speaker = threading.Thread(target=speak, daemon=True)
         speaker.start()
         speaker.join(LAST_WORDS_S)
         if os.environ.get("RANK", "0") == "0":
             error = Stopped(
-                f"{name} ended the run while it compiled; {found[0][0]}",
-                found[0][1],
+                f"{name} ended the run while it compiled; {outcome[0][0]}",
+                outcome[0][1],
                 self.exit_code,
             )
             with suppress(Exception):

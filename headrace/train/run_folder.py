@@ -194,8 +194,8 @@ class RunFolder:
         self.write_plan(plan.replaced(name=self.path.name))
         prepared.tokenizer.save(self.path / "tokenizer.json")
         self.write("data", prepared.record())
-        found = environment(device, command)
-        self.write("environment", {**found, **parent, "starts": before + 1})
+        details = environment(device, command)
+        self.write("environment", {**details, **parent, "starts": before + 1})
         return before
 
     def write_plan(self, plan: Plan) -> None:
@@ -235,11 +235,11 @@ class RunFolder:
         Raises:
             RunError: the file is damaged.
         """
-        found = self.read("data")
-        if found is None:
+        record = self.read("data")
+        if record is None:
             return None
-        names, digests = ("directory", "absolute"), found.get("fingerprint")
-        texts = [found.get(name) for name in names]
+        names, digests = ("directory", "absolute"), record.get("fingerprint")
+        texts = [record.get(name) for name in names]
         texts += digests.values() if isinstance(digests, dict) and digests else [None]
         if not all(isinstance(text, str) for text in texts):
             path = self.path / "data.json"
@@ -247,7 +247,7 @@ class RunFolder:
                 f"{path} is damaged: it names no folder of shards, or no digest of them",
                 f"{self.mend('data')}, and the data is prepared as plan.toml says",
             )
-        return found
+        return record
 
     def read_report(self) -> dict[str, Any]:
         """Return the object of report.json.
@@ -316,10 +316,10 @@ def telling_of_lost_ranks() -> Iterator[None]:
 
 
 def _lost(error: RuntimeError, command: str) -> RunError:
-    said = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # without the C++ source
+    sentence = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # without the C++ source
     return RunError(
         "another rank ended, and says itself why; this one waited for it in vain "
-        f"({said.splitlines()[0][:200]})",
+        f"({sentence.splitlines()[0][:200]})",
         f"{command}, once that is mended",
     )
 
@@ -341,12 +341,12 @@ def in_words(error: BaseException | None, folder: Path) -> BaseException | None:
 
 def _numbered(root: Path, name: str) -> dict[int, Path]:
     """Return the folders NAME (number 1), NAME-2, NAME-3, ... by their number."""
-    found = {}
+    folders = {}
     for path in root.glob(f"{name}*"):
         match = re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name)
         if match and path.is_dir():
-            found[int(match[1] or 1)] = path
-    return found
+            folders[int(match[1] or 1)] = path
+    return folders
 
 
 def environment(device: torch.device, command: list[str]) -> dict[str, Any]:
@@ -389,13 +389,13 @@ def _commit() -> str | None:
     """
     here = Path(__file__).resolve().parent
     try:
-        told = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(here), "rev-parse", "--short", "HEAD"],
             capture_output=True, text=True, timeout=5, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return told.stdout.strip() or None if told.returncode == 0 else None
+    return process.stdout.strip() or None if process.returncode == 0 else None
 
 
 def command_line() -> list[str]:

@@ -194,9 +194,9 @@ class Session:
         self.gauges.close()
         complete = self.counters.evaluated and ended_by(self.build.plan, self.counters) is not None
         # A signal may have reached only some ranks, and only the first rank's clock counts.
-        told = self.build.world.gather((stop.name, complete))
-        stop.name = next((name for name, _ in told if name), None)
-        done = stop.name is None or told[0][1]
+        answers = self.build.world.gather((stop.name, complete))
+        stop.name = next((name for name, _ in answers if name), None)
+        done = stop.name is None or answers[0][1]
         unseen = done and not self.counters.evaluated
         if unseen:
             self._evaluate()
@@ -390,8 +390,8 @@ class Session:
                 try:
                     self.build.recover(self.build, row["step"], row)
                 except Diverged as error:
-                    told = {"message": error.message, "other": error.remedy.text}
-                    raise self._diverged(at=row["step"] - 1, **told) from None
+                    texts = {"message": error.message, "other": error.remedy.text}
+                    raise self._diverged(at=row["step"] - 1, **texts) from None
 
     def _diverged(self, **told: Any) -> Diverged:
         """Return the error that ends a diverged run, with its remedy; see `state.diverged`."""
@@ -416,33 +416,33 @@ class Session:
         began_s = time.perf_counter()
         self.progress.task("validation", 0, None)
         compiled_s = compile_seconds()
-        found = evaluate(self.build, self.build.plan.eval.tokens)
+        score = evaluate(self.build, self.build.plan.eval.tokens)
         self.progress.task("validation", 1, 1)
         self._compiled_s = compile_seconds()
         self.signals.spent("compile", self._compiled_s - compiled_s)
         spent_s = time.perf_counter() - began_s
         self.signals.spent("eval", spent_s - (self._compiled_s - compiled_s))
         counters = self.counters
-        if not math.isfinite(found.loss_nats):
-            told = f"the validation loss after step {counters.step} is {found.loss_nats}"
-            raise self._diverged(at=counters.step, message=told)
+        if not math.isfinite(score.loss_nats):
+            problem = f"the validation loss after step {counters.step} is {score.loss_nats}"
+            raise self._diverged(at=counters.step, message=problem)
         counters.wall_s = self._wall_s()
-        value = {"loss_nats": found.loss_nats, "bits_per_byte": found.bits_per_byte}
+        value = {"loss_nats": score.loss_nats, "bits_per_byte": score.bits_per_byte}
         counters.val.append(
             {
                 "step": counters.step,
                 "tokens": counters.tokens,
                 "wall_s": counters.wall_s,
                 **value,
-                "share": found.share,
+                "share": score.share,
             }
         )
         if self._rows and self._rows[-1]["step"] == counters.step:
             self._rows[-1] |= {f"val_{k}": v for k, v in value.items()}
         self._flush_rows()
         self.progress.log(
-            f"step {counters.step}: validation {found.bits_per_byte:.3f} bits per byte, "
-            f"loss {found.loss_nats:.3f}" + f", {part_of_text(found.share)}" * (found.share < 1)
+            f"step {counters.step}: validation {score.bits_per_byte:.3f} bits per byte, "
+            f"loss {score.loss_nats:.3f}" + f", {part_of_text(score.share)}" * (score.share < 1)
         )
 
     def _save(self) -> None:

@@ -31,16 +31,16 @@ from headrace.train.identity import check_frozen, check_same_run, note_frozen, t
 
 def tensors(build: Build) -> dict[str, TensorPart]:
     """Return this rank's piece of every tensor of the run's state, by global name."""
-    found = {f"model/{n}": _piece(build, n, p) for n, p in trained(build)}
+    pieces = {f"model/{n}": _piece(build, n, p) for n, p in trained(build)}
     for route, optimizer in build.optimizers.items():
         for name, parameter in build.routed[route].items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    found[f"optimizer/{name}/{key}"] = _piece(build, name, value)
+                    pieces[f"optimizer/{name}/{key}"] = _piece(build, name, value)
     for who, keeper in build.state.items():
         for name, tensor in keeper.tensors().items():
-            found[f"technique/{who}/{name}"] = _piece(build, name, tensor)
-    return found
+            pieces[f"technique/{who}/{name}"] = _piece(build, name, tensor)
+    return pieces
 
 
 def _piece(build: Build, name: str, tensor: Tensor) -> TensorPart:
@@ -128,15 +128,15 @@ def refuse_wild(
     if not parts:
         return
     wrong = torch.stack([(~torch.isfinite(part)).sum() for part in parts.values()]).tolist()
-    found = [(name, count) for name, count in zip(parts, wrong, strict=True) if count]
-    if not found:
+    nonfinite = [(name, count) for name, count in zip(parts, wrong, strict=True) if count]
+    if not nonfinite:
         return
-    (name, count), sound = found[0], last_sound(saved)
-    told = "no earlier one is sound" if sound is None else f"step-{sound} is sound"
+    (name, count), sound = nonfinite[0], last_sound(saved)
+    verdict = "no earlier one is sound" if sound is None else f"step-{sound} is sound"
     raise RunError(
         f"{saved.path} holds weights that are NaN or infinite: {count:,} numbers of "
-        f"{parts[name].numel():,} in model/{name}, and some in {len(found) - 1} other tensors; "
-        f"{told}",
+        f"{parts[name].numel():,} in model/{name}, and some in {len(nonfinite) - 1} other tensors; "
+        f"{verdict}",
         mend(sound),
     )
 
@@ -152,9 +152,9 @@ def last_sound(saved: Saved, works: Callable[[Saved], bool] | None = None) -> in
     root, step = saved.path.parent, int(saved.values["step"])
     for earlier in reversed([n for n in steps_in(root) if n < step]):
         with suppress(HeadraceError):
-            found = Saved(root / f"step-{earlier}")
-            numbers = all(bool(torch.isfinite(whole).all()) for _, whole in weights_of(found))
-            if numbers and (works is None or works(found)):
+            candidate = Saved(root / f"step-{earlier}")
+            numbers = all(bool(torch.isfinite(whole).all()) for _, whole in weights_of(candidate))
+            if numbers and (works is None or works(candidate)):
                 return earlier
     return None
 
@@ -197,13 +197,13 @@ def diverged(
     sound = [f"step-{step}" for step in saved if step <= learned and step < at]
     words = [shlex.quote(word) for word in gentler(plan)]
     if sound:
-        told = f"{sound[-1]} is the last checkpoint known to be sound"
+        verdict = f"{sound[-1]} is the last checkpoint known to be sound"
         words = ["--resume", "--checkpoint", sound[-1], *words]
     else:
-        told = "no checkpoint is known to be sound"
+        verdict = "no checkpoint is known to be sound"
         words = [f"name={plan.name}-again", *words]
     command = train_command(folder, *words)
-    return Diverged(f"{message}; {told}", f"{command}{other and f' (or {other})'}")
+    return Diverged(f"{message}; {verdict}", f"{command}{other and f' (or {other})'}")
 
 
 def _largest_in(read: Callable[[], Iterable[tuple[str, Tensor]]]) -> str:
@@ -246,8 +246,10 @@ def _check_names(build: Build, saved: Saved) -> None:
     states = tuple(f"optimizer/{name}/" for named in build.routed.values() for name in named)
     names = [n for n in sorted(saved.names()) if n.partition("/")[0] != "technique"]
     ours = [n in known if n.startswith("model/") else n.startswith(states) for n in names]
-    held = build.world.sum_(torch.tensor(ours, device=build.device).float(), "pipeline").tolist()
-    if strange := [name for name, stages in zip(names, held, strict=True) if not stages]:
+    stage_counts = build.world.sum_(
+        torch.tensor(ours, device=build.device).float(), "pipeline"
+    ).tolist()
+    if strange := [name for name, stages in zip(names, stage_counts, strict=True) if not stages]:
         raise saved.damaged(f"it holds {strange[0]}, which this run does not have")
 
 
@@ -274,9 +276,9 @@ def _check_adam(name: str, whole: tuple[int, ...], own: torch.dtype, saved: Save
         raise saved.damaged(f"{', '.join(odd)}: missing, or no state of AdamW")
     for key in kept:
         wanted = ((), torch.float32) if key == "step" else (whole, own)
-        if (found := saved.shape_of(f"{prefix}{key}")) != wanted:
+        if (stored := saved.shape_of(f"{prefix}{key}")) != wanted:
             raise saved.damaged(f"{prefix}{key} is {wanted[1]} {wanted[0]}; it holds "
-                                f"{found[1]} {found[0]}")  # fmt: skip
+                                f"{stored[1]} {stored[0]}")  # fmt: skip
 
 
 def _restore_optimizer(

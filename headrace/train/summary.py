@@ -67,8 +67,10 @@ def summarize(
         waits_s: the seconds of each step's data wait.
     """
     plan, here, price = build.plan, build.context, build.plan.hardware.dollars_per_hour
-    held = make_footprint(make_ledger(plan, here), here.device, here.precision, here.capability)
-    ledger, owners = held.ledger, {**dict(held.ledger.owners()), **held.beside}
+    footprint = make_footprint(
+        make_ledger(plan, here), here.device, here.precision, here.capability
+    )
+    ledger, owners = footprint.ledger, {**dict(footprint.ledger.owners()), **footprint.beside}
     step_s = plan.batch.tokens / rate if rate else None
     return {
         "format": REPORT_FORMAT,
@@ -82,7 +84,7 @@ def summarize(
         "wall_s": counters.wall_s,
         "steady_tokens_per_s": rate,
         "model_flops_utilization": _utilization(build, rate),
-        "peak_memory_bytes": _memory(build, held, tracked),
+        "peak_memory_bytes": _memory(build, footprint, tracked),
         "memory_lines": [{"name": name, "bytes": bytes} for name, bytes in owners.items()],
         "memory_measured": _measured(build, tracked),
         "phase_s": counters.phase_s,
@@ -112,10 +114,10 @@ def summarize(
 def _data(build: Build, counters: Counters) -> dict[str, Any]:
     """Return both sides of the text, the targets that an evaluation counts, and doubts of them."""
     tokens, targets = build.plan.eval.tokens, build.run_notes.validation_targets
-    found = build.prepared.sides(build.plan.data.validation).to_dict()
+    sides = build.prepared.sides(build.plan.data.validation).to_dict()
     last = counters.val[-1]["bits_per_byte"] if counters.val else None
-    told = doubts(build, None if targets is None else tokens, targets, bits_per_byte=last)
-    return {**found, "targets": targets, "doubts": [doubt.to_dict() for doubt in told]}
+    reasons = doubts(build, None if targets is None else tokens, targets, bits_per_byte=last)
+    return {**sides, "targets": targets, "doubts": [doubt.to_dict() for doubt in reasons]}
 
 
 def _outcome(build: Build, counters: Counters, error: str) -> Outcome:
@@ -145,39 +147,39 @@ def _memory(build: Build, held: Footprint, tracked: Mapping[str, int] | None) ->
     """Return peak bytes: the allocator's on a GPU, the tracker's and the process's on a CPU."""
     instant, peak_bytes = held.ledger.peak()
     predicted = peak_bytes + sum(held.beside.values())
-    found = device_peak_bytes(build.device)
-    if found is None:
+    peaks = device_peak_bytes(build.device)
+    if peaks is None:
         import resource  # not every system has this module
 
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        found = {"allocated": tracked["Total"] if tracked else None, "reserved": resident}
+        peaks = {"allocated": tracked["Total"] if tracked else None, "reserved": resident}
     method = "allocator" if build.device.type == "cuda" else "tracker"
-    return {**found, "predicted": predicted, "predicted_at": instant, "method": method}
+    return {**peaks, "predicted": predicted, "predicted_at": instant, "method": method}
 
 
 def _measured(build: Build, tracked: Mapping[str, int] | None) -> dict[str, int] | None:
     """Return the bytes of the peak by kind; what no tensor accounts for is `WORK_MEMORY`."""
     if tracked:
         peak = tracked["Total"]
-        kinds = {"parameters": "Parameter", "gradients": "Gradient", "optimizer": "Optstate"}
-        found = {name: tracked.get(kind, 0) for name, kind in kinds.items()}
+        categories = {"parameters": "Parameter", "gradients": "Gradient", "optimizer": "Optstate"}
+        sizes = {name: tracked.get(kind, 0) for name, kind in categories.items()}
     elif device := device_peak_bytes(build.device):
         peak = device["allocated"]
         states = [s for o in build.optimizers.values() for s in o.state.values()]
-        held = [v for state in states for v in state.values() if isinstance(v, Tensor)]
-        found = {
+        buffers = [v for state in states for v in state.values() if isinstance(v, Tensor)]
+        sizes = {
             "parameters": sum(p.nbytes for p in build.model.parameters()),
-            "optimizer": sum(v.nbytes for v in held),
+            "optimizer": sum(v.nbytes for v in buffers),
         }
     else:
         return None
-    found = {name: size for name, size in found.items() if size}
-    return {**found, WORK_MEMORY: peak - sum(found.values())}
+    sizes = {name: size for name, size in sizes.items() if size}
+    return {**sizes, WORK_MEMORY: peak - sum(sizes.values())}
 
 
 def _signals(build: Build, ledger: Ledger, last: filled.LastLook | None) -> dict[str, Any]:
     """Return what the doctor reads beside phases, memory and rows; None where unavailable."""
-    found: dict[str, Any] = {
+    readings: dict[str, Any] = {
         "device": build.device.type, "capacity_bytes": None, "alloc_retries": None,
         "precision": build.context.precision,
         "graph_breaks": graph_breaks() if build.compiled else None,
@@ -187,11 +189,11 @@ def _signals(build: Build, ledger: Ledger, last: filled.LastLook | None) -> dict
         "unseen_techniques": last.unseen if last else None,
     }  # fmt: skip
     if build.device.type == "cuda":
-        found["capacity_bytes"] = torch.cuda.get_device_properties(build.device).total_memory
-        found["alloc_retries"] = torch.cuda.memory_stats(build.device)["num_alloc_retries"]
+        readings["capacity_bytes"] = torch.cuda.get_device_properties(build.device).total_memory
+        readings["alloc_retries"] = torch.cuda.memory_stats(build.device)["num_alloc_retries"]
     elif build.device.type == "cpu":
-        found["capacity_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return found
+        readings["capacity_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return readings
 
 
 def _savings(build: Build, ledger: Ledger) -> dict[str, dict[str, float]]:
@@ -200,7 +202,7 @@ def _savings(build: Build, ledger: Ledger) -> dict[str, dict[str, float]]:
     "bytes" is what it takes off the peak. "again" is the share of a step's FLOPs that only it adds.
     "moved" is the bytes per step that it recomputes or copies over the host's link.
     """
-    found, plan = {}, build.plan
+    savings, plan = {}, build.plan
 
     def moved(of: Ledger) -> float:
         pieces = of.work.values()
@@ -211,12 +213,12 @@ def _savings(build: Build, ledger: Ledger) -> dict[str, dict[str, float]]:
     for name in (t.name() for t in build.techniques if saves_memory(t.symptoms)):
         others = {n: t for n, t in plan.techniques.items() if n != name}
         without = make_ledger(plan.model_copy(update={"techniques": others}), build.context)
-        found[name] = {
+        savings[name] = {
             "bytes": without.peak()[1] - ledger.peak()[1],
             "again": 1.0 - without.flops_per_token() / ledger.flops_per_token(),
             "moved": moved(ledger) - moved(without),
         }
-    return found
+    return savings
 
 
 def _waits(waits_s: list[float], step_s: float | None) -> dict[str, Any]:

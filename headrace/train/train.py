@@ -251,10 +251,10 @@ def _check_plan(
     context = check_supported(list(plan.techniques.values()), make_context(plan, device))
     check_weights(plan)
     model = plan.model.model_copy(update={"pretrained": given})
-    told = doubts_of(plan.model_copy(update={"model": model}))
+    suspicions = doubts_of(plan.model_copy(update={"model": model}))
     if begins:
-        check_meant(told)
-    for doubt in told:
+        check_meant(suspicions)
+    for doubt in suspicions:
         progress.note(f"note: {doubt.line}")
     return context
 
@@ -273,11 +273,11 @@ def _own_device(device: torch.device, world: World) -> torch.device:
 
 def _as_restored(plan: Plan, run: RunFolder, checkpoint: str | None) -> Plan:
     """Return the plan so that the run's checkpoint can make its model, where it has one."""
-    found = run.checkpoints
-    newest = [f"step-{step}" for step in steps_in(found)[-1:]]
+    checkpoints = run.checkpoints
+    newest = [f"step-{step}" for step in steps_in(checkpoints)[-1:]]
     for name in [checkpoint] if checkpoint else newest:
-        if (found / name).is_dir():
-            return without_base(plan, Saved(found / name, verify=False))
+        if (checkpoints / name).is_dir():
+            return without_base(plan, Saved(checkpoints / name, verify=False))
     return plan
 
 
@@ -311,11 +311,11 @@ def _open_folder(
     def opened() -> tuple[str, str | None]:
         if not resume:
             return str(RunFolder.create(build.plan).path), None
-        found = RunFolder.find(build.plan, folder)
-        if checkpoint and (found.checkpoints / checkpoint).is_dir():
-            forked, step = _fork(build, found, found.checkpoints / checkpoint)
+        earlier_run = RunFolder.find(build.plan, folder)
+        if checkpoint and (earlier_run.checkpoints / checkpoint).is_dir():
+            forked, step = _fork(build, earlier_run, earlier_run.checkpoints / checkpoint)
             return str(forked.path), step
-        return str(found.path), checkpoint
+        return str(earlier_run.path), checkpoint
 
     path, which = by_first(build.world, opened)
     return RunFolder(Path(path)), which
