@@ -99,13 +99,13 @@ def train_again(run: Path, *words: str) -> str:
         words: what the remedy changes, each as a shell takes it. They come after the user's words,
             and replace those that set the same key or option.
     """
-    said = [*_said(_TYPED)] if _TYPED.words[:1] == ["train"] else []
+    typed_pairs = [*_said(_TYPED)] if _TYPED.words[:1] == ["train"] else []
     new = shlex.split(" ".join(words), comments=False)
     changed = {_key(pair) for pair in Typed(new, (*CHANGES, "--checkpoint")).pairs()}
     resumes = "--resume" in changed
     kept = [
         pair
-        for pair in said
+        for pair in typed_pairs
         if not _replaced(pair, changed)
         and not _is_said(pair, run)
         and (pair[0] != "--checkpoint" or resumes)
@@ -123,18 +123,18 @@ def again(*instead: tuple[str | Path, str | Path], verb: str, ranks: int | None 
             has the new words alone.
         ranks: how many processes the command starts; None means as many as run now.
     """
-    found, left = [*_verb(_TYPED)], [*instead]
-    for option, value in [*_TYPED.pairs()][len(found) :]:
+    parts, left = [*_verb(_TYPED)], [*instead]
+    for option, value in [*_TYPED.pairs()][len(parts) :]:
         match = next((pair for pair in left if _names(value, pair[0])), None)
         match = None if option and not value else match
         if match is not None:
             left.remove(match)
-            found += [*filter(None, [option]), shell(match[1])]
+            parts += [*filter(None, [option]), shell(match[1])]
         elif option != "--json":
-            found += _words(option, value)
+            parts += _words(option, value)
     if not _TYPED.words or left:
-        found = [verb, *(shell(new) for _, new in instead)]
-    return " ".join([headrace(ranks), *found])
+        parts = [verb, *(shell(new) for _, new in instead)]
+    return " ".join([headrace(ranks), *parts])
 
 
 def again_with(option: str, value: str, *, verb: str) -> str:
@@ -145,11 +145,11 @@ def again_with(option: str, value: str, *, verb: str) -> str:
         value: the option's new value.
         verb: the command to use where nothing was typed.
     """
-    found = [*_verb(_TYPED)]
-    for typed_option, given in [*_TYPED.pairs()][len(found) :]:
+    parts = [*_verb(_TYPED)]
+    for typed_option, given in [*_TYPED.pairs()][len(parts) :]:
         if typed_option not in (option, "--json"):
-            found += _words(typed_option, given)
-    return " ".join([headrace(), *(found or [verb]), *_words(option, value)])
+            parts += _words(typed_option, given)
+    return " ".join([headrace(), *(parts or [verb]), *_words(option, value)])
 
 
 def renamed(technique: str, other: str, *words: str) -> str:
@@ -160,8 +160,8 @@ def renamed(technique: str, other: str, *words: str) -> str:
         other: the new name; "" leaves the word out.
         words: what is added at the end, each as a shell takes it.
     """
-    found, before, met = [*_verb(_TYPED)], f"techniques.{technique}", False
-    for option, value in [*_TYPED.pairs()][len(found) :]:
+    parts, before, met = [*_verb(_TYPED)], f"techniques.{technique}", False
+    for option, value in [*_TYPED.pairs()][len(parts) :]:
         key = _key((option, value))
         if option in CHANGES and value == technique:
             value, met = other, True
@@ -170,8 +170,8 @@ def renamed(technique: str, other: str, *words: str) -> str:
         elif not option and (key == before or key.startswith(f"{before}.")):
             value, met = f"techniques.{other}{value.strip()[len(before) :]}", True
         if option != "--json":
-            found += _words(option, value)
-    return " ".join([headrace(), *found, *words]) if met else ""
+            parts += _words(option, value)
+    return " ".join([headrace(), *parts, *words]) if met else ""
 
 
 def again_without(option: str, *, verb: str) -> str:
@@ -181,11 +181,11 @@ def again_without(option: str, *, verb: str) -> str:
         option: the option to leave out, as "--after".
         verb: the command to use where nothing was typed.
     """
-    found = [*_verb(_TYPED)]
-    for typed_option, given in [*_TYPED.pairs()][len(found) :]:
+    parts = [*_verb(_TYPED)]
+    for typed_option, given in [*_TYPED.pairs()][len(parts) :]:
         if typed_option not in (option, "--json"):
-            found += _words(typed_option, given)
-    return " ".join([headrace(), *(found or [verb])])
+            parts += _words(typed_option, given)
+    return " ".join([headrace(), *(parts or [verb])])
 
 
 def plan_again(verb: str, *words: str) -> str:
@@ -200,9 +200,9 @@ def plan_again(verb: str, *words: str) -> str:
     new = shlex.split(" ".join(words))
     changed = {_key(pair) for pair in Typed(new, CHANGES).pairs()}
     kept = [p for p in _said(_TYPED) if p[0] in ("", *CHANGES) and not _replaced(p, changed)]
-    said = [" ".join(_words(*pair)) for pair in kept]
+    kept_words = [" ".join(_words(*pair)) for pair in kept]
     plan = shell(_plan_of(plain[0])) if plain else "PLAN"
-    return " ".join([headrace(), verb, plan, *said, *words])
+    return " ".join([headrace(), verb, plan, *kept_words, *words])
 
 
 def _plan_of(word: str) -> Path:

@@ -16,10 +16,10 @@ def cores() -> list[int]:
     Two hardware threads of one core share its units of arithmetic, which a matmul fills alone.
     """
     allowed = sorted(os.sched_getaffinity(0)) if CAN_BIND else range(os.cpu_count() or 1)
-    found: dict[str, int] = {}
+    processors: dict[str, int] = {}
     for one in allowed:
-        found.setdefault(_siblings(one), one)
-    return list(found.values())
+        processors.setdefault(_siblings(one), one)
+    return list(processors.values())
 
 
 def _siblings(one: int) -> str:

@@ -132,15 +132,15 @@ class MemoryFull(UnsupportedError):
             what: what does not fit.
             remedy: what makes it smaller.
         """
-        said = str(error).rpartition(HOST)[2] or type(error).__name__
-        first = SENTENCE.split(said.splitlines()[0])[0].rstrip(".")
-        if told := GPU_FULL.search(said):
-            asked, whole, free, held, pieces = told.groups()
+        detail = str(error).rpartition(HOST)[2] or type(error).__name__
+        first = SENTENCE.split(detail.splitlines()[0])[0].rstrip(".")
+        if sizes := GPU_FULL.search(detail):
+            asked, whole, free, in_use, pieces = sizes.groups()
             first += (
-                f": {asked} were asked for; tensors held {held} of the GPU's {whole}, {pieces} "
+                f": {asked} were asked for; tensors held {in_use} of the GPU's {whole}, {pieces} "
                 f"were free in pieces between them, and {free} beside them"
             )
-            need, all_, left, mine, between = map(_bytes, told.groups())
+            need, all_, left, mine, between = map(_bytes, sizes.groups())
             if all_ - left - mine - between > OTHERS * all_:
                 first += "; the rest is other processes', or kept from this one by a limit"
             if between + left >= need > left:
@@ -163,10 +163,10 @@ class NoMoreThreads(UnsupportedError):
         import resource  # which not every system has
 
         most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-        told = "unlimited" if most == resource.RLIM_INFINITY else f"{most:,}"
+        limit = "unlimited" if most == resource.RLIM_INFINITY else f"{most:,}"
         super().__init__(
             "the system would start no more threads: this user's limit of threads and processes "
-            f"(ulimit -u) is {told}, and a container may have a lower one (pids)",
+            f"(ulimit -u) is {limit}, and a container may have a lower one (pids)",
             "data.workers=0, and OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 before the command, to "
             "start fewer (--without loader_workers, where that is on); or raise that limit, or "
             "end other processes",
@@ -185,9 +185,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that an allocator, of any device, ran out of memory."""
     if isinstance(error, OSError):
         return error.errno == ENOMEM
-    told = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}"
     own = isinstance(error, RuntimeError | MemoryError)
-    return own and any(sign in told for sign in NO_MEMORY)
+    return own and any(sign in message for sign in NO_MEMORY)
 
 
 def at_a_limit(error: BaseException) -> UnsupportedError | None:

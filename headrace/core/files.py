@@ -58,8 +58,8 @@ def python(script: str, *words: str) -> str:
         script: what `-c` takes.
         words: what follows it, as a shell takes them.
     """
-    found = shutil.which("python")
-    activated = found is not None and Path(found).parent == Path(sys.executable).parent
+    executable = shutil.which("python")
+    activated = executable is not None and Path(executable).parent == Path(sys.executable).parent
     called = "python" if activated else shell(sys.executable)
     return " ".join((called, "-c", shlex.quote(script), *words))
 
@@ -196,10 +196,10 @@ def parse_object(text: bytes | str) -> dict[str, Any]:
     Raises:
         ValueError: it holds none; says why, behind "it".
     """
-    found = parse_json(text)
-    if not isinstance(found, dict):
-        raise ValueError(f"holds a {type(found).__name__}, not a JSON object")
-    return found
+    parsed = parse_json(text)
+    if not isinstance(parsed, dict):
+        raise ValueError(f"holds a {type(parsed).__name__}, not a JSON object")
+    return parsed
 
 
 def no_json(text: str, error: Exception) -> str:

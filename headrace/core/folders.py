@@ -49,12 +49,12 @@ def refuse_absent(path: Path, key: str, *, folder: bool = True) -> None:
         and all(map(_HUB_PART.fullmatch, parts))
         and not first_is_here
     )
-    told = f"{key} = {str(path)!r} does not exist"
+    message = f"{key} = {str(path)!r} does not exist"
     if near is not None:
-        told += f"; the nearest path is {near}"
+        message += f"; the nearest path is {near}"
     remedy = mend(f"{key}={near}") if near is not None else Remedy(text=f"{key}=PATH")
     if on_hub:
-        told += (
+        message += (
             f", and Headrace downloads nothing: {path} may be the name of a model on the Hugging "
             "Face Hub"
         )
@@ -62,8 +62,8 @@ def refuse_absent(path: Path, key: str, *, folder: bool = True) -> None:
         remedy = Remedy(remedy.changes, download if near is None else f"{remedy}; or {download}")
     elif near is None:
         missing = next(one for one in (*reversed(path.parents), path) if not _exists(one))
-        told += f": {missing.parent.resolve()} has no {missing.name}"
-    raise ConfigError(told, remedy)
+        message += f": {missing.parent.resolve()} has no {missing.name}"
+    raise ConfigError(message, remedy)
 
 
 def refuse_no_model(path: Path, key: str) -> None:
@@ -78,17 +78,17 @@ def refuse_no_model(path: Path, key: str) -> None:
     """
     if (path / "config.json").is_file():
         return
-    told, meant = f"{key} = {str(path)!r} has no config.json", None
+    message, meant = f"{key} = {str(path)!r} has no config.json", None
     if path.is_file():
-        told = (
+        message = (
             f"{key} = {str(path)!r} is a file, and a model is a folder of config.json and weights"
         )
         meant = path.parent if (path.parent / "config.json").is_file() else None
     elif (path / "plan.toml").is_file():
-        told += ": it is a run, and its export is a folder of a model"
+        message += ": it is a run, and its export is a folder of a model"
         if not (path / "hf" / "config.json").is_file():
             run = shlex.quote(str(path))
-            raise ConfigError(told, f"headrace export {run} --to hf, then {key}={run}/hf")
+            raise ConfigError(message, f"headrace export {run} --to hf, then {key}={run}/hf")
         meant = path / "hf"
     else:
         inside = [*path.glob("*/config.json"), *path.glob("snapshots/*/config.json")]
@@ -98,7 +98,7 @@ def refuse_no_model(path: Path, key: str) -> None:
     else:
         like = "config.json and *.safetensors, as save_pretrained writes it"
         remedy = Remedy(text=f"{key}=FOLDER with {like}")
-    raise ConfigError(told + (f"; {meant} has one" if meant is not None else ""), remedy)
+    raise ConfigError(message + (f"; {meant} has one" if meant is not None else ""), remedy)
 
 
 def refuse_no_tokenizer(folder: Path, key: str) -> None:
@@ -111,13 +111,13 @@ def refuse_no_tokenizer(folder: Path, key: str) -> None:
         return
     has = [name for name in _PARTS_OF_TOKENIZERS if (folder / name).is_file()]
     where = repr(str(folder))
-    told = f"{key} = {where} has no tokenizer.json"
+    message = f"{key} = {where} has no tokenizer.json"
     if has:
         script = f"AutoTokenizer.from_pretrained({where}).save_pretrained({where})"
         script = python(f"from transformers import AutoTokenizer; {script}")
-        raise ConfigError(f"{told}; transformers makes one of its {has[0]}", script)
+        raise ConfigError(f"{message}; transformers makes one of its {has[0]}", script)
     raise ConfigError(
-        told,
+        message,
         mend(
             "data.tokenizer=bpe",
             text="data.tokenizer=bpe, a path of a tokenizer.json, or tiktoken:NAME",

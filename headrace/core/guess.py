@@ -52,15 +52,15 @@ def guesses(given: Any, name: str, *, share: bool = False) -> Iterator[Any]:
 
 def _of_text(given: str, name: str) -> Iterator[Any]:
     """Yield the numbers that a text may mean: its first number by the unit behind it, then bare."""
-    found = given.lstrip("$=~ ")
-    if THOUSANDS.match(found):
-        found = found.replace(",", "")
-    elif comma := DECIMAL_COMMA.match(found):
-        found = f"{comma[1]}.{comma[2]}{found[comma.end() :]}"
-    match = NUMBER.match(found)
+    quantity = given.lstrip("$=~ ")
+    if THOUSANDS.match(quantity):
+        quantity = quantity.replace(",", "")
+    elif comma := DECIMAL_COMMA.match(quantity):
+        quantity = f"{comma[1]}.{comma[2]}{quantity[comma.end() :]}"
+    match = NUMBER.match(quantity)
     if match is None:
         return
-    number, unit = float(match[0].replace("_", "")), found[match.end() :].strip().lower()
+    number, unit = float(match[0].replace("_", "")), quantity[match.end() :].strip().lower()
     if unit == "%":
         yield number / 100
         return

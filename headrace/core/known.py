@@ -113,11 +113,11 @@ def told_of(name: str) -> tuple[str, str] | None:
     """
     key = name.lower().strip("+")
     key = "".join(letter if letter.isalnum() else "_" for letter in key)
-    told = f"there is no technique {name!r}: it is"
+    opening = f"there is no technique {name!r}: it is"
     if key in BY_KEY:
-        return f"{told} what a key of the plan says, as in {BY_KEY[key]}", BY_KEY[key]
+        return f"{opening} what a key of the plan says, as in {BY_KEY[key]}", BY_KEY[key]
     if key not in KNOWN:
         return None
     near = " or ".join(KNOWN[key])
     end = f"nearest in meaning: {near}" if near else "nothing here comes near it"
-    return f"{told} a known method that is not built here; {end}", (*KNOWN[key], "")[0]
+    return f"{opening} a known method that is not built here; {end}", (*KNOWN[key], "")[0]

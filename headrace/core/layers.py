@@ -16,19 +16,19 @@ def left_to_weights(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
         values: the file's tables.
         overrides: the command line's.
     """
-    said = _keys(overrides)
-    if "model.pretrained" not in said:
+    overridden = _keys(overrides)
+    if "model.pretrained" not in overridden:
         return {}
     decided = {
         "model": {*ModelConfig.model_fields} - {"pretrained", "precision"},
         "data": {"tokenizer", "vocab"},
     }
     return {
-        f"{table}.{key}": found[key]
+        f"{table}.{key}": section[key]
         for table, keys in decided.items()
-        if isinstance(found := values.get(table), Mapping)
-        for key in sorted(keys & {*found})
-        if f"{table}.{key}" not in said
+        if isinstance(section := values.get(table), Mapping)
+        for key in sorted(keys & {*section})
+        if f"{table}.{key}" not in overridden
     }
 
 
@@ -50,8 +50,8 @@ def left_to_techniques(
         made_by_file: reads what each technique of the file makes of which key, without the command
             line.
     """
-    said, tables = _keys(overrides), values.get("techniques")
-    changes = any(key.startswith(("techniques.", "model.")) for key in said)
+    overridden, tables = _keys(overrides), values.get("techniques")
+    changes = any(key.startswith(("techniques.", "model.")) for key in overridden)
     if not changes or not isinstance(tables, Mapping):
         return []
     try:
@@ -63,14 +63,14 @@ def left_to_techniques(
         key
         for name, keys in made.items()
         for key, value in keys.items()
-        if name in kept and key not in said and _find(values, key) == value
+        if name in kept and key not in overridden and _find(values, key) == value
     ]
 
 
 def _find(values: Mapping[str, Any], key: str) -> Any:
     table, _, leaf = key.partition(".")
-    found = values.get(table)
-    return found.get(leaf) if isinstance(found, Mapping) else None
+    section = values.get(table)
+    return section.get(leaf) if isinstance(section, Mapping) else None
 
 
 def _keys(overrides: Iterable[str]) -> set[str]:

@@ -78,17 +78,17 @@ def silent_panics() -> Iterator[None]:
     except OSError:  # there is no standard error
         yield
         return
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        told = False
+    with tempfile.TemporaryFile() as capture_file:
+        os.dup2(capture_file.fileno(), 2)
+        explained = False
         try:
             yield
         except HeadraceError:
-            told = True
+            explained = True
             raise
         finally:
             os.dup2(kept, 2)
             os.close(kept)
-            held.seek(0)
-            if not told and (said := held.read()):
-                os.write(2, said)
+            capture_file.seek(0)
+            if not explained and (output := capture_file.read()):
+                os.write(2, output)

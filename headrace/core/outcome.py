@@ -56,10 +56,10 @@ class Outcome:
         guess = f"a uniform guess has {self.guess_nats / math.log(2):.1f}"
         if self.kind == "not finite" or self.last_nats is None:
             return f"diverged (a loss or a gradient was not finite; {guess} bits per token)"
-        told = f"{self.last_nats / math.log(2):.1f} bits per token after step {self.last_step}"
+        losses = f"{self.last_nats / math.log(2):.1f} bits per token after step {self.last_step}"
         if self.first_nats is not None and self.first_step != self.last_step:
-            told += f", {self.first_nats / math.log(2):.1f} after step {self.first_step}"
-        return f"diverged ({told}; {guess})"
+            losses += f", {self.first_nats / math.log(2):.1f} after step {self.first_step}"
+        return f"diverged ({losses}; {guess})"
 
 
 def outcome_of(

@@ -68,16 +68,16 @@ def settle(error: ConfigError, read: Callable[[list[str]], object]) -> ConfigErr
         error: of a plan; only a remedy that is one `key=value` is followed.
         read: reads the same plan with more overrides.
     """
-    first = found = error.remedy.only_override
+    first = candidate = error.remedy.only_override
     offered: dict[str, str] = {}
     for _ in range(MOST):
-        if found is None or found in offered.values():
+        if candidate is None or candidate in offered.values():
             break
-        offered[found.partition("=")[0]] = found
+        offered[candidate.partition("=")[0]] = candidate
         try:
             read([*offered.values()])
         except ConfigError as other:
-            found = other.remedy.only_override
+            candidate = other.remedy.only_override
             if first and other.remedy == leave_out(first.partition("=")[0]):
                 error.remedy = other.remedy
                 break

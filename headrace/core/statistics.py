@@ -338,11 +338,11 @@ def _tests(sized: Sequence[tuple[float, float]]) -> list[tuple[float, int]]:
 
 def _size_error(sized: Sequence[tuple[float, float]]) -> float:
     mean, tests = fmean(_gains(sized)), _tests(sized)
-    found = []
+    p_values = []
     for error, freedom in tests:
         t = mean / error
-        found.append(0.5 - math.copysign(_inside(abs(t), freedom), t) / 2)
-    return min(1.0, len(tests) * min(found))
+        p_values.append(0.5 - math.copysign(_inside(abs(t), freedom), t) / 2)
+    return min(1.0, len(tests) * min(p_values))
 
 
 # --- Student's t -----------------------------------------------------------------------------

@@ -56,12 +56,12 @@ class Strict(BaseModel):
         """Refuse true and false for a number, and take a number or a date for a word."""
         kind = cls.model_fields[str(info.field_name)].annotation
         args = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
-        kinds = {getattr(k, "__origin__", k) for k in (kind, *args)}
-        takes_number = bool({int, float} & kinds)
+        accepted = {getattr(k, "__origin__", k) for k in (kind, *args)}
+        takes_number = bool({int, float} & accepted)
         if isinstance(given, bool):
-            if takes_number and bool not in kinds:
+            if takes_number and bool not in accepted:
                 raise ValueError(f"{str(given).lower()} is no number")
-        elif isinstance(given, int | float | date | time) and str in kinds and not takes_number:
+        elif isinstance(given, int | float | date | time) and str in accepted and not takes_number:
             return str(given)
         return given
 
@@ -71,17 +71,17 @@ def meanings(table: type[BaseModel]) -> dict[str, str]:
 
     The sources are read on this call: pydantic would read all of them whenever a run starts.
     """
-    found: dict[str, str] = {}
+    docstrings: dict[str, str] = {}
     for kind in reversed(table.__mro__):
         if issubclass(kind, Strict):
-            found |= _docstrings(kind.__module__).get(kind.__name__, {})
-    return {name: found.get(name, "") for name in table.model_fields}
+            docstrings |= _docstrings(kind.__module__).get(kind.__name__, {})
+    return {name: docstrings.get(name, "") for name in table.model_fields}
 
 
 @cache
 def _docstrings(module: str) -> dict[str, dict[str, str]]:
     """Return class -> field -> the string that stands below that field in a module's source."""
-    found: dict[str, dict[str, str]] = {}
+    by_class: dict[str, dict[str, str]] = {}
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
         if not isinstance(node, ast.ClassDef):
             continue
@@ -93,16 +93,16 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
                 and isinstance(next_one.value, ast.Constant)
             ):
                 words = " ".join(str(next_one.value.value).split())
-                found.setdefault(node.name, {})[one.target.id] = words
-    return found
+                by_class.setdefault(node.name, {})[one.target.id] = words
+    return by_class
 
 
 def _table_at(table: type[BaseModel], path: tuple[Any, ...]) -> type[BaseModel]:
     """Return the class of the sub-table at `path`; it follows fields that are tables themselves."""
     for part in path:
         field = table.model_fields.get(str(part))
-        kinds = [field.annotation, *get_args(field.annotation)] if field else []
-        inner = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+        annotations = [field.annotation, *get_args(field.annotation)] if field else []
+        inner = [k for k in annotations if isinstance(k, type) and issubclass(k, BaseModel)]
         if not inner:
             return table
         table = inner[0]
@@ -131,15 +131,15 @@ def read_table(table: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
 def explained(table: type[BaseModel], error: ValidationError, where: str = "") -> ConfigError:
     """Return what pydantic found as one error that names the keys, and has them in `keys`."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    first_errors: dict[tuple[Any, ...], dict[str, Any]] = {}
     for item in error.errors():
         path = _written(table, item["loc"])
         whole = path == item["loc"]  # of the kinds that a value may have, the first tells why not
-        found.setdefault((*path, item["type"]) if whole else path, {**item, "loc": path})
-    lines = [_explain(table, item, where) for item in found.values()]
+        first_errors.setdefault((*path, item["type"]) if whole else path, {**item, "loc": path})
+    lines = [_explain(table, item, where) for item in first_errors.values()]
     messages = list(dict.fromkeys(message for message, _ in lines))
     refused = ConfigError("\n".join(messages), next((r for _, r in lines if r), Remedy()))
-    paths = [".".join(map(str, item["loc"])) for item in found.values() if item["loc"]]
+    paths = [".".join(map(str, item["loc"])) for item in first_errors.values() if item["loc"]]
     refused.keys = tuple(dict.fromkeys(paths))
     return refused
 
@@ -155,8 +155,8 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
     if item["type"] == "tuple_type" and isinstance(item["input"], str):
         whole = _guess(table, path, item)
         given = json.dumps(whole or [item["input"]], ensure_ascii=False)
-        told = f"{key} = {item['input']!r}: input should be a list"
-        return told, mend(f"{key}={given}")
+        message = f"{key} = {item['input']!r}: input should be a list"
+        return message, mend(f"{key}={given}")
     if item["type"] == "missing":
         return f"the plan needs the key {key!r}", mend(f"{key}=VALUE")
     if item["type"] == "literal_error" and isinstance(item["input"], str):
@@ -172,16 +172,18 @@ def _explain(table: type[BaseModel], item: dict[str, Any], where: str) -> tuple[
         remedy = error.remedy if isinstance(error, Wrong) else default
         return f"{key}: {error}" if key else str(error), remedy
     if item["type"] in ("int_parsing", "float_parsing") and str(item["input"]).lower() in UNSET:
-        told = f"{key} = {item['input']!r} is no number, and nothing unsets a key that is written"
-        return told, Remedy(text=f"leave {key} out, of the plan's file where it stands there")
-    said = item["msg"][:1].lower() + item["msg"][1:]  # a pattern in it keeps its capitals
+        message = (
+            f"{key} = {item['input']!r} is no number, and nothing unsets a key that is written"
+        )
+        return message, Remedy(text=f"leave {key} out, of the plan's file where it stands there")
+    reason = item["msg"][:1].lower() + item["msg"][1:]  # a pattern in it keeps its capitals
     field = _table_at(table, path[:-1]).model_fields.get(str(path[-1])) if path else None
     near = _guess(table, path, item)
     near = _near(field, item) if near is None else near
     if isinstance(near, list):
-        return f"{key} = {item['input']!r}: {said}", _given(key, near)
+        return f"{key} = {item['input']!r}: {reason}", _given(key, near)
     return (
-        f"{key} = {item['input']!r}: {said}",
+        f"{key} = {item['input']!r}: {reason}",
         leave_out(_settable(key)) if near is None else mend(f"{key}={near}"),
     )
 
@@ -204,32 +206,32 @@ def _unknown(
         return f"the plan has no key {key!r}; {prefix} has no knobs", mend(f"{prefix}={{}}")
     if near is None:
         known = ", ".join(sorted(choices))
-        told = f"the plan has no key {key!r}; {prefix or 'a plan'} has {known}"
-        return told, leave_out(whole)
+        message = f"the plan has no key {key!r}; {prefix or 'a plan'} has {known}"
+        return message, leave_out(whole)
     hint = f"{prefix}.{near}" if prefix else near
     fits = _fitting(owner, near, str(path[-1]), given)
-    told = f"the plan has no key {key!r}; did you mean {hint}?"
-    return told, leave_out(whole) if fits is None else _given(hint, fits)
+    message = f"the plan has no key {key!r}; did you mean {hint}?"
+    return message, leave_out(whole) if fits is None else _given(hint, fits)
 
 
 def _foreign(
     table: type[BaseModel], beside: type[BaseModel], meant: Meant, key: str, given: Any
 ) -> tuple[str, Remedy]:
     """Return the message about a key that other trainers have, and what to write instead."""
-    told = f"the plan has no key {key!r}; "
+    opening = f"the plan has no key {key!r}; "
     if meant.unlike:
-        return f"{told}the nearest is {meant.key}, {meant.unlike}", leave_out(key)
+        return f"{opening}the nearest is {meant.key}, {meant.unlike}", leave_out(key)
     if meant.option:
         off = given is False or str(given).lower() in (*UNSET, "no", "off", "0")
         instead = leave_out(key) if off else meant.option
-        return f"{told}the nearest is {meant.option}", instead
+        return f"{opening}the nearest is {meant.option}", instead
     *above, name = meant.key.split(".")
     inside = meant.key.rpartition(".")[0] == key.rpartition(".")[0]
     owner, value = beside if inside else _table_at(table, tuple(above)), given
     if name in owner.model_fields and (inside or len(above) < 2):
         value = _fitting(owner, name, key, given)
     remedy = leave_out(key) if value is None else _given(meant.key, value)
-    return f"{told}did you mean {meant.key}?", remedy
+    return f"{opening}did you mean {meant.key}?", remedy
 
 
 def _explain_item(
@@ -239,19 +241,19 @@ def _explain_item(
     at = next(number for number, part in enumerate(path) if isinstance(part, int))
     whole = key.rsplit(".", len(path) - at)[0]
     field = _table_at(table, path[: at - 1]).model_fields.get(str(path[at - 1]))
-    said = item["msg"][:1].lower() + item["msg"][1:]
-    told = f"{key} = {item['input']!r}: {said}"
+    reason = item["msg"][:1].lower() + item["msg"][1:]
+    message = f"{key} = {item['input']!r}: {reason}"
     if item["type"] == "missing":
-        told = f"{whole} = {json.dumps(item['input'], default=str)} lacks an item"
+        message = f"{whole} = {json.dumps(item['input'], default=str)} lacks an item"
     if item["type"] == "literal_error":
         expected = item["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         meant = choice(str(item["input"]), expected)
         given = json.dumps([meant or alike(str(item["input"]), expected) or expected[0]])
-        told = f"{key} = {item['input']!r} is not one of {', '.join(expected)}"
-        return told, mend(f"{whole}={given}")
+        message = f"{key} = {item['input']!r} is not one of {', '.join(expected)}"
+        return message, mend(f"{whole}={given}")
     if field is None or not isinstance(field.default, tuple) or not field.default:
-        return told, leave_out(whole)
-    return told, mend(f"{whole}={json.dumps(field.default)}")
+        return message, leave_out(whole)
+    return message, mend(f"{whole}={json.dumps(field.default)}")
 
 
 def _written(table: type[BaseModel], path: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -261,8 +263,8 @@ def _written(table: type[BaseModel], path: tuple[int | str, ...]) -> tuple[int |
         if all(isinstance(one, str) for one in path[: number + 1]):
             field = _table_at(table, path[:number]).model_fields.get(str(part))
         if field is not None and get_origin(field.annotation) in (Union, UnionType):
-            kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
-            if len(kinds) > 1 and isinstance(path[number + 1], str):
+            members = [kind for kind in get_args(field.annotation) if kind is not NoneType]
+            if len(members) > 1 and isinstance(path[number + 1], str):
                 return path[: number + 1]
     return path
 
@@ -321,8 +323,8 @@ def _refused(table: type[BaseModel], name: str, value: Any) -> dict[str, Any] | 
     try:
         table.model_validate({name: value}, context=READ)
     except ValidationError as error:
-        said = [dict(item) for item in error.errors() if item["loc"][:1] == (name,)]
-        return said[0] if said else None
+        errors = [dict(item) for item in error.errors() if item["loc"][:1] == (name,)]
+        return errors[0] if errors else None
     return None
 
 

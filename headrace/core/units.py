@@ -47,13 +47,13 @@ def divisors(number: int) -> list[int]:
     It is made from prime factors, so that a number of 2^36 is answered in a millisecond, and one
     that is a prime in a few.
     """
-    found, rest, prime = [1], number, 2
+    factors, rest, prime = [1], number, 2
     while prime <= isqrt(rest):
         powers = 0
         while rest % prime == 0:
             rest, powers = rest // prime, powers + 1
-        found += [d * prime**k for d in found for k in range(1, powers + 1)]
+        factors += [d * prime**k for d in factors for k in range(1, powers + 1)]
         prime += 1 if prime == 2 else 2
     if rest > 1:
-        found += [d * rest for d in found]
-    return sorted(found)
+        factors += [d * rest for d in factors]
+    return sorted(factors)

@@ -388,11 +388,11 @@ def _assumed(hardware: Hardware) -> Machine:
         to_host=link, from_host=link,
         products=(), attention=(), absent=_absent(family),
     )  # fmt: skip
-    products = []
+    matmuls = []
     for precision, share in family.products.items():
         peak = peaks[FACTORS[precision][0]] * FACTORS[precision][1]
         point = MatmulPoint(m, n, k, 2 * m * n * k / (peak * share * hardware.sustained))
-        products.append(MatmulRates(precision, peak, (point,)))  # type: ignore[arg-type]
+        matmuls.append(MatmulRates(precision, peak, (point,)))  # type: ignore[arg-type]
     half = peaks["half"] * hardware.sustained
     attention = [
         AttentionRates(kernel, backward, half, points)  # type: ignore[arg-type]
@@ -400,7 +400,7 @@ def _assumed(hardware: Hardware) -> Machine:
     ]
     rate = half * family.products.get("bf16", family.products.get("fp16", 1.0))
     attention += [AttentionRates("math", backward, rate) for backward in (False, True)]
-    return replace(whole, products=tuple(products), attention=tuple(attention)).fitted()
+    return replace(whole, products=tuple(matmuls), attention=tuple(attention)).fitted()
 
 
 def _attention_points(

@@ -359,8 +359,8 @@ def _table(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
     later = {one.name for one in fields(kind) if one.default is not MISSING}
     for name in value.keys() ^ types.keys():
         if name in value or name not in later:
-            told = "missing" if name in types else "not a key of it"
-            raise ValueError(f"{prefix}{name} is {told}")
+            fault = "missing" if name in types else "not a key of it"
+            raise ValueError(f"{prefix}{name} is {fault}")
     given = types.keys() & value.keys()
     return {n: checked(types[n], value[n], f"{prefix}{n}") for n in types if n in given}
 
