@@ -117,11 +117,11 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         table: the outermost table.
         prefix: text that is put before each key.
     """
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in table.items():
         name = f"{prefix}{key}"
-        found |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return found
+        flattened |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flattened
 
 
 def _values(plan: Plan) -> dict[str, Any]:
@@ -129,15 +129,15 @@ def _values(plan: Plan) -> dict[str, Any]:
 
     A key that a technique rewrites has its default.
     """
-    found = flat(plan)
+    settings = flat(plan)
     for key in rewritten(plan):
         table, _, leaf = key.partition(".")
         default = type(getattr(plan, table)).model_fields[leaf].default
-        found |= {key: default}
-    found = {key: value for key, value in found.items() if value is not None}
+        settings |= {key: default}
+    settings = {key: value for key, value in settings.items() if value is not None}
     for name, technique in plan.techniques.items():
-        found |= _knobs(name, technique)
-    return found
+        settings |= _knobs(name, technique)
+    return settings
 
 
 def _said(plan: Plan, before: Plan) -> dict[str, Any]:
@@ -145,14 +145,14 @@ def _said(plan: Plan, before: Plan) -> dict[str, Any]:
 
     A key that a technique rewrites is left out, unless `before` gives it another value.
     """
-    found, made, given = _values(plan), flat(plan), _given(before)
+    settings, made, given = _values(plan), flat(plan), _given(before)
     for key in rewritten(plan):
         table, _, leaf = key.partition(".")
         asked = given.get(table, {}).get(leaf, "auto")
-        found.pop(key, None)
+        settings.pop(key, None)
         if asked not in ("auto", made.get(key)):
-            found[key] = made[key]
-    return found
+            settings[key] = made[key]
+    return settings
 
 
 def _knobs(name: str, technique: Technique[Any]) -> dict[str, Any]:

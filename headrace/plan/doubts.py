@@ -55,9 +55,9 @@ BYTE_BITS = 8.0
 def doubts_of(plan: Plan) -> list[Doubt]:
     """Return the doubts about a plan, those that make it meaningless first."""
     asked = (technique.doubt(plan) for technique in plan.techniques.values())
-    found = [doubt for doubt in asked if doubt is not None]
-    found += [doubt for rule in RULES for doubt in rule(plan)]
-    return sorted(found, key=lambda doubt: not doubt.meaningless)
+    all_doubts = [doubt for doubt in asked if doubt is not None]
+    all_doubts += [doubt for rule in RULES for doubt in rule(plan)]
+    return sorted(all_doubts, key=lambda doubt: not doubt.meaningless)
 
 
 def check_meant(doubts: Iterable[Doubt]) -> None:
@@ -215,13 +215,13 @@ def _traces(plan: Plan) -> Iterator[Doubt]:
     """Yield a doubt about profiler windows that evaluations and checkpoints leave no room for."""
     need = plan.trace.steps + 2  # as the key says
     often = {f"{name}.every_steps": getattr(plan, name).every_steps for name in INTERRUPT}
-    short = {key: every for key, every in often.items() if 0 < every < need}
-    if plan.trace.every_steps and short:
-        said = " and ".join(f"{key} = {every}" for key, every in short.items())
+    intervals = {key: every for key, every in often.items() if 0 < every < need}
+    if plan.trace.every_steps and intervals:
+        listing = " and ".join(f"{key} = {every}" for key, every in intervals.items())
         yield Doubt(
             f"trace.every_steps asks for traces, and none is recorded: one needs {need} steps in a "
-            f"row, and {said} leaves fewer",
-            mend(*(f"{key}={need}" for key in short)),
+            f"row, and {listing} leaves fewer",
+            mend(*(f"{key}={need}" for key in intervals)),
         )
 
 

@@ -371,12 +371,12 @@ class Plan(Strict):
         Raises:
             ConfigError: a wrong key, type, range or combination, with the nearest right one.
         """
-        said, with_, without = [*overrides], [*with_], [*without]
+        words, with_, without = [*overrides], [*with_], [*without]
         try:
-            return Plan._read(text, catalogue, said, with_, without)
+            return Plan._read(text, catalogue, words, with_, without)
         except ConfigError as error:
             read = partial(Plan._read, text, catalogue, with_=with_, without=without)
-            kept = known_of(said, Plan)
+            kept = known_of(words, Plan)
             raise settle(error, lambda more: read([*kept, *more])) from None
 
     @staticmethod
@@ -387,8 +387,8 @@ class Plan(Strict):
         try:
             values = toml_values(text, "the plan")
         except tomllib.TOMLDecodeError as error:
-            told = f"the plan is not valid TOML: {error}"
-            raise ConfigError(told, "mend what stands there, or leave that line out") from None
+            message = f"the plan is not valid TOML: {error}"
+            raise ConfigError(message, "mend what stands there, or leave that line out") from None
         for item in overrides:
             write_override(values, item, Plan)
         made = left_to_techniques(
@@ -439,7 +439,7 @@ class Plan(Strict):
         Raises:
             ConfigError: a key is given and a technique sets it otherwise, or two techniques do.
         """
-        plan, said = self, {}
+        plan, rewrites = self, {}
         for name, technique in self.techniques.items():
             for key, value in technique.keys(self).items():
                 table, _, leaf = key.partition(".")
@@ -450,10 +450,10 @@ class Plan(Strict):
                         f"the plan says {key} = {asked!r}, and {name} makes it {value!r}",
                         leave_out(key).otherwise(mend(f"-{name}")),
                     )
-                if said.setdefault(key, (name, value))[1] != value:
-                    other, found = said[key]
+                if rewrites.setdefault(key, (name, value))[1] != value:
+                    other, other_value = rewrites[key]
                     raise ConfigError(
-                        f"{other} makes {key} {found!r}, and {name} makes it {value!r}",
+                        f"{other} makes {key} {other_value!r}, and {name} makes it {value!r}",
                         mend(f"-{other}") | mend(f"-{name}"),
                     )
                 changed = {**getattr(plan, table).model_dump(exclude_unset=True), leaf: value}

@@ -120,29 +120,29 @@ class Card:
 
     def measured(self, field: str) -> list[str]:
         """Return the receipts of a field as texts; the first names the hardware."""
-        found = [receipt for receipt in self.receipts if receipt.field == field]
-        texts = [receipt.text for receipt in found]
+        matching = [receipt for receipt in self.receipts if receipt.field == field]
+        texts = [receipt.text for receipt in matching]
         return (
-            [f"{found[0].hardware.removeprefix('NVIDIA ')}, {texts[0]}", *texts[1:]]
+            [f"{matching[0].hardware.removeprefix('NVIDIA ')}, {texts[0]}", *texts[1:]]
             if texts
             else []
         )
 
     def parts(self, field: str) -> tuple[str, ...]:
         """Return the parts of a field's own text, without receipts."""
-        said: str | tuple[str, ...] = getattr(self, field)
-        return (said,) if isinstance(said, str) else said
+        own_text: str | tuple[str, ...] = getattr(self, field)
+        return (own_text,) if isinstance(own_text, str) else own_text
 
     def shown(self, field: str) -> str:
         """Return a field as text for a reader, with its receipts.
 
         Receipts come first, but last in the field `hurts`.
         """
-        said, *more = self.parts(field)
+        own_text, *more = self.parts(field)
         for part in more:
-            said += f". {part}" if part[:1].isupper() else f"; {part}"
+            own_text += f". {part}" if part[:1].isupper() else f"; {part}"
         measured = self.measured(field)
-        return "; ".join([said, *measured] if field == "hurts" else [*measured, said])
+        return "; ".join([own_text, *measured] if field == "hurts" else [*measured, own_text])
 
     def whole(self) -> dict[str, str]:
         """Return every field -> its text for a reader."""
@@ -377,7 +377,7 @@ class Catalogue:
         """
         if name in self.techniques:
             return self.techniques[name]
-        known, told = told_of(name), f"there is no technique {name!r}"
+        known, problem = told_of(name), f"there is no technique {name!r}"
         if known is not None:
             message, near = known
             if "=" in near:
@@ -386,17 +386,17 @@ class Catalogue:
             raise ConfigError(message, f"headrace explain {near}" if near else LIST)
         words = [word.strip() for word in re.split(r"[,;\s]+", name)]
         parts = [word.removeprefix("techniques.").partition("=")[0].lower() for word in words]
-        found = [part.replace("-", "_") for part in parts if part]
-        if not found or not {*found} <= {*self.techniques}:
+        suggestions = [part.replace("-", "_") for part in parts if part]
+        if not suggestions or not {*suggestions} <= {*self.techniques}:
             near = alike(name, self.techniques)
-            found = [near] if near else []
-        if not found:
+            suggestions = [near] if near else []
+        if not suggestions:
             like = "nor one of a like name" if self.techniques else "and none installed"
-            raise ConfigError(f"{told}, {like}", LIST)
-        first, *others = found
+            raise ConfigError(f"{problem}, {like}", LIST)
+        first, *others = suggestions
         more = [f"{option} {one}" for one in others]
         raise ConfigError(
-            f"{told}; did you mean {' and '.join(found)}?",
+            f"{problem}; did you mean {' and '.join(suggestions)}?",
             renamed(name, first, *more) or f"[techniques.{first}] in place of [techniques.{name}]",
         )
 
@@ -423,17 +423,17 @@ def discover(package: ModuleType) -> dict[str, type[Technique[Any]]]:
     A technique's module carries its name; there is no registry to edit. Cards get the receipts
     that a file beside the package's techniques holds.
     """
-    found: dict[str, type[Technique[Any]]] = {}
+    classes: dict[str, type[Technique[Any]]] = {}
     for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         module = importlib.import_module(info.name)
         for item in vars(module).values():
             own = isinstance(item, type) and item.__module__ == module.__name__
             if own and issubclass(item, Technique) and "card" in vars(item):
-                found[item.name()] = item
+                classes[item.name()] = item
     for name, receipts in read_receipts(Path(package.__path__[0], RECEIPTS)).items():
-        if name in found:
-            found[name].card = replace(found[name].card, receipts=receipts)
-    return dict(sorted(found.items()))
+        if name in classes:
+            classes[name].card = replace(classes[name].card, receipts=receipts)
+    return dict(sorted(classes.items()))
 
 
 RECEIPTS = "receipts.json"

@@ -125,11 +125,11 @@ class Calibration:
         whole = left_s / slower_s
         host = whole if time.by_host else None
         factors = dict.fromkeys(PHASES, 1.0 if time.by_host else whole)
-        told = {name: measured.phases_s.get(name, 0.0) for name in PHASES.values()}
-        if all(told.values()) and host is None:
+        measured_s = {name: measured.phases_s.get(name, 0.0) for name in PHASES.values()}
+        if all(measured_s.values()) and host is None:
             for phase, name in PHASES.items():
                 model_s = sum(s for (p, _), s in time.device_s.items() if PHASES[p] == name)
-                spent_s = left_s * told[name] / sum(told.values())
+                spent_s = left_s * measured_s[name] / sum(measured_s.values())
                 factors[phase] = spent_s / model_s if model_s else whole
         if not all(1 / FAR < f < FAR for f in (whole, *factors.values())):
             raise ConfigError(
@@ -174,8 +174,8 @@ def check_device(run: Path, device: str, name: str) -> None:
         ConfigError: the run's steps were measured on another device.
     """
     try:
-        told = parse_json((run / "environment.json").read_bytes())
-        ran, its = told["device"], told["device_name"]
+        environment = parse_json((run / "environment.json").read_bytes())
+        ran, its = environment["device"], environment["device_name"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # the run's device is unavailable
     if ran != device or (ran == "cuda" and its != name):

@@ -178,10 +178,10 @@ class Asking:
         Only words that keep what is trained are used, and `MOST_MENDS` sets of them at most.
         """
         names = {w[1:] for w in words if w[0] in "+-"}
-        found = 0
+        attempts = 0
         for more in error.remedy.changes:
-            if all(self._may(w, names) for w in more) and found < MOST_MENDS:
-                found += 1
+            if all(self._may(w, names) for w in more) and attempts < MOST_MENDS:
+                attempts += 1
                 yield (*words, *more)
 
     def _may(self, word: str, names: set[str]) -> bool:
@@ -199,8 +199,8 @@ class Asking:
                 if out is not None:
                     yield (f"+{name}", *out, *_said_otherwise(plan, kind))
         if self.layouts and plan.mesh.ranks > 1:
-            for words, kinds in layouts(plan, self.catalogue, near=plan is not self.start):
-                gone = [self._taken_out(plan, kind) for kind in kinds]
+            for words, classes in layouts(plan, self.catalogue, near=plan is not self.start):
+                gone = [self._taken_out(plan, kind) for kind in classes]
                 if None not in gone:
                     out = {word for one in gone if one for word in one}
                     yield (*words, *sorted(out - set(words)))
@@ -236,15 +236,15 @@ def singles(
         asking: what predicts them.
         failed: called with the words and the error of each change whose prediction failed.
     """
-    found = []
+    candidates = []
     for words in asking.singles(asking.start):
         try:
-            found.append(asking.attempt(asking.start, words))
+            candidates.append(asking.attempt(asking.start, words))
         except PredictionFailed as error:
             failed(words, error.message)
         except HeadraceError:
             continue
-    return found
+    return candidates
 
 
 def silent(plan: Plan) -> list[str]:

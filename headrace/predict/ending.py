@@ -64,10 +64,12 @@ class Curve:
         """
         try:
             report = parse_json((folder / "report.json").read_bytes())
-            told = report.get("val") or ()
-            points = sorted((float(one["tokens"]), one["bits_per_byte"]) for one in told)
+            validations = report.get("val") or ()
+            points = sorted((float(one["tokens"]), one["bits_per_byte"]) for one in validations)
             known = tuple((tokens, float(bits)) for tokens, bits in points if bits is not None)
-            seconds = {o["tokens"]: o.get("wall_s") for o in (*told, report) if "tokens" in o}
+            seconds = {
+                o["tokens"]: o.get("wall_s") for o in (*validations, report) if "tokens" in o
+            }
             clock = tuple((float(n), float(s)) for n, s in sorted(seconds.items()) if n and s)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
@@ -99,8 +101,8 @@ class Curve:
         if low is None:
             return f"{self.run} was not validated"
         spent_s = self.seconds_to(tokens)
-        told = "" if spent_s is None else f", after {format_seconds(spent_s)}"
-        return f"{self.run} came down to {low:.4g} only{told}"
+        suffix = "" if spent_s is None else f", after {format_seconds(spent_s)}"
+        return f"{self.run} came down to {low:.4g} only{suffix}"
 
     def seconds_to(self, tokens: float) -> float | None:
         """Return the seconds of a number of tokens on the run's clock.
@@ -156,20 +158,20 @@ def ending(
 
     budgets: dict[str, float] = {}
     unknown: dict[str, str] = {}
-    said = []
+    clauses = []
     for name, hours, why in (*_budgets(plan, seconds, curve), *_target(plan, seconds, curve)):
         if hours is None:
             unknown[name] = why
             continue
         if BITS in name and hours > min(budgets.values(), default=hours):
-            said = [f"{name}, which takes {format_seconds(3600 * hours)}"]
+            clauses = [f"{name}, which takes {format_seconds(3600 * hours)}"]
         budgets[name] = hours
     if unknown:
         whys = ", and ".join(dict.fromkeys(unknown.values()))
-        said.append(f"{' or '.join(unknown)}, nobody knows when: {whys} ({TELLS})")
-    told = "; ".join(said)
+        clauses.append(f"{' or '.join(unknown)}, nobody knows when: {whys} ({TELLS})")
+    message = "; ".join(clauses)
     if not budgets:
-        return told, None, None
+        return message, None, None
     until, hours = min(budgets.items(), key=lambda item: item[1])
     between = None
     by_steps = [name.startswith(BY_STEPS) for name in budgets]
@@ -185,7 +187,7 @@ def ending(
         until += f", on the clock of {curve.run}"
         if scale is not None:
             until += " (in brackets as in its fastest and its slowest stretch between validations)"
-    return (f"{told}; at the latest {until}" if told else until), hours, between
+    return (f"{message}; at the latest {until}" if message else until), hours, between
 
 
 def _target(plan: Plan, seconds: Seconds, curve: Curve | None) -> Iterator[Ending]:

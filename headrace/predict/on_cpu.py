@@ -35,7 +35,7 @@ def step_time(ledger: Ledger, machine: Machine) -> StepTime:
         UnsupportedError: the machine's rates do not cover the step.
     """
     sizes = ledger.sizes
-    found = host.step_time(_named(ledger), machine, sizes["micro_batches"])
+    base_time = host.step_time(_named(ledger), machine, sizes["micro_batches"])
     spot = place(sizes["tokens"], sizes["dim"], sizes["vocab"])
     times = between(_beside(machine, COMPILED in ledger.work, _half_of(ledger)), spot)
     if sizes.get(KEEPS):
@@ -44,7 +44,7 @@ def step_time(ledger: Ledger, machine: Machine) -> StepTime:
     if threads != machine.processors:
         where = f"at {threads} threads (at {_counts(machine)} they were)"
         times *= between(_against(machine, lambda s: s.threads == threads, where), spot)
-    return replace(found, device_s={key: times * s for key, s in found.device_s.items()})
+    return replace(base_time, device_s={key: times * s for key, s in base_time.device_s.items()})
 
 
 def _named(ledger: Ledger) -> Mapping[str, Work]:
@@ -106,14 +106,14 @@ def _compiled(steps: Sequence[MeasuredStep], machine: Machine) -> list[MeasuredS
     The time comes from compiled and eager steps in fp32 of the same decoder.
     """
     plain = {step.shape: step for step in _usual(machine) if not step.compiled}
-    beside, found = _beside(machine, True, ""), list[MeasuredStep]()
+    beside, compiled_steps = _beside(machine, True, ""), list[MeasuredStep]()
     for step in steps:
         if (eager := plain.get(step.shape)) is not None and not step.compiled:
             same = replace(eager, compiled=True)
             fused_s = _summed_s(same, machine) * between(beside, _spot(same))
             seconds = step.seconds * fused_s / eager.seconds
-            found.append(replace(step, compiled=True, seconds=seconds))
-    return found
+            compiled_steps.append(replace(step, compiled=True, seconds=seconds))
+    return compiled_steps
 
 
 def _against(machine: Machine, which: Callable[[MeasuredStep], bool], words: str) -> list[Ratio]:
@@ -128,13 +128,13 @@ def _against(machine: Machine, which: Callable[[MeasuredStep], bool], words: str
         UnsupportedError: no such step was timed.
     """
     usual = {step.shape: step.seconds for step in _usual(machine) if not step.compiled}
-    found = [
+    ratios = [
         (_spot(step), math.log(step.seconds / usual[step.shape]))
         for step in machine.steps if which(step) and not step.compiled and step.shape in usual
     ]  # fmt: skip
-    if not found:
+    if not ratios:
         raise UnsupportedError(f"no steps {words} were timed on this CPU", PROBE_CPU)
-    return found
+    return ratios
 
 
 def _spot(step: MeasuredStep) -> tuple[float, ...]:

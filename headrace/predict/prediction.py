@@ -339,8 +339,8 @@ def calibrated(plan: Plan, context: Context, machine: Machine, measured: Measure
             f"{plan.name} cannot calibrate other plans: its own time is not predicted: {unknown}",
             again_without("--after", verb="plan demo"),
         )
-    found = Calibration.of(time, measured, plan.name)
-    return replace(found, workload=workload(plan, context, ledger))
+    correction = Calibration.of(time, measured, plan.name)
+    return replace(correction, workload=workload(plan, context, ledger))
 
 
 def after(folder: Path, catalogue: Catalogue, context: Context, machine: Machine) -> Calibration:
@@ -382,16 +382,16 @@ def _room(held: Footprint, left: float) -> tuple[str, float | None]:
         held: what the plan needs.
         left: bytes of the device's memory that are left for the plan.
     """
-    allocated, found = held.ledger.peak()[1] + held.workspace, held.free
-    if found is None:
+    allocated, unlimited = held.ledger.peak()[1] + held.workspace, held.free
+    if unlimited is None:
         fits = "no" if allocated > left else "tight" if allocated > TIGHT * left else "yes"
         return fits, None
     if allocated > left:
-        return "no", found.bytes
-    if found.bytes <= TIGHT * left:
-        return "yes", found.bytes
+        return "no", unlimited.bytes
+    if unlimited.bytes <= TIGHT * left:
+        return "yes", unlimited.bytes
     fits = "yes" if allocated <= TIGHT * left and held.replayed(TIGHT * left).fits else "tight"
-    return fits, held.replayed(left).bytes if found.bytes > left else found.bytes
+    return fits, held.replayed(left).bytes if unlimited.bytes > left else unlimited.bytes
 
 
 def _time(
@@ -432,10 +432,10 @@ def _parts(time: StepTime, step_s: float) -> dict[str, float]:
     launches_s = max(0.0, time.host_s - sum(time.device_s.values()))
     waits = {LAUNCHES: launches_s, DATA: step_s - time.step_s}
     sent_s = time.device_s.get(("optimizer", "collective"), 0.0)
-    found = {"the update": time.of("optimizer") - sent_s}
+    part_seconds = {"the update": time.of("optimizer") - sent_s}
     waits[EDGE] = time.edge_s
-    found |= {name: spent_s for name, spent_s in waits.items() if spent_s > 0}
+    part_seconds |= {name: spent_s for name, spent_s in waits.items() if spent_s > 0}
     for (phase, kind), spent_s in time.device_s.items():
         if phase != "optimizer" or kind == "collective":
-            found[KINDS[kind]] = found.get(KINDS[kind], 0.0) + spent_s
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+            part_seconds[KINDS[kind]] = part_seconds.get(KINDS[kind], 0.0) + spent_s
+    return dict(sorted(part_seconds.items(), key=lambda item: -item[1]))

@@ -183,9 +183,9 @@ class _Search:
         if changes in self.seen:
             return None
         self.seen[changes] = None
-        found = self.asking.predict(changes, plan)
+        new_candidate = self.asking.predict(changes, plan)
         self.asked += 1
-        return found
+        return new_candidate
 
     def sort_in(self, parent: Candidate, child: Candidate, *, first: bool) -> None:
         """Keep a new candidate for the ranking, or list it apart."""
@@ -212,10 +212,10 @@ class _Search:
 
     def known(self) -> list[Candidate]:
         """Return the candidates that have a time and no needless change."""
-        found = [
+        timed = [
             c for c in self.seen.values() if c is not None and c.prediction.time.step_s is not None
         ]
-        return [c for c in found if not self.needless(c)]
+        return [c for c in timed if not self.needless(c)]
 
     def needless(self, candidate: Candidate) -> bool:
         """Return whether a candidate is predicted to be the same without some of its words.
@@ -246,15 +246,15 @@ def _order(aim: SweepAim, start: Candidate) -> Callable[[Candidate], tuple[Any, 
     as_fast = AS_FAST * (start.prediction.time.step_s or float("inf"))
 
     def key(candidate: Candidate) -> tuple[Any, ...]:
-        found, few = candidate.prediction, (len(candidate.changes), candidate.changes)
-        step_s = found.time.step_s or float("inf")
-        if found.memory.fits == "no":
-            return (True, found.memory.peak_bytes, *few)
-        cost = step_s * (TIGHT_COSTS if found.memory.fits == "tight" else 1.0)
+        prediction, few = candidate.prediction, (len(candidate.changes), candidate.changes)
+        step_s = prediction.time.step_s or float("inf")
+        if prediction.memory.fits == "no":
+            return (True, prediction.memory.peak_bytes, *few)
+        cost = step_s * (TIGHT_COSTS if prediction.memory.fits == "tight" else 1.0)
         if aim != "memory":
             return (False, cost, *few)
         slower = step_s > as_fast
-        return (False, slower, found.memory.peak_bytes * (cost if slower else 1.0), cost, *few)
+        return (False, slower, prediction.memory.peak_bytes * (cost if slower else 1.0), cost, *few)
 
     return key
 
@@ -270,15 +270,15 @@ def _same(one: Candidate, two: Candidate) -> bool:
 
 def _front(candidates: list[Candidate]) -> list[Candidate]:
     """Return the candidates to which no other is both faster and smaller, the smallest first."""
-    found: list[Candidate] = []
+    frontier: list[Candidate] = []
     least = float("inf")
     for candidate in sorted(
         candidates, key=lambda c: (c.prediction.time.step_s, c.prediction.memory.peak_bytes)
     ):
         if candidate.prediction.memory.peak_bytes < least:
             least = candidate.prediction.memory.peak_bytes
-            found.append(candidate)
-    return found[::-1]
+            frontier.append(candidate)
+    return frontier[::-1]
 
 
 # --- for a reader ----------------------------------------------------------------------------
