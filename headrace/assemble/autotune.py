@@ -82,13 +82,13 @@ def choose_attention(
     plans, refused = candidates(plan, catalogue, device)
 
     def find() -> dict[str, Any]:
-        found = _find(plans, prepared, device, progress)
-        found["refused"] = {**refused, **found["refused"]}
-        progress.note(told(found))
-        return found
+        result = _find(plans, prepared, device, progress)
+        result["refused"] = {**refused, **result["refused"]}
+        progress.note(told(result))
+        return result
 
-    found = by_first(world, find)
-    return plans[found["chosen"]], found
+    result = by_first(world, find)
+    return plans[result["chosen"]], result
 
 
 def candidates(
@@ -143,15 +143,15 @@ def _find(
     key, known = json.dumps(at, sort_keys=True), _read()
     if _is_whole(old := known.get(key), plans):
         return {**old, "at": at, "cached": True}
-    found = measure(build, work, plans, progress)
-    _write({**known, key: found})
-    return {**found, "at": at, "cached": False}
+    result = measure(build, work, plans, progress)
+    _write({**known, key: result})
+    return {**result, "at": at, "cached": False}
 
 
 def _is_whole(old: Any, plans: Mapping[str, Plan]) -> TypeGuard[dict[str, Any]]:
     """Return whether a stored entry has all that `measure` returns and chooses one of `plans`."""
-    kinds = {"chosen": str, "kernels": list, "milliseconds": dict, "refused": dict}
-    if not isinstance(old, dict) or any(type(old.get(n)) is not kinds[n] for n in kinds):
+    types = {"chosen": str, "kernels": list, "milliseconds": dict, "refused": dict}
+    if not isinstance(old, dict) or any(type(old.get(n)) is not types[n] for n in types):
         return False
     times = [time if type(time) is dict else {} for time in old["milliseconds"].values()]
     numbers = [type(time.get(n)) for time in times for n in ("median", "low", "high")]
@@ -295,11 +295,11 @@ def _take_turns(trials: Mapping[str, Trial], progress: Progress) -> dict[str, li
     """Return the milliseconds of each round, by backend."""
     began_s, calls = time.perf_counter(), 1
     times: dict[str, list[float]] = {name: [] for name in trials}
-    for turn in range(ROUNDS):
-        progress.task("attention backends", turn, ROUNDS)
+    for round_index in range(ROUNDS):
+        progress.task("attention backends", round_index, ROUNDS)
         for name, trial in trials.items():
             times[name].append(1000 * trial.seconds(calls))
-        if turn == 0 and max(seen[0] for seen in times.values()) < 1000 * LONG_S:
+        if round_index == 0 and max(seen[0] for seen in times.values()) < 1000 * LONG_S:
             calls = CALLS
         if time.perf_counter() - began_s > PATIENCE_S:
             break

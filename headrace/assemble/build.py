@@ -66,8 +66,8 @@ def make_ledgers(plan: Plan, context: Context) -> list[Ledger]:
 def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
     model = plan.model
     if not model.vocab:  # not resolved yet by a run
-        told = model.pretrained and plan.data.tokenizer != "bpe"  # by the weights
-        model = _model_config(plan, 0 if told else entries(plan.data))
+        vocab_decided = model.pretrained and plan.data.tokenizer != "bpe"  # by the weights
+        model = _model_config(plan, 0 if vocab_decided else entries(plan.data))
     ledger = baseline_ledger(
         model,
         rows=plan.micro_rows,
@@ -103,11 +103,11 @@ def _ranks(mesh: MeshConfig) -> dict[str, float]:
     sizes |= {"shard": mesh.data * mesh.context, "world": mesh.ranks}
     reach = {a: prod(getattr(mesh, b) for b in AXES[AXES.index(a) :]) for a in AXES}
     reach |= {"shard": reach["data"], "world": mesh.ranks}
-    found = {f"{axis}_ranks": float(count) for axis, count in sizes.items()}
-    found |= {f"{axis}_reach": float(count) for axis, count in reach.items()}
+    counts = {f"{axis}_ranks": float(count) for axis, count in sizes.items()}
+    counts |= {f"{axis}_reach": float(count) for axis, count in reach.items()}
     mine = ("shard", "pipeline", "world")
-    found[COMMUNICATORS] = float(sum(sizes[axis] > 1 for axis in mine))
-    return found
+    counts[COMMUNICATORS] = float(sum(sizes[axis] > 1 for axis in mine))
+    return counts
 
 
 def _when_predicted(technique: Technique[Any]) -> tuple[int, bool, int, str]:
@@ -216,9 +216,9 @@ drawn where there are none."""
 
 def _as_pretrained(model: ModelConfig) -> ModelConfig:
     """Return the config of the pretrained weights; the plan's keys must agree with it."""
-    found, _ = load_pretrained(Path(model.pretrained))
+    pretrained_config, _ = load_pretrained(Path(model.pretrained))
     pairs = {
-        key: (getattr(model, key), getattr(found, key))
+        key: (getattr(model, key), getattr(pretrained_config, key))
         for key in sorted(model.model_fields_set - NOT_OF_WEIGHTS)
     }
     other = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
@@ -234,7 +234,7 @@ def _as_pretrained(model: ModelConfig) -> ModelConfig:
             ),
         )
     kept = {k: getattr(model, k) for k in ("family", "pretrained", "precision")}
-    return found.model_copy(update=kept)
+    return pretrained_config.model_copy(update=kept)
 
 
 def _trunk(
@@ -395,9 +395,11 @@ def local_engine(build: Build, micros: Any, objective: Any, scale: Tensor) -> Te
 
 def _sum_gradients(build: Build) -> None:
     """Sum the gradients that are partial on each rank, axis by axis."""
-    held = [(build.layouts[n], p) for n, p in build.model.named_parameters() if p.grad is not None]
+    parameter_layouts = [
+        (build.layouts[n], p) for n, p in build.model.named_parameters() if p.grad is not None
+    ]
     for axis in ("shard", "tensor", "ends"):
-        partial = [local_of(p.grad) for layout, p in held if axis in layout.partial]  # type: ignore[arg-type]
+        partial = [local_of(p.grad) for layout, p in parameter_layouts if axis in layout.partial]  # type: ignore[arg-type]
         build.world.sum_gradients_(partial, axis)
 
 

@@ -94,16 +94,16 @@ def elsewhere(context: Context, device_name: str) -> Context:
         UnsupportedError: nothing is assumed of such a device.
     """
     Machine.assumed(device_name)
-    found = lookup(device_name)
-    if not found.family:
+    datasheet = lookup(device_name)
+    if not datasheet.family:
         raise ConfigError(
             f"--device-name is of a GPU that is not here, and {device_name} is none",
             "device=cpu without --device-name",
         )
     return replace(
-        context, device="cuda", device_name=device_name, capability=found.capability,
+        context, device="cuda", device_name=device_name, capability=datasheet.capability,
         has_triton=True, has_compiler=True,
-        precision=precision_of(context.plan, found.capability),
+        precision=precision_of(context.plan, datasheet.capability),
     )  # fmt: skip
 
 

@@ -51,18 +51,18 @@ def check_active(build: Build) -> dict[str, Any]:
     Raises:
         RunError: on some rank a technique is not in force, or no rank has evidence of it.
     """
-    found = {}
+    evidence_by_name = {}
     for technique in build.techniques:
         evidence = technique.active(build)
-        told = build.world.gather((evidence.active, evidence.detail))
-        wrong = [detail for active, detail in told if active is False]
-        if wrong or all(active is None for active, _ in told):
+        states = build.world.gather((evidence.active, evidence.detail))
+        wrong = [detail for active, detail in states if active is False]
+        if wrong or all(active is None for active, _ in states):
             raise RunError(
-                f"{technique.name()} was asked for and is not in force: {(wrong or told[0])[-1]}",
+                f"{technique.name()} was asked for and is not in force: {(wrong or states[0])[-1]}",
                 mend(f"-{technique.name()}"),
             )
-        found[technique.name()] = evidence
-    return found
+        evidence_by_name[technique.name()] = evidence
+    return evidence_by_name
 
 
 def evidence_after(
@@ -82,7 +82,7 @@ def evidence_after(
         RunError: a technique is not in force, or the last step to show it counted no target.
     """
     if float(numbers[3]) > 0 or not build.techniques:
-        return {name: found.detail for name, found in check_active(build).items()}
+        return {name: proof.detail for name, proof in check_active(build).items()}
     if last:
         names = ", ".join(technique.name() for technique in build.techniques)
         raise RunError(
@@ -123,9 +123,9 @@ def last_look(build: Build, counted: bool) -> LastLook:
                 seen[technique.name()] = evidence
         except Exception as error:
             active = f"nobody could look: {error}"
-        told = build.world.gather(active)
-        failed = [active for active in told if isinstance(active, str)]
-        missing = False in told or all(active is None for active in told)
+        answers = build.world.gather(active)
+        failed = [active for active in answers if isinstance(active, str)]
+        missing = False in answers or all(active is None for active in answers)
         if missing and counted:
             lost.append(technique.name())
         elif missing:
@@ -163,11 +163,11 @@ def note_own_attention(build: Build) -> None:
                     kernels |= dict.fromkeys(kernels_of(attend, q, k, k, mask, only="CUDA"))
     except Exception as error:  # this check must not end a run
         why = f" ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
-    found = kernels if on_gpu else operations
-    told = f"torch ran {', '.join(operations)}" if operations else "what torch ran was not seen"
-    unseen = ", whose kernels were not seen" if operations and not found else ""
-    build.run_notes.own_attention = {"kernels": [*found], "detail": told + unseen + why}
-    build.tell(f"attention: {told}{unseen}{why}")
+    launches = kernels if on_gpu else operations
+    message = f"torch ran {', '.join(operations)}" if operations else "what torch ran was not seen"
+    unseen = ", whose kernels were not seen" if operations and not launches else ""
+    build.run_notes.own_attention = {"kernels": [*launches], "detail": message + unseen + why}
+    build.tell(f"attention: {message}{unseen}{why}")
 
 
 def _asked(build: Build, spec: MaskSpec) -> tuple[Tensor, Tensor, Any]:

@@ -157,8 +157,8 @@ def measured(
         raise UnsupportedError(
             f"probes know CPUs and NVIDIA GPUs, not {device.type}", mend("device=cpu")
         )
-    found = _run(device, budget_s, progress)
-    machine = _machine(found)
+    measurements = _run(device, budget_s, progress)
+    machine = _machine(measurements)
     with suppress(ConfigError):  # the new file replaces a damaged one
         before = cached(device)
         machine = machine if before is None else replace(machine, links=before.links)
@@ -191,10 +191,10 @@ def add(
             *(attention_probe(found, *one) for one in attention if one not in mixed),
         ],
     )  # fmt: skip
-    new_products, new_attention = _tables(found)
+    new_matmuls, new_attention = _tables(found)
     machine = replace(
         machine,
-        products=_cool(_merged(machine.products, new_products), machine.kind),
+        products=_cool(_merged(machine.products, new_matmuls), machine.kind),
         attention=_merged(machine.attention, new_attention),
         absent=tuple({a.what: a for a in (*_absences(found), *machine.absent)}.values()),
         skipped=machine.skipped + _missed(found),
@@ -219,16 +219,18 @@ def _run(
     every = in_order if device.type == "cuda" else host.in_order
     with here, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kernels that refuse give many warnings
-        found = Found(Clock(device, budget_s), torch.Generator(device).manual_seed(0))
+        measurements = Found(Clock(device, budget_s), torch.Generator(device).manual_seed(0))
         try:
             torch.set_float32_matmul_precision("highest")
             if choose is None:
-                launches(found)
-            _work_through(found, list((choose or every)(found)), progress or Progress())
+                launches(measurements)
+            _work_through(
+                measurements, list((choose or every)(measurements)), progress or Progress()
+            )
         finally:
             torch.set_float32_matmul_precision(before)
-            found.clock.release()
-    return found
+            measurements.clock.release()
+    return measurements
 
 
 def _work_through(found: Found, probes: list[Probe], progress: Progress) -> None:
@@ -278,7 +280,7 @@ def _lacks_memory(found: Found, probe: Probe) -> bool:
 def _machine(found: Found) -> Machine:
     """Return all points as a machine whose rates are fitted to the fastest of them."""
     device, cuda = found.device, found.device.type == "cuda"
-    products, attention = _tables(found)
+    matmuls, attention = _tables(found)
     return Machine(
         name=name_of(device),
         kind="gpu" if cuda else "cpu",
@@ -300,7 +302,7 @@ def _machine(found: Found) -> Machine:
         traffic=_stream(found.traffic, found.kernel_s),
         to_host=_stream(found.links[True]),
         from_host=_stream(found.links[False]),
-        products=_cool(products, "gpu" if cuda else "cpu"),
+        products=_cool(matmuls, "gpu" if cuda else "cpu"),
         attention=attention,
         absent=_absences(found),
         skipped=_missed(found),
@@ -312,11 +314,11 @@ def _machine(found: Found) -> Machine:
 
 def _tables(found: Found) -> tuple[tuple[MatmulRates, ...], tuple[AttentionRates, ...]]:
     """Return tables of the matmul and attention points; `fitted` sets their rates later."""
-    products = (MatmulRates(p, ANY, tuple(points)) for p, points in found.products.items())
+    matmuls = (MatmulRates(p, ANY, tuple(points)) for p, points in found.products.items())
     attention = (
         AttentionRates(*key, ANY, tuple(points)) for key, points in found.attention.items()
     )
-    return tuple(products), tuple(attention)
+    return tuple(matmuls), tuple(attention)
 
 
 def _merged(old: tuple[T, ...], new: tuple[T, ...]) -> tuple[T, ...]:
@@ -370,10 +372,10 @@ def _context_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()
-    held = torch.cuda.memory_reserved(device)
+    reserved_bytes = torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
     mine = _own_bytes(device)
-    return max(0, (total - free if mine is None else mine) - held)
+    return max(0, (total - free if mine is None else mine) - reserved_bytes)
 
 
 def _own_bytes(device: torch.device) -> int | None:

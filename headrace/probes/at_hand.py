@@ -45,8 +45,8 @@ def rates(device: torch.device, tell: Callable[[], Progress] | None = None) -> M
     """
     if device.type == "mps":
         return Machine.assumed(device.type)
-    if (found := cached(device)) is not None:
-        return found
+    if (cached_rates := cached(device)) is not None:
+        return cached_rates
     name = name_of(device)
     if device.type == "cuda" and lookup(name).family:
         return of_its_driver(Machine.assumed(name), device)

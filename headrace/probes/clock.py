@@ -46,9 +46,9 @@ class Clock:
             return self._host_seconds(call)
         call()
         torch.cuda.synchronize(self.device)
-        found = median(self._between_events(call, 1) for _ in range(REPEATS))
-        if found >= SHORT_S:
-            return found - self.edge_s
+        median_s = median(self._between_events(call, 1) for _ in range(REPEATS))
+        if median_s >= SHORT_S:
+            return median_s - self.edge_s
         begin_s = time.perf_counter()
         call()
         queue_s = time.perf_counter() - begin_s
@@ -97,13 +97,13 @@ class Clock:
         call()
         once_s = max(time.perf_counter() - begin_s, 1e-7)
         calls = max(1, min(1000, int(1e-3 / once_s)))
-        found = []
+        times_s = []
         for _ in range(REPEATS if once_s < 0.05 else 2):
             begin_s = time.perf_counter()
             for _ in range(calls):
                 call()
-            found.append((time.perf_counter() - begin_s) / calls)
-        return median(found)
+            times_s.append((time.perf_counter() - begin_s) / calls)
+        return median(times_s)
 
     def wait(self) -> None:
         """Wait until the device has done all that is queued."""

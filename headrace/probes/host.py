@@ -138,7 +138,7 @@ def in_order(found: Found) -> Iterator[Probe]:
     found.absent |= dict.fromkeys(gpus, "a kernel of NVIDIA GPUs")
     found.absent["attention by flex"] = "on a CPU it has no backward pass"
     moved = [moving(found, size) for size in MOVED["cpu"]]
-    linked = [linking(found, size, way) for size in LINKED["cpu"] for way in (True, False)]
+    linked = [linking(found, size, to_host) for size in LINKED["cpu"] for to_host in (True, False)]
     small, large = SQUARES["cpu"]
     for probe in (*moved[:2], *linked, product_probe(found, main, small, small, small)):
         probe.must = True
@@ -327,19 +327,19 @@ def _embedding(found: Found, small: Small) -> Calls:
 
 def _gradients(found: Found, small: Small) -> Calls:
     """Return the call that adds a later micro-batch's gradients to those there are."""
-    held = [found.random(*p.shape) for p in _decoder(found, small).parameters()]
-    more = [x.clone() for x in held]
+    accumulators = [found.random(*p.shape) for p in _decoder(found, small).parameters()]
+    more = [x.clone() for x in accumulators]
 
     def add() -> None:
-        for x, y in zip(held, more, strict=True):
+        for x, y in zip(accumulators, more, strict=True):
             x.add_(y)
 
     return {"backward": add}
 
 
 def _clip(found: Found, small: Small) -> Calls:
-    held = [found.random(*p.shape) for p in _decoder(found, small).parameters()]
-    return {"optimizer": lambda: scale_gradients(held, clip_factor(gradient_norm(held), 1.0))}
+    grads = [found.random(*p.shape) for p in _decoder(found, small).parameters()]
+    return {"optimizer": lambda: scale_gradients(grads, clip_factor(gradient_norm(grads), 1.0))}
 
 
 def _update(found: Found, small: Small) -> Calls:

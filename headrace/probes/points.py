@@ -269,8 +269,8 @@ def linking(found: Found, size: int, to_host: bool) -> Probe:
         seconds = found.clock.seconds(lambda: onto.copy_(source, non_blocking=True))
         found.links[to_host].append(StreamPoint(size, seconds))
 
-    way = "to" if to_host else "from"
-    return Probe(f"copies {way} the host", f"{size} bytes", size, size, run)
+    direction = "to" if to_host else "from"
+    return Probe(f"copies {direction} the host", f"{size} bytes", size, size, run)
 
 
 def launches(found: Found) -> None:
@@ -314,7 +314,9 @@ def in_order(found: Found) -> Iterator[Probe]:
     kind = found.device.type
     main, *others = precisions(found)
     moved = [moving(found, size) for size in MOVED[kind]]
-    linked = [linking(found, size, way) for size in LINKED[kind] for way in (True, False)]
+    linked = [
+        linking(found, size, toward_host) for size in LINKED[kind] for toward_host in (True, False)
+    ]
     squares = {
         p: [product_probe(found, p, n, n, n) for n in SQUARES[kind]] for p in (main, *others)
     }

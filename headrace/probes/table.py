@@ -20,17 +20,17 @@ def table(machine: Machine) -> list[list[str]]:
             continue
         work = {p: _work(p.shape, p.causal, mixing.backward) / p.seconds for p in mixing.points}
         best = max(work, key=lambda p: work[p])
-        way = "backward" if mixing.backward else "forward"
-        what = f"attention by {mixing.kernel}, {way}, {best.length} tokens of {best.features}"
+        direction = "backward" if mixing.backward else "forward"
+        what = f"attention by {mixing.kernel}, {direction}, {best.length} tokens of {best.features}"
         rows.append([what, f"{work[best] / 1e12:.4g} TFLOP/s"])
     rate = MANY_BYTES / machine.traffic_s(MANY_BYTES)
     rows.append(["reading and writing memory", f"{rate / 1e9:.4g} GB/s"])
     rows.append(["a small kernel", format_seconds(machine.traffic_s(1))])
     rows.append(["the host, for one operation", format_seconds(machine.launch_s)])
     if machine.kind == "gpu":
-        for way, to_host in (("to", True), ("from", False)):
+        for direction, to_host in (("to", True), ("from", False)):
             rate = MANY_BYTES / machine.link_s(MANY_BYTES, to_host)
-            rows.append([f"copies {way} the host", f"{rate / 1e9:.4g} GB/s"])
+            rows.append([f"copies {direction} the host", f"{rate / 1e9:.4g} GB/s"])
         rows.append(["held by the driver and libraries", format_bytes(machine.context_bytes)])
     for link in machine.links:
         name = link.operation.replace("_", "-")

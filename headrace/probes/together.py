@@ -113,13 +113,13 @@ def _pass_on(x: Tensor, world: World) -> None:
 def _seconds(call: Callable[[], object], device: torch.device, world: World) -> float:
     """Return the seconds of one call on the slowest rank."""
     spent = []
-    for burst in range(WARM + BURSTS):
+    for trial in range(WARM + BURSTS):
         world.any(False)
         begin_s = time.perf_counter()
-        for _ in range(CALLS if burst >= WARM else 1):
+        for _ in range(CALLS if trial >= WARM else 1):
             call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if burst >= WARM:
+        if trial >= WARM:
             spent.append((time.perf_counter() - begin_s) / CALLS)
     return max(world.gather(median(spent)))
