@@ -1,1 +1,1 @@
-"""The command line: one module for each group of verbs."""
+"""The command line has one module for each group of verbs."""

@@ -1,7 +1,7 @@
-"""The command line: `app`, and the module in which each of its verbs is.
+"""This module holds the command line `app`, and names the module of each verb.
 
-The module of a verb is imported when the verb is called, and what the verb works with when it runs.
-So `headrace --help` and the help of a verb wait neither for torch nor for a technique.
+The module of a verb is imported when the verb is called. What the verb works with is imported when
+it runs. So `headrace --help` and the help of a verb wait neither for torch nor for a technique.
 """
 
 import typer
@@ -11,7 +11,7 @@ from headrace.cli.verbs import Verb, Verbs
 
 
 class Headrace(Verbs):
-    """The verbs of `headrace`, in the order in which its help lists them."""
+    """Hold the verbs of `headrace`, in the order in which its help lists them."""
 
     verbs = (
         Verb("train", "train.train", "Train a plan to its goal, and report what was narrowest."),

@@ -1,4 +1,4 @@
-"""What the verbs of the command line take: the types of their arguments and options."""
+"""This module defines the types of the arguments and options that the verbs take."""
 
 import re
 from pathlib import Path
@@ -17,10 +17,10 @@ def _print_version(asked: bool) -> None:
 
 
 def _check_name(checkpoint: str | None) -> str | None:
-    """Refuse what names no checkpoint, as a path that leads elsewhere.
+    """Return the name of a checkpoint; refuse any other text, such as a path.
 
     Raises:
-        ConfigError: it is none of the names.
+        ConfigError: the text is neither step-N nor latest nor best.
     """
     if checkpoint is None or re.fullmatch("step-[0-9]+|latest|best", checkpoint):
         return checkpoint

@@ -1,4 +1,4 @@
-"""The techniques that the verbs know."""
+"""This module loads the techniques that the verbs know."""
 
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 def catalogue() -> "Catalogue":
     """Return every technique and model family that is installed.
 
-    The first call imports them all, and torch with them. A signal that comes meanwhile ends the
-    command with one message.
+    The first call imports them all, and torch with them. A signal that comes during the
+    import ends the command with one message.
     """
     with loading():
         from headrace.plan.technique import installed

@@ -1,4 +1,4 @@
-"""The verbs under `headrace data`: ingest."""
+"""This module holds the verbs under `headrace data`, of which `ingest` is the only one."""
 
 import typer
 
@@ -11,7 +11,7 @@ data = typer.Typer(no_args_is_help=True)
 
 @data.command()
 def ingest(plan: PlanName = "demo", overrides: Overrides = None, *, json: Json = False) -> None:
-    """Tokenizer and shards of a plan's data, without training."""
+    """Prepare the tokenizer and the shards of a plan's data, without training."""
     with exit_codes(json):
         with loading():
             from headrace.cli.plans import named_plan

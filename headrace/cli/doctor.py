@@ -1,4 +1,4 @@
-"""The verb doctor."""
+"""This module holds the verb `doctor`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +30,7 @@ def doctor(
     device_name: DeviceName = "",
     json: Json = False,
 ) -> None:
-    """What holds a run up, the gravest first, and what each remedy would gain."""
+    """Print the findings of a run, the gravest first, and what each remedy would gain."""
     with exit_codes(json):
         with loading():
             from headrace.cli.plans import named_plan, place, rates_here
@@ -63,10 +63,10 @@ def doctor(
 
 
 def _judged_run(what: Path) -> Path:
-    """The run's folder; a file or a folder that is no run may have been meant as traces.
+    """Return the folder of the run that is to be judged.
 
     Raises:
-        ConfigError: there is no such run.
+        ConfigError: there is no such run. Where traces may have been meant, the remedy names them.
     """
     from headrace.doctor.run import TRACES
     from headrace.inference.load import resolve_run
@@ -80,7 +80,7 @@ def _judged_run(what: Path) -> Path:
         if what.is_file() and (what.parent / "plan.toml").is_file():
             message = f"{what} is a file of a run, and a run is judged by its folder"
             raise ConfigError(message, again((what, what.parent), verb="doctor")) from None
-        if what.is_file():  # gzip is seen by what is in it
+        if what.is_file():  # gzip is recognised by its content
             named = f"{what}{TRACES[0]}"
             command = again((what, named), verb="doctor")
             remedy = f"mv {shell(what)} {shell(named)}, if it is one; {command}"
@@ -93,13 +93,13 @@ def _judged_run(what: Path) -> Path:
 
 
 def _plan_of(what: Path) -> Path:
-    """The plan of a run, or one that is always there."""
+    """Return the plan file of a run, or the recipe `demo` where the run has none."""
     found = (folder / "plan.toml" for folder in (what, Path("runs") / what))
     return next((file for file in found if file.is_file()), Path("demo"))
 
 
 def _is_plan(what: Path) -> bool:
-    """A TOML file, or a recipe of which there is no run."""
+    """Return whether this names a TOML file, or a recipe, and no run has the same name."""
     from headrace.recipes import recipes
 
     if any((folder / "plan.toml").is_file() for folder in (what, Path("runs") / what)):

@@ -1,4 +1,4 @@
-"""The plan that a command line names, and where it would run."""
+"""This module reads the plan that a command line names, and finds where it would run."""
 
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,11 @@ def named_plan(
     *,
     verb: str = "train",
 ) -> Plan:
-    """The plan of that name, with what the command line changes in it.
+    """Return the plan of that name, with the changes of the command line.
 
     Raises:
-        ConfigError: there is none, and what to give the verb; or it is not well formed.
+        ConfigError: there is no such plan, and the remedy says what to give the verb; or the plan
+            is not well formed.
     """
     text, said = read_recipe(name, verb), overrides or []
     plan = Plan.read(text, catalogue(), overrides=said, with_=add or (), without=drop or ())
@@ -43,20 +44,20 @@ def named_plan(
 
 
 def _weigh(plan: Plan, left: dict[str, Any], said: list[str]) -> None:
-    """Tell what given weights decide against a plan's file, and refuse what is said against them.
+    """Print where pretrained weights override a plan's file; refuse what contradicts them.
 
     Args:
-        plan: with the weights.
-        left: keys of the file that are left to them, with its values.
-        said: the command line's overrides.
+        plan: the plan, which names the weights.
+        left: the keys of the plan's file that the weights decide, with the file's values.
+        said: the overrides of the command line.
 
     Raises:
-        ConfigError: an override contradicts them.
+        ConfigError: an override contradicts the weights.
     """
     folder = plan.model.pretrained
     try:
         weights, _ = load_pretrained(Path(folder))
-    except HeadraceError:  # a resume may not need them; who reads them says what is wrong
+    except HeadraceError:  # a resume may not need them; their reader reports what is wrong
         return
     own = {f"model.{key}": value for key, value in dict(weights).items()}
     own |= {"data.tokenizer": folder, "data.vocab": weights.vocab}
@@ -80,10 +81,13 @@ def _weigh(plan: Plan, left: dict[str, Any], said: list[str]) -> None:
 
 
 def place(plan: Plan, device_name: str = "") -> tuple[Context, Machine]:
-    """Where a plan would run, and the rates there: probed, else assumed, else probed now.
+    """Return where a plan would run, and the rates of that device.
+
+    The rates are assumed for the device that `device_name` names. Without a name they are those of
+    the plan's device here: see `rates_here`.
 
     Raises:
-        UnsupportedError: its device is not here, or nothing is known of `device_name`.
+        UnsupportedError: the plan's device is not here, or no rates are known for `device_name`.
     """
     if device_name:
         there = elsewhere(make_context(plan, torch.device("cpu")), device_name)
@@ -93,9 +97,9 @@ def place(plan: Plan, device_name: str = "") -> tuple[Context, Machine]:
 
 
 def rates_here(device: torch.device) -> Machine:
-    """The rates of a device that is here, measured now where nothing else tells them.
+    """Return the rates of a device of this machine: measured, else assumed, else measured now.
 
     Raises:
-        ConfigError: what was kept of it is damaged.
+        ConfigError: the file of its measured rates is damaged.
     """
     return rates(device, probe_progress)

@@ -1,4 +1,4 @@
-"""The verbs that predict a run and measure what a prediction rests on: plan and probe."""
+"""This module holds the verb `plan`, which predicts a run, and `probe`, which measures rates."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -47,7 +47,7 @@ def plan(
             ran = read_recorded_plan(run, catalogue())
             try:
                 measured = after(run, catalogue(), context, machine)
-            except UnsupportedError:  # the run's clock tells, where no time of a step is foreseen
+            except UnsupportedError:  # its clock serves where no step time is predicted
                 if sweep_ or predict(wanted, context, machine).time.step_s is not None:
                     raise
             if wanted.goal.bits_per_byte is not None or measured is None:
@@ -94,7 +94,7 @@ def probe(
             from headrace.probes.together import measure_together
         where = find_device(device, "--device auto")
         machine = measure_together(where, budget_s=seconds, progress=make_progress(json))
-        if machine is None:  # the first rank tells
+        if machine is None:  # the first rank prints the result
             return
         if json:
             show_json({"machine": asdict(machine), "file": str(probes.path(where))})

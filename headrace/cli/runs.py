@@ -1,4 +1,4 @@
-"""The verbs that look at a run: eval, sample, report and export."""
+"""This module holds the verbs that use a run: eval, sample, report and export."""
 
 import shlex
 import sys
@@ -15,7 +15,7 @@ from headrace.core.limits import MOST, WIDEST
 from headrace.core.loading import loading
 
 MOST_NEW = 1_000_000
-"""Most tokens that a sample adds; each of them takes a forward pass."""
+"""The most tokens that a sample may add; each of them takes a forward pass."""
 
 
 def evaluate_run(
@@ -30,7 +30,7 @@ def evaluate_run(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Validation loss of a run's checkpoint over all its text, in nats and bits per byte."""
+    """Print the validation loss of a run's checkpoint, in nats and bits per byte."""
     with exit_codes(json):
         with loading():
             from headrace.inference.load import computed, open_model, resolve_run
@@ -45,7 +45,7 @@ def evaluate_run(
             checkpoint=checkpoint,
         )
         values = {"run": str(folder), **vars(found), **build.prepared.loss_fields}
-        # Who asks for few of many targets knows it.
+        # A user who asks for few of many targets knows it, so all targets count then.
         counted = found.tokens if found.share == 1 else build.prepared.validation.tokens - 1
         told = doubts(build, None, counted, bits_per_byte=found.bits_per_byte)
         if json:

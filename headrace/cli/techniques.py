@@ -1,4 +1,4 @@
-"""The verbs that describe techniques and plans: list and explain."""
+"""This module holds the verbs that describe techniques and plans: list and explain."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,7 @@ def list_techniques(
     recipes_: Annotated[bool, typer.Option("--recipes", help="Recipes.")] = False,
     json: Json = False,
 ) -> None:
-    """Every technique in a line; or model families, or recipes."""
+    """Print a table of all techniques, of model families, or of recipes."""
     with exit_codes(json):
         with loading():
             from headrace.catalogue.table import catalogue_rows
@@ -57,7 +57,7 @@ def explain(
     graph: Annotated[bool, typer.Option("--graph", help="What a plan compiles, and why.")] = False,
     json: Json = False,
 ) -> None:
-    """A technique's card; or a plan's sockets in order, who fills each, and what it will cost."""
+    """Print a technique's card; or a plan's sockets, what fills each, and what the plan costs."""
     with exit_codes(json):
         with loading():
             from headrace.assemble.context import choose_device, make_context

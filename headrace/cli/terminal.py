@@ -1,4 +1,4 @@
-"""What the command line shows: bars, tables, one clear error, exit codes."""
+"""This module shows what the command line prints: bars, tables, one error, exit codes."""
 
 import json
 import os
@@ -39,10 +39,10 @@ from headrace.core.progress import Lines, Progress, Several
 
 
 class Aside(Console):
-    """Standard error: what cannot be written there, as on a full disk, ends nothing."""
+    """Print on standard error. A failure to write there, as on a full disk, ends nothing."""
 
     def print(self, *objects: Any, **how: Any) -> None:
-        """Print as `Console` does; forget what nobody takes."""
+        """Print as `Console` does; discard what cannot be written."""
         try:
             super().print(*objects, **how)
         except (OSError, ValueError):  # full, or shut
@@ -51,9 +51,9 @@ class Aside(Console):
 
 console = Aside(stderr=True, highlight=False)
 WIDE = 100
-"""Columns of a terminal that has room for long bars."""
+"""Least columns of a terminal in which bars are long."""
 ENDLESS = 10**6
-"""Columns of a file."""
+"""The most columns of a line in a file or a pipe, where nothing is wrapped."""
 
 
 def note(text: str) -> None:
@@ -68,7 +68,7 @@ def exit_codes(as_json: bool, *, together: bool = False) -> Iterator[None]:
     Args:
         as_json: whether the message is a JSON document on standard output.
         together: whether the ranks that torchrun started do the verb's work together. If not, the
-            first does it, and the others end at once, in silence.
+            first rank does it, and the others end at once and print nothing.
 
     Raises:
         typer.Exit: with the exit code.
@@ -100,7 +100,7 @@ def exit_codes(as_json: bool, *, together: bool = False) -> Iterator[None]:
 
 
 def tell_error(error: HeadraceError, *, as_json: bool) -> None:
-    """Tell an error as `exit_codes` does, for a process that ends by itself."""
+    """Print an error as `exit_codes` does, for a process that ends by itself."""
     with suppress(typer.Exit):
         _fail(error.message, error.remedy.text, error.exit_code, as_json)
 
@@ -111,10 +111,10 @@ def is_first() -> bool:
 
 
 def is_teller() -> bool:
-    """Return whether this rank is the one that says how a verb ended: the first one that asks.
+    """Return whether this rank prints how a verb ended: the first rank that asks does.
 
-    They agree through the store that torchrun's agent keeps. Where there is none, an end that only
-    one rank has must not be lost, so that every rank tells its own.
+    The ranks agree through the store that torchrun's agent keeps. Where there is no store, every
+    rank prints its own end, so that an end that only one rank has is not lost.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return True
@@ -126,20 +126,20 @@ def is_teller() -> bool:
         found = distributed.rendezvous("env://", timeout=timedelta(seconds=10))  # pyright: ignore
         store, _, _ = next(found)
         return store.add("headrace/told", 1) == 1
-    except (RuntimeError, ValueError):  # the agent is gone, or tells no address
+    except (RuntimeError, ValueError):  # the agent is gone, or gives no address
         return True
 
 
 def _is_full() -> bool:
-    """Whether standard output takes nothing more, as on a full disk.
+    """Return whether standard output takes nothing more, as on a full disk.
 
-    An error of it has no name, and what could not be written is forgotten: so an empty line is.
+    An error of standard output names no file, so this writes an empty line to find out.
     """
     return not _written("\n")
 
 
 def _flush() -> None:
-    """Write what was printed, while its failure can still be told."""
+    """Flush standard output now, while a failure can still be reported."""
     if sys.stdout is None:
         return
     try:
@@ -152,7 +152,7 @@ def _flush() -> None:
 
 
 def _fail(message: str, remedy: str, code: int, as_json: bool) -> NoReturn:
-    """Tell an error once, whole, and end with its exit code."""
+    """Print an error and its remedy, by one rank, and exit with its code."""
     message, remedy = encodable(message), encodable(remedy)
     with _uninterrupted():
         if is_teller():
@@ -169,7 +169,10 @@ def _fail(message: str, remedy: str, code: int, as_json: bool) -> NoReturn:
 
 
 def _written(line: str) -> bool:
-    """Write a line on standard output; return False, and write no more there, where it is full."""
+    """Write a line on standard output; return whether it was written.
+
+    Where standard output is full, nothing is written there any more.
+    """
     try:
         print(line, end="\n" if line.strip() else "", flush=True)
     except OSError:
@@ -180,7 +183,7 @@ def _written(line: str) -> bool:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C meanwhile."""
+    """Ignore Ctrl-C inside the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -195,9 +198,9 @@ def show_json(value: Mapping[str, Any] | list[Any], code: int = EXIT_DONE) -> No
     """Print the one JSON document of a verb on standard output, by one rank.
 
     Args:
-        value: what the verb found; numbers that are not finite become null.
-        code: with which it ends, which stands in an object as it does in that of an error; rows of
-            `list` and `doctor` are an array, and only success prints them.
+        value: the result of the verb; numbers that are not finite become null.
+        code: the exit code of the verb. An object holds it, as the object of an error does. An
+            array, as `list` and `doctor` print, does not: only success prints one.
     """
     if is_teller():
         whole = value if isinstance(value, list) else {**value, "exit_code": code}
@@ -206,9 +209,10 @@ def show_json(value: Mapping[str, Any] | list[Any], code: int = EXIT_DONE) -> No
 
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """A table on standard output, of which nothing is cut.
+    """Print a table on standard output, and cut nothing of it.
 
-    What is too wide for a terminal goes on in its next line; to a file or a pipe a row is one line.
+    In a terminal, a cell that is too wide goes on in its next line. In a file or a pipe, a row is
+    one line.
     """
     columns = [Column(head[0], no_wrap=True)] if head else []
     columns += [Column(name, overflow="fold") for name in head[1:]]
@@ -222,7 +226,7 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = 
 
 
 class Facts(TextColumn):
-    """The column that gives way where a terminal is narrow: it stays one line, and is cut."""
+    """Show the facts in a column that stays one line, and is cut where a terminal is narrow."""
 
     def render(self, task: Task) -> Text:
         """Return the facts as text that does not wrap."""
@@ -232,7 +236,7 @@ class Facts(TextColumn):
 
 
 class BarProgress(Progress):
-    """rich progress bars on standard error."""
+    """Show progress as bars of rich on standard error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +269,7 @@ class BarProgress(Progress):
         self._bars.update(self._tasks[description], completed=done, total=total)
 
     def note(self, text: str) -> None:
-        """A line above the bars."""
+        """Print a line above the bars."""
         self._bars.console.print(text, markup=False, soft_wrap=True)
 
     def row(self, row: dict[str, Any], total_steps: int | None, **facts: float | None) -> None:
@@ -284,7 +288,7 @@ class BarProgress(Progress):
 
 
 def started_as() -> str:
-    """How this process was started, to be typed again."""
+    """Return the command that started this process, for the user to type again."""
     script = sys.argv[0]
     if script.endswith("__main__.py") or not Path(script).is_file():
         return "python -m headrace"
@@ -292,7 +296,10 @@ def started_as() -> str:
 
 
 def make_progress(as_json: bool) -> Progress:
-    """Bars in a terminal and lines in a log, of the first rank; silence otherwise."""
+    """Return the progress of the first rank: bars in a terminal, lines in a log.
+
+    With JSON, and on other ranks, nothing is shown.
+    """
     if as_json or os.environ.get("RANK", "0") != "0":
         return Progress()
     lines = Lines(_logs())
@@ -300,12 +307,15 @@ def make_progress(as_json: bool) -> Progress:
 
 
 def probe_progress() -> Progress:
-    """Bars, or lines where there is no terminal, on standard error alone: results go elsewhere."""
+    """Return bars, or lines where there is no terminal; both go to standard error alone."""
     return BarProgress() if console.is_terminal else Lines([sys.stderr])
 
 
 def _logs() -> list[TextIO]:
-    """Standard error and output where they are no terminal, once if both go to one file."""
+    """Return standard error and standard output where they are no terminal.
+
+    If both go to one file, only standard error is returned.
+    """
     found: list[TextIO] = [] if console.is_terminal else [sys.stderr]
     try:
         out, error = (os.fstat(stream.fileno()) for stream in (sys.stdout, sys.stderr))

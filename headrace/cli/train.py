@@ -1,4 +1,4 @@
-"""The verb train."""
+"""This module holds the verb `train`."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -87,7 +87,7 @@ def train(
 
 
 def _conclude_failed(error: HeadraceError, closing: "Closing") -> None:
-    """Conclude the run that an error ended, if it ended one."""
+    """Write the conclusion of the run that an error ended, if the error ended a run."""
     from headrace.train.result import Result
 
     if error.run is None:
@@ -99,12 +99,12 @@ def _conclude_failed(error: HeadraceError, closing: "Closing") -> None:
 
 
 def closing_words(folder: Path, conclusion: "Conclusion", *, own_text: bool) -> str:
-    """Return what became of a run, and what to type next.
+    """Return the text that ends a training: the outcome of the run, and what to type next.
 
     Args:
         folder: the folder of the run.
-        conclusion: what was made of it.
-        own_text: whether it trained on text of the user's, who needs not be told how to.
+        conclusion: the report, the verdict and the sample of the run.
+        own_text: whether it trained on the user's own text. If not, the text says how to do so.
     """
     report = conclusion.report
     last = report["val"][-1]

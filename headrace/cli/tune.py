@@ -1,4 +1,4 @@
-"""The verbs that measure changes of a plan beside it: tune and ablate."""
+"""This module holds the verbs that measure changes of a plan: tune and ablate."""
 
 import math
 from pathlib import Path
@@ -39,7 +39,7 @@ def tune(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Try what is foreseen to help, measure it beside the best so far, keep what won."""
+    """Try what is predicted to help, measure it beside the best so far, keep what won."""
     with exit_codes(json):
         with loading():
             from headrace.cli.plans import named_plan, place

@@ -1,4 +1,4 @@
-"""The verbs of the command line: how its words are read, and how a wrong one is told."""
+"""This module reads the words of the command line, and reports a wrong one with a remedy."""
 
 import shlex
 from collections.abc import Iterator
@@ -18,21 +18,23 @@ from headrace.core.command import typed
 from headrace.core.errors import EXIT_PLAN, ConfigError, nearest
 
 UsageError: Any = typer.BadParameter.__base__
-"""What typer raises where no verb takes the command line; it gives only this child a name."""
+"""The class of the errors that typer raises where no verb accepts the command line.
+
+typer exports only its subclass BadParameter, so the class is taken from that."""
 
 MISTYPED = 0.85
-"""Similarity of two options, by difflib, from which one is the other mistyped."""
+"""Least similarity of two options, by difflib, at which one counts as the other mistyped."""
 RETIRED = {
     "truth": (
         "headrace truth is a program of Headrace's repository now, for it reads the receipts there",
         "python benchmarks/truth.py",
     ),
 }
-"""Verb that is no more -> the message and the remedy of who types it."""
+"""Maps a removed verb to the message and the remedy that its user gets."""
 
 
 class Verb(NamedTuple):
-    """A verb, and the module that is imported when the verb is called."""
+    """Hold a verb, and the module that is imported when the verb is called."""
 
     name: str
     function: str
@@ -56,7 +58,7 @@ class Verb(NamedTuple):
 
 
 class Verbs(TyperGroup):
-    """The verbs. With --json an error of usage, too, is printed as JSON."""
+    """Hold the verbs of a command. With --json, errors of usage are printed as JSON, too."""
 
     verbs: ClassVar[tuple[Verb, ...]] = ()
     commands: dict[str, Any]
@@ -66,7 +68,7 @@ class Verbs(TyperGroup):
         self.commands = {verb.name: verb.line() for verb in self.verbs}
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        """Parse what stands before the verb, and answer the errors of the rest of the command."""
+        """Parse what stands before the verb, and handle errors of the whole command line."""
         ctx.meta["json"] = "--json" in args
         ctx.meta["words"] = [*args]
         self._check_json(args)
@@ -94,7 +96,7 @@ class Verbs(TyperGroup):
         """Return the name of the verb, the verb, and the words behind it.
 
         Raises:
-            ConfigError: the verb is no more.
+            ConfigError: the verb was removed.
         """
         if args[0] in RETIRED:
             raise ConfigError(*RETIRED[args[0]])
@@ -133,11 +135,11 @@ class Verbs(TyperGroup):
 
 @contextmanager
 def _usage(ctx: typer.Context) -> Iterator[None]:
-    """With --json, an error of usage as one of ours; without, typer shows it."""
+    """Turn an error of usage into a ConfigError with --json; without, let typer show it."""
     try:
         yield
     except UsageError as error:
-        if not is_first():  # which says the same
+        if not is_first():  # the first rank prints the same
             raise typer.Exit(EXIT_PLAN) from None
         if not ctx.meta["json"]:
             raise
@@ -148,12 +150,12 @@ def _usage(ctx: typer.Context) -> Iterator[None]:
 
 
 def _mended(error: Any, where: Any, words: list[str]) -> str:
-    """Return the command line with the word that was probably meant; "" where none is near.
+    """Return the command line with the wrong word corrected; "" where no word is near.
 
     Args:
         error: what typer raises.
         where: the context of the verb, or of the group of verbs, that does not take the words.
-        words: behind `headrace`.
+        words: the words that follow `headrace`.
     """
     wrong, right = "", ""
     if name := getattr(error, "option_name", ""):
@@ -178,7 +180,7 @@ def _mended(error: Any, where: Any, words: list[str]) -> str:
 
 
 def _value(option: Any, given: str) -> str:
-    """Return the value of an option that is nearest to what was given; "" where nothing tells."""
+    """Return the allowed value of an option nearest to the given one; "" where none is near."""
     descriptor = getattr(option, "type_descriptor", None)
     choices = [str(one) for one in get_args(getattr(descriptor, "annotation", None))]
     if choices:
@@ -196,5 +198,5 @@ def _value(option: Any, given: str) -> str:
 
 
 def _command(words: list[str]) -> str:
-    """Return these words as a shell takes them, as they are typed for a person."""
+    """Return a command of these words, quoted for a shell and without --json."""
     return shlex.join(["headrace", *(word for word in words if word != "--json")])
