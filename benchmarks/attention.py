@@ -1,4 +1,4 @@
-"""Which attention backend is fastest at a shape, as `attention = "measured"` finds it for a run.
+"""Measure which attention backend is fastest at a shape, as `attention = "measured"` does in a run.
 
     python benchmarks/attention.py 160m --without cudnn_attention --set data.sources=DATA
     python benchmarks/attention.py 1b --without cudnn_attention --with document_packing \
@@ -6,7 +6,7 @@
 
 One row: what every backend takes for a micro-batch of that text (the mask once, forward and
 backward for every layer), who cannot run and why, which one the run would take, and the kernels
-that it launches. What was known from an earlier run of the same machine is told as `cached`.
+that it launches. A result that an earlier run of the same machine kept is marked `cached`.
 """
 
 from pathlib import Path

@@ -34,10 +34,10 @@ from pathlib import Path
 import receipts
 
 BESIDE = 3
-"""Jobs on one GPU that nobody times."""
+"""The most untimed jobs that share one GPU."""
 PAUSE_S = 0.2
 END_S = 10.0
-"""What is left for a killed job to end."""
+"""Seconds before the end of the call that are kept for killed jobs to end."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Running:
 
 @dataclass
 class Campaign:
-    """What is left of a list, and what runs."""
+    """Hold the jobs of a list that are left, and those that run."""
 
     waiting: list[Job]
     gpus: int
@@ -84,7 +84,7 @@ class Campaign:
         self.logs.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> None:
-        """Begin what fits, until nothing runs and nothing fits."""
+        """Start the jobs that fit, until none runs and none fits."""
         while True:
             self.reap()
             begun = any([self.begin(gpu) for gpu in range(self.gpus)])
@@ -93,7 +93,7 @@ class Campaign:
             time.sleep(PAUSE_S)
 
     def begin(self, gpu: int) -> bool:
-        """Give a GPU the first job that may have it now."""
+        """Start the first job that may run on a GPU now; return whether there was one."""
         for job in self.waiting:
             mine = self.running[gpu]
             label = f"{job.name}.{gpu}" if job.each_gpu else job.name
@@ -147,7 +147,7 @@ class Campaign:
         return Running(job, label, process, time.monotonic() + most_s)
 
     def reap(self) -> None:
-        """Note what ended, and end what had its time."""
+        """Record the jobs that ended, and end those that ran past their limit."""
         now = time.monotonic()
         for mine in self.running:
             for one in list(mine):
@@ -162,7 +162,7 @@ class Campaign:
 
 
 def has_room(mine: list[Running]) -> bool:
-    """Return whether a GPU has jobs that nobody times, and few of them."""
+    """Return whether a GPU runs untimed jobs only, and fewer than `BESIDE`."""
     return 0 < len(mine) < BESIDE and not any(one.job.timed for one in mine)
 
 
@@ -190,7 +190,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def jobs(file: Path) -> list[Job]:
-    """Return the list; a key that no job has is an error."""
+    """Return the jobs of a list; a key that no job has is an error."""
     tables = tomllib.loads(file.read_text())["jobs"]
     listed = [Job(**one) for one in tables]
     names = [job.name for job in listed]

@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[1]
 RECEIPTS = ROOT / "headrace" / "techniques" / "receipts.json"
 ROWS = ROOT / "results" / "techniques.jsonl"
 BASES = {"compiled recipe": "recipe", "plain trunk": "trunk", "plain baseline": "trunk"}
-"""How the words of a receipt begin, and what its rows call that plan."""
+"""Maps the first words of a receipt to the name that its rows give that plan."""
 METRICS = {
     "speed": ("speed_ratio", "run_ratio"),
     "memory": ("memory_ratio",),
     "reserved memory": ("reserved_ratio",),
 }
 ROUNDED = 0.005
-"""Half of the last digit that a card shows."""
+"""Half of the last digit that a card shows; a ratio that is nearer to a row's agrees with it."""
 
 
 def measured_rows(file: Path = ROWS) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ def measured_rows(file: Path = ROWS) -> list[dict[str, Any]]:
 def measured(
     receipt: dict[str, Any], ratio: dict[str, Any], rows: list[dict[str, Any]]
 ) -> list[float]:
-    """Return what the rows say of one ratio of a receipt, the oldest first."""
+    """Return what the rows measured of one ratio of a receipt, the oldest first."""
     base = next(name for words, name in BASES.items() if receipt["where"].startswith(words))
     left_out = "without it" in receipt["where"]
     keys = [word for word in ratio["knobs"].replace(",", " ").split() if "=" in word]
@@ -76,13 +76,13 @@ def refreshed(receipts: list[dict[str, Any]], rows: list[dict[str, Any]]) -> lis
 
 
 def render(receipts: list[dict[str, Any]]) -> str:
-    """Return the file: a receipt a line."""
+    """Render the file, one receipt a line."""
     lines = ",\n".join(f" {json.dumps(receipt, ensure_ascii=False)}" for receipt in receipts)
     return f"[\n{lines}\n]\n"
 
 
 def main() -> None:
-    """Write the file, or say that it is not up to date."""
+    """Write the file, or with --check report that it is not up to date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, and fail on a change")
     given = parser.parse_args()

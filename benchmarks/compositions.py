@@ -2,8 +2,8 @@
 
 The compositions are those of the tests (tests/distributed/cases.py), with sizes 16 times as large
 and meshes fitted to the ranks that were started. For each, the reference is the same plan without
-its mesh and without what computes the trunk's numbers, uncompiled, in fp32, on rank 0's host. A row
-tells the distance of the loss, of every gradient of the first step (worst, and the embedding's),
+its mesh and without what computes the baseline's numbers, uncompiled, in fp32, on rank 0's host. A
+row has the distance of the loss, of every gradient of the first step (worst, and the embedding's),
 and of the weights after five steps, as L2 over the reference's norm.
 
 Half precision rounds, and some models magnify it: a router's near choices fall otherwise, fp8 and
@@ -49,7 +49,7 @@ from headrace.parallel.world import World, join  # noqa: E402
 from headrace.plan.plan import MeshConfig  # noqa: E402
 
 BAND = house.BAND_BF16
-"""Largest distance that a gradient in bf16 may have."""
+"""Largest distance that a gradient in bf16 may have from the reference, over its norm."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUDGES = 3
 SCALE = 16 if DEVICE == "cuda" else 1

@@ -1,4 +1,4 @@
-"""The data path on a CPU: loader tokens per second with its stream hash, and what a resume takes.
+"""Measure the data path on a CPU: tokens per second with the stream hash, and a resume's time.
 
 python benchmarks/data_path.py [--source stdlib]
 """

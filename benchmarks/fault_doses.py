@@ -1,4 +1,4 @@
-"""How much of a fault a step is given so that it costs what is wanted, found on the device itself.
+"""Find on the device how much of a fault a step needs so that the fault takes the wanted time.
 
 On a CPU a second that is spent is a second more. On a GPU the host is ahead of the device, at most
 by the launches that fit into a queue, and what it spends costs nothing until its lead is used up;
@@ -25,20 +25,23 @@ from headrace.train import train
 SECOND = 1
 """The step in which a dose is found; `window.WARM_STEPS` are not judged."""
 REPEATED, TRIES = 3, 6
-"""Steps by which a dose is timed, the first of which only fills the queue, and doses at most."""
+"""Steps by which a dose is timed, the first of which only fills the queue; and the most doses."""
 NEAR = 0.12
-"""Bounds of the share of the wanted time within which a dose is right."""
+"""A dose is right when steps miss the wanted time by at most this share of the added time."""
 TIMED = 100
-"""Small acts by which one is timed."""
+"""How many small acts are run to time one of them."""
 SLOPES = (0.2, 5.0)
-"""Seconds of a step for one of the dose; less is hidden by the host's lead, more is noise."""
+"""Credible seconds that one second of the dose adds to a step, from and to.
+
+Less is hidden by the host's lead, and more is noise.
+"""
 
 
 class Dose:
-    """What a step is given, in seconds of the host; and what was found of the run.
+    """Hold the host seconds that a fault adds to a step, and the facts that were measured.
 
     Args:
-        case: tells how long a step is to take.
+        case: gives the time that a step should take.
     """
 
     def __init__(self, case: Case) -> None:
@@ -46,11 +49,11 @@ class Dose:
         self.on_gpu = case.plan().device == "cuda"
         self.seconds = 0.0 if self.on_gpu else case.extra_s
         self.lead_s = 0.0
-        """What the host may spend in a step before the device waits for it; 0 on a CPU."""
+        """Seconds that the host may spend in a step before the device waits for it; 0 on a CPU."""
         self.facts: dict[str, Any] = {}
 
     def found(self, act: Callable[[float], None] | None = None) -> AbstractContextManager[None]:
-        """Find the dose in the second step of the run inside.
+        """Find the dose in the second step of the run that the context encloses.
 
         Args:
             act: spends the dose before a step; without it, hooks inside the step spend it.
@@ -68,7 +71,7 @@ class Dose:
         return repeating(find, self.on_gpu)
 
     def led(self) -> AbstractContextManager[None]:
-        """Measure in the second step of the run inside how far the host is ahead."""
+        """Measure how far the host is ahead, in the second step of the run inside the context."""
 
         def find(build: Build, once: Callable[[], None]) -> None:
             issued_s = min(issue_s(build.device, once) for _ in range(2))
@@ -80,9 +83,9 @@ class Dose:
     def spending(
         self, act: Callable[[Tensor], Any], calls: int | None = None
     ) -> Callable[[Tensor], None]:
-        """Return a function that acts so often that the calls of a step take the dose.
+        """Return a function that repeats `act` so that its calls in a step take the dose.
 
-        One act is timed at the first call. Parts of an act are owed to the next call.
+        One act is timed at the first call. A fraction of an act is carried to the next call.
         """
         calls, owed = calls or self.case.block_calls(), 0.0
 
@@ -122,7 +125,7 @@ def repeating(
 def steps_s(
     device: torch.device, once: Callable[[], Any], before: Callable[[], None] | None = None
 ) -> float:
-    """Return seconds from one step's end to the next's, with the host one step ahead."""
+    """Return the seconds between the ends of two steps, with the host one step ahead."""
     ends: list[Any] = []
     wait(device)
     for number in range(REPEATED):
@@ -138,7 +141,7 @@ def steps_s(
 
 
 def issue_s(device: torch.device, once: Callable[[], Any]) -> float:
-    """Return seconds in which the host issues a step to a device that has nothing to do."""
+    """Return the seconds in which the host issues a step to an idle device."""
     wait(device)
     began_s = time.perf_counter()
     once()
@@ -148,7 +151,7 @@ def issue_s(device: torch.device, once: Callable[[], Any]) -> float:
 
 
 def unit_s(act: Callable[[Tensor], Any], out: Tensor) -> float:
-    """Return seconds of one act, on a device that has nothing else to do."""
+    """Return the seconds of one act on a device that is idle otherwise."""
     act(out)
     wait(out.device)
     began_s = time.perf_counter()
@@ -161,15 +164,15 @@ def unit_s(act: Callable[[Tensor], Any], out: Tensor) -> float:
 def search(
     period: Callable[[float], float], wanted_s: float, near_s: float
 ) -> tuple[float, list[tuple[float, float]]]:
-    """Return the dose at which steps take `wanted_s`, or the nearest; and what was tried.
+    """Return the dose at which steps take `wanted_s`, or the nearest; and all doses tried.
 
-    The first try is as much as the host alone could need. From there a second of the dose is
-    thought to cost a second, until two tries tell; what one is worth where it is hidden is nothing.
+    The first dose is the wanted time itself. After it a second of the dose is assumed to cost a
+    second, until two doses give a slope. A slope outside of `SLOPES` is not used.
 
     Args:
         period: dose -> seconds of a step; it is flat while the host is ahead, then rises.
-        wanted_s: the step that is wanted.
-        near_s: how near is enough.
+        wanted_s: the wanted seconds of a step.
+        near_s: the error in seconds that is accepted.
     """
     tried: list[tuple[float, float]] = []
     low, high, dose = 0.0, math.inf, wanted_s
@@ -193,6 +196,6 @@ def search(
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done everything."""
+    """Wait until the device has finished its work; a CPU has none queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,9 +1,8 @@
 """A loop that is not ours, under `headrace.watch`, and a technique in it that does nothing.
 
 It is what people write: torch's own encoder layers with a causal mask, AdamW, one loop, autocast on
-a GPU. Its shape
-is a workload's; its tokens are drawn here. The technique is adapters: they are made and given to
-the optimizer, and nothing calls them.
+a GPU. Its shape is a workload's; its tokens are drawn here. The technique is adapters: they are
+made and given to the optimizer, and nothing calls them.
 """
 
 from collections.abc import Iterator
@@ -18,12 +17,12 @@ import headrace
 
 STEPS = {"cpu": 40, "cuda": 24}
 MOST_TOKENS = 8192
-"""Micro-batches of a step: the loop has all of its logits at once."""
+"""The most tokens of a step, since the loop holds all of its logits at once."""
 FILE = "watched.json"
 
 
 class Decoder(nn.Module):
-    """Stack torch's encoder layers under a causal mask; this is a decoder."""
+    """Stack torch's encoder layers under a causal mask, which makes them a decoder."""
 
     def __init__(self, vocab: int, dim: int, heads: int, ffn: int, layers: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a planted fault is, and where in a run one can take hold from outside."""
+"""Define what a planted fault is, and the hooks by which it changes a run from outside."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,14 +24,16 @@ from headrace.plan.technique import Stage
 from headrace.train import train
 
 MARGIN = 1.15
-"""How far above the wanted severity a fault aims, so that noise leaves it there."""
+"""The factor over the wanted severity at which a fault aims, so that noise does not undercut it."""
 Facts = dict[str, Any]
-"""What a fault tells of itself."""
+"""The facts that a fault reports of itself, for its row."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a workload, and what is planted into it. Plain data: it goes to another process.
+    """Describe one run: a workload, and what is planted into it.
+
+    It is plain data, since it goes to another process.
 
     Args:
         text: the workload's plan.
@@ -55,7 +57,7 @@ class Case:
 
     @property
     def extra_s(self) -> float:
-        """Return seconds by which a step must grow so that the fault is its share."""
+        """Return the seconds that a step must gain so that the fault takes the wanted share."""
         share = MARGIN * self.severity
         return self.step_s * share / (1 - share)
 
@@ -64,9 +66,9 @@ class Case:
         return Plan.read(self.text, catalogue(), overrides=self.overrides)
 
     def plan_with_weights(self, folder: Path) -> Plan:
-        """Return the plan that is trained, over weights of a folder where it needs given ones.
+        """Return the plan that is trained, with weights of a folder where it needs pretrained ones.
 
-        They are random, and trained by nobody: a fault's share of a step is what is measured.
+        These weights are random, since only the fault's share of a step is measured.
         """
         plan = self.plan()
         if not any(doubt.meaningless for doubt in doubts_of(plan)):
@@ -97,12 +99,12 @@ class Fault:
 
     Args:
         expected: the bottleneck that the doctor should name.
-        plant: puts it in.
+        plant: the context manager that puts the fault into a run.
         counts: what its severity is a share of: "time" of the usual step, the time of all steps
             where some have "stalls", "tokens", the "progress" of the run, its "steps", or the
-            device's "memory"; the fault tells the last two itself, as `share`.
+            device's "memory"; the fault reports the last two itself, as `share`.
         devices: where it can be planted.
-        why_not: why not elsewhere.
+        why_not: why it cannot be planted on other devices.
         setting: overrides of the healthy run too.
         change: overrides of the faulty one, by wanted severity.
         on_gpu: in place of them on a GPU, where there are any.
@@ -124,7 +126,7 @@ class Fault:
 
 @contextmanager
 def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace `owner.name` inside by `make(the original)`."""
+    """Replace `owner.name` by `make(the original)` inside the context."""
     own = name in vars(owner)
     before = getattr(owner, name)
     setattr(owner, name, make(before))

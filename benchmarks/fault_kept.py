@@ -1,4 +1,4 @@
-"""What the doctor says of a run that has ended, now or later, for runs cost device time."""
+"""Judge a run that has ended, now or later: a kept run costs no device time again."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from headrace.doctor.words import describe
 from headrace.plan.symptoms import BOTTLENECKS
 
 KEPT = ("report.json", "metrics.jsonl", "plan.toml", "environment.json")
-"""What is read of a run's folder, beside its traces."""
+"""Files of a run's folder that the doctor reads, beside the traces."""
 
 
 def verdict_of(folder: Path) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def evidence_of(finding: Finding) -> str:
 
 
 def keep(run: Path, results: Path) -> str:
-    """Copy what the doctor reads of a run into RESULTS/runs; its name there."""
+    """Copy what the doctor reads of a run into RESULTS/runs, and return its name there."""
     runs = results / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     name = f"{len(list(runs.iterdir())) + 1:03}"
@@ -61,12 +61,12 @@ def keep(run: Path, results: Path) -> str:
 
 
 def judge_again(kept: Path, results: Path, thresholds: str | None) -> tuple[int, int]:
-    """Judge the kept runs of a folder with today's doctor; return how many are right, of how many.
+    """Judge the kept runs with the doctor of this checkout; return how many are right, and all.
 
     Args:
         kept: doctor.jsonl and runs/, as `--keep` wrote them.
         results: where the new rows go.
-        thresholds: the commit of the judge's.
+        thresholds: the commit of the doctor's thresholds.
     """
     right, rows = 0, []
     for line in (kept / "doctor.jsonl").read_text().splitlines():

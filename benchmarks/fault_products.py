@@ -1,6 +1,6 @@
-"""Products in a wider dtype than the plan's, planted into a model before it is compiled.
+"""Plant matmuls in a wider dtype than the plan's into a model, before it is compiled.
 
-Shapes: B rows, T tokens, D features, N of B x T; N, K and M of any product.
+Shapes: B rows, T tokens, D features, N of B x T; N, K and M of any matmul.
 """
 
 import math
@@ -22,9 +22,9 @@ from headrace.assemble.sockets import Build
 def wide_products(case: Case) -> Iterator[Facts]:
     """Compute some matmuls in a wider dtype: in fp32 on a GPU, in fp64 on a CPU.
 
-    So wide is a constant of numpy's that came into a model whose plan says bf16 or fp32. On a GPU
-    it is whole linears and a part of the tokens of one more, as many as take the time; what one
-    takes more is timed before anything is compiled.
+    A numpy constant of fp64 has this effect in a model whose plan says bf16 or fp32. On a GPU the
+    fault widens whole linears, and a part of the tokens of one more, until they take the wanted
+    time. The extra time of a linear is measured before anything is compiled.
     """
     facts: Facts = {}
 
@@ -44,7 +44,7 @@ def wide_products(case: Case) -> Iterator[Facts]:
 
 
 class Doubled(TorchFunctionMode):
-    """Products are computed in fp64 and give what they were given."""
+    """Compute matmuls in fp64, and return them in the dtype of their first argument."""
 
     NAMES = ("linear", "matmul", "mm", "bmm", "__matmul__", "_grouped_mm", "grouped_mm")
 
@@ -57,7 +57,7 @@ class Doubled(TorchFunctionMode):
 
 
 def _doubled(forward: Any) -> Any:
-    """Run a forward pass whose matmuls are in fp64."""
+    """Return a forward pass whose matmuls are in fp64."""
 
     def wide(x_BTD: Tensor, *given: Any) -> Tensor:
         with Doubled():
@@ -115,8 +115,8 @@ def _more_s(linear: nn.Linear, rows: int, length: int) -> float:
 def wide_product(a_NK: Tensor, b_KM: Tensor) -> Tensor:
     """Multiply [N, K] by [K, M] in fp32, in the backward pass too.
 
-    No compiler sees into it: autocast, off around a forward product, would be on again in that
-    product's compiled backward pass.
+    It is a custom operation, which no compiler looks into. Otherwise autocast, off around a forward
+    matmul, would be on again in the compiled backward pass of that matmul.
     """
     with torch.autocast(a_NK.device.type, enabled=False):
         return torch.mm(a_NK.float(), b_KM.float())

@@ -1,7 +1,7 @@
 """Make faults that take time: of the loader, the host, the compiler, and the ranks.
 
 Time is scaled to the step of a healthy run. What a GPU's step needs of a fault is found on the
-device, in the run's second step: see fault_doses.py.
+device, in the run's second step, as fault_doses.py describes.
 """
 
 import json
@@ -24,13 +24,13 @@ from headrace.model.decoder import Block
 from headrace.parallel.world import World
 
 STALLED = 5
-"""Steps among which a stalling loader stalls once."""
+"""A stalling loader stalls once in this many steps."""
 NOTES = {f"blocks.{n}.mean": n / 7 for n in range(48)}
-"""What a hook keeps beside each small operation."""
+"""Values that a hook in Python keeps beside each small operation."""
 NUMBERS = count(2)
-"""None comes twice, for it would not be compiled again."""
+"""Numbers for a compiled function; none comes twice, since it would not be compiled again."""
 AGAIN = (0.1, 0.17, 0.25, 0.7, 0.8, 0.92)
-"""Steps of a GPU's run in which something recompiles: before its trace is recorded, and after."""
+"""Shares of a GPU's run at which something recompiles: before its trace is recorded and after."""
 
 
 # --- the loader ------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def recompilation(case: Case) -> AbstractContextManager[Facts]:
 
 @contextmanager
 def new_lengths(case: Case) -> Iterator[Facts]:
-    """Cut rows to another length every few steps: as many tokens in another shape."""
+    """Cut sequences to another length every few steps; the number of tokens stays the same."""
     shapes = {0.1: 3, 0.2: 4}.get(case.severity, 6)
     every = max(2, ((case.plan().goal.steps or 0) - 4) // shapes)
     factors = (2, 4, 8, 16, 32, 0.5)

@@ -1,4 +1,4 @@
-"""What faults are planted into: small runs for a CPU, larger ones for a GPU, as plans.
+"""Define the workloads that faults are planted into: small plans for a CPU, larger for a GPU.
 
 A CPU's have steps of some ten milliseconds and are over in seconds; a GPU's go from 30M to 1.2B
 parameters, and record a trace of a few steps. They differ in depth, width, length, batch and
@@ -19,7 +19,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Workload:
-    """A run that is healthy until something is planted into it.
+    """Describe a run that is healthy until a fault is planted into it.
 
     Args:
         name: in rows.
@@ -237,4 +237,4 @@ WORKLOADS = {
         ),
     )
 }
-"""name -> workload."""
+"""Maps the name of each workload to the workload."""

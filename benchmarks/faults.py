@@ -1,4 +1,4 @@
-"""The doctor's examination: runs with one planted fault, healthy runs, and what it said of each.
+"""Examine the doctor: train runs with one planted fault and healthy runs, and record each verdict.
 
     python benchmarks/faults.py --workloads cpu_dense cpu_packed --faults slow_loader spikes
     python benchmarks/faults.py --healthy 20
@@ -30,9 +30,9 @@ ranks, which share cores and wait for each other. `counts` says what severity is
 step's time; of all steps' time, where few have the fault; of the tokens; of the progress, which is
 the share of the healthy run's steps that the faulty one is behind at its end; of the steps that had
 the fault, all of them where it ended the run; of the device's memory. A run that fails of its fault
-is judged by what it left. A fault that cannot be planted on a device is told and has no row; a run
-that left nothing has a refused one. Rows of faults and workloads in HELD_OUT and UNSEEN are marked:
-these were written beside the thresholds and never run to set them.
+is judged by what it left. A fault that cannot be planted on a device is printed, without a row; a
+run that left nothing has a refused one. Rows of faults and workloads in HELD_OUT and UNSEEN are
+marked: these were written beside the thresholds and never run to set them.
 
 With `--keep` what a run left stays beside the rows, and `--again` judges it anew, at no device
 time: rows of other thresholds on the same runs. What is held out is run once these are fixed.
@@ -70,18 +70,18 @@ JUDGE = tuple(
     f"headrace/doctor/{name}.py"
     for name in ("rules", "physics", "observation", "series", "recipe", "run", "trace/limits")
 )
-"""Where the doctor's thresholds stand, and what they are held against is computed."""
+"""Files that define the doctor's thresholds, and compute what is compared with them."""
 SMOOTH = 5
 """Steps over which losses are averaged before runs are compared."""
 
 
 @dataclass
 class Ran:
-    """A run that has ended.
+    """Hold what a run left when it ended.
 
     Args:
         folder: the run's; of a loop that is not ours, the file that its watch saved.
-        facts: what the fault tells of itself.
+        facts: what the fault reports of itself.
         error: why it ended early, "" when it did not.
         rows: metrics.jsonl.
         report: report.json.
@@ -112,7 +112,7 @@ class Ran:
 
     @property
     def losses(self) -> list[float]:
-        """Return each step's loss, averaged over the last few; infinite where one was no number."""
+        """Return each step's loss, averaged over `SMOOTH` steps; infinite if one is no number."""
         raw = [math.inf if r["loss"] is None else r["loss"] for r in self.rows]
         return [fmean(raw[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(raw))]
 
@@ -138,7 +138,7 @@ def severity_of(counts: str, ran: Ran, healthy: Ran) -> float | None:
 
 
 class Examination:
-    """Runs cases, asks the doctor and writes rows."""
+    """Run cases, ask the doctor about each, and write its rows."""
 
     def __init__(self, args: argparse.Namespace, work: Path) -> None:
         self.args, self.work = args, work
@@ -155,7 +155,7 @@ class Examination:
         return time.monotonic() > self.ends_s
 
     def run(self, workload: Workload, overrides: Sequence[str], **what: Any) -> Ran | str:
-        """Train in a process of its own, or one for each rank; a text says why nothing is left."""
+        """Train in a process of its own, or one a rank; return why, as text, if nothing is left."""
         self.count += 1
         name, ranks = f"case-{self.count}", what.get("ranks", 1)
         case = Case(
@@ -317,7 +317,7 @@ class Examination:
         print(f"{about['fault']} in {workload.name}: refused: {why}", flush=True)
 
     def write(self, measurement: str, workload: Workload, ran: Ran, **about: Any) -> None:
-        """Ask the doctor, and write what it said."""
+        """Ask the doctor, and write its verdict as a row."""
         answer = fault_kept.verdict_of(ran.folder)
         if self.args.keep:
             answer["kept"] = fault_kept.keep(ran.folder, self.args.results)
@@ -346,7 +346,7 @@ class Examination:
 
 
 def child(case: Case, answer_file: Path, world: dict[str, str], log: Path) -> None:
-    """Run one rank: write what goes wrong to `log`; the first rank reports the rest."""
+    """Run one rank and write its errors to `log`; the first rank reports the rest."""
     os.environ.update(world)
     with log.open("a", buffering=1) as file:
         os.dup2(file.fileno(), 1)
@@ -356,7 +356,7 @@ def child(case: Case, answer_file: Path, world: dict[str, str], log: Path) -> No
 
 
 def thresholds() -> str | None:
-    """Return the commit of the judge's last change; None outside of a checkout."""
+    """Return the commit that last changed the doctor's thresholds; None outside of a checkout."""
     git = ["git", "-C", str(receipts.ROOT)]
     last, open_ = (
         subprocess.run([*git, *words, "--", *JUDGE], capture_output=True, text=True, check=False)

@@ -1,7 +1,7 @@
-"""Faults that are planted into a run from outside, and the process that trains with one.
+"""Define the faults that are planted into a run from outside, and train a run with one.
 
 A fault is a context manager around `headrace.train.train.run`: it replaces a function for as long
-as it is entered, and the run knows nothing of it. It yields what it did, which the row then tells.
+as it is entered, and the run knows nothing of it. It yields what it did, which the row then holds.
 Those that take time are in fault_times.py and fault_products.py, how much of them a step is given
 in fault_doses.py, and the loop that is not ours in fault_foreign.py.
 
@@ -34,10 +34,16 @@ from headrace.train import train
 from headrace.tuner.readings import device_weights
 
 FROM_STEP = {"cpu": 44, "cuda": 24}
-"""Where faults begin that need healthy steps before them; a GPU's steps learn more."""
+"""The step from which a fault acts that needs healthy steps before it, by device.
+
+A step on a GPU learns more, so fewer are needed there.
+"""
 MIB = 2**20
 PIECE_BYTES, SEGMENT_BYTES = int(9.5 * MIB), 20 * MIB
-"""A request, and what torch's allocator asks of the driver for it: two fit, and a half is left."""
+"""Bytes of a request, and bytes that torch's allocator takes from the driver for it.
+
+Two requests fit into what it takes. A fault keeps one of them, so that half of it stays free.
+"""
 SPARE = 0.08
 """Share of a device's memory that is left to a run when a fault takes the rest."""
 
@@ -53,7 +59,7 @@ def _plan_alone(case: Case) -> Iterator[Facts]:
 
 @contextmanager
 def _padded(case: Case) -> Iterator[Facts]:
-    """Take the targets of the end of every row away."""
+    """Remove the targets at the end of every sequence."""
 
     def change(build: Build, micros: list[Micro], index: int) -> list[Micro]:
         padded = []
@@ -69,7 +75,7 @@ def _padded(case: Case) -> Iterator[Facts]:
 
 @contextmanager
 def _empty_rows(case: Case) -> Iterator[Facts]:
-    """Take the targets of the last rows of each step away."""
+    """Remove the targets of the last sequences of each step."""
 
     def change(build: Build, micros: list[Micro], index: int) -> list[Micro]:
         rows = sum(m.targets_BT.size(0) for m in micros)
@@ -155,7 +161,7 @@ def _lost_evidence(case: Case) -> Iterator[Facts]:
 
 
 def lose(build: Build) -> None:
-    """Take out cuDNN's attention, or the mask of documents."""
+    """Take cuDNN's attention or the mask of documents out of the run."""
     if "cudnn_attention" in build.plan.techniques:
         build.model.attend = plain = Sdpa()
         for block in build.model.blocks.values():
@@ -231,7 +237,7 @@ CURVED = {
     "cpu": ("goal.steps=120", "eval.every_steps=10"),
     "cuda": ("goal.steps=56", "eval.every_steps=7"),
 }
-"""With validations, by which runs are held against each other."""
+"""Settings with evaluations, by which two runs are compared; by device."""
 BOTH = ("batch.tokens=4096",)
 """Settings of two ranks, so that each has what one process has alone."""
 CARDS = ("cuda",)
@@ -302,7 +308,7 @@ FAULTS = {
         "interconnect", times.no_overlap, ranks=2, setting=BOTH, devices=("cpu",), why_not=DEVICES
     ),
 }
-"""name -> fault."""
+"""Maps the name of each fault to the fault."""
 
 
 def settings_of(fault: Fault, device: str) -> tuple[str, ...]:
@@ -327,7 +333,7 @@ def change_of(fault: Fault, severity: float, plan: Plan) -> tuple[str, ...]:
 
 
 def train_case(case: Case, file: Path) -> None:
-    """Train in this process; what happened goes to `told` as JSON: folder, facts, error."""
+    """Train in this process, and write folder, facts and error to `told` as JSON."""
     (given := file.with_suffix(".given")).mkdir()
     plan = case.plan_with_weights(given)
     if plan.device == "cpu":

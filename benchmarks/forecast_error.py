@@ -1,17 +1,17 @@
-"""How far forecasts were off: the interval that the doctor gives a remedy's gain.
+"""Compute how far forecasts were off, and so the interval that the doctor gives a gain.
 
     python benchmarks/forecast_error.py
 
-Two kinds of pairs. Forecasts that were said before anything was measured (results/forecasts.jsonl,
-as they were said): the interval that this asks for is fitted to them, since nothing of the planner
-is; to those whose step the device decides, as an interval is around what a slow host makes of the
-others. And receipts, changes whose forecast is made today: a technique added to a plan or taken
+There are two kinds of pairs. Forecasts were recorded before anything was measured, and stand in
+results/forecasts.jsonl. The interval is fitted to them, since no constant of the planner is: to
+those whose step the device decides, because a slow host has an interval of its own. Receipts are
+the other kind, changes whose forecast is made today: a technique added to a plan or taken
 from it (results/techniques.jsonl), and what a candidate of a list written down before is beside the
-first one of its workload (results/plans.jsonl). The planner's constants are from receipts, which
-lie the closer for it: they say how the interval does on more techniques and shapes. A workload at a
-time is left out to say how such an interval does on workloads that it was not fitted to: it is wide
-enough when it holds `LEVEL` of these and `OF_RECEIPTS` of receipts. It is to be written to
-headrace.doctor.forecast.ERROR.
+first one of its workload (results/plans.jsonl). The planner's constants are fitted to receipts,
+so receipts lie closer; they show how the interval does on more techniques and shapes. One workload
+at a time is left out, to show how such an interval does on workloads that it was not fitted to. It
+is wide enough when it holds `LEVEL` of these and `OF_RECEIPTS` of receipts. Its constants belong
+into headrace.doctor.forecast.ERROR.
 """
 
 import json
@@ -48,12 +48,12 @@ OF_RECEIPTS = 0.9
 """Share of receipts that the interval shall contain. They lie closer: intervals that contained 85
 to 90% of them contained 89 of the first 118 forecasts."""
 SMALL = 0.01
-"""A smaller change counts as this one: it is near the noise of a measurement."""
+"""The least change that errors are a share of: a smaller one is near the measurement's noise."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A change that was measured: logarithms of both ratios of a step before over after.
+    """Hold a change's predicted and measured ratio of step times, before over after, as logarithms.
 
     `moved` is the work that it adds and takes away (headrace.doctor.forecast).
     """
@@ -76,7 +76,7 @@ class Pair:
 
 
 def said_before(results: Path = RESULTS) -> list[Pair]:
-    """Return the pairs that were forecast and then measured, where the device decides."""
+    """Return the pairs that were forecast and then measured, where the device sets the step."""
     return [
         Pair(
             row["workload"],
@@ -100,7 +100,7 @@ def sides(workload: str, remedy: str) -> tuple[Prediction, Prediction]:
 
 
 def by_device(both: Sequence[Prediction]) -> bool:
-    """Return whether no host that was seen is as slow as the device."""
+    """Return whether the device sets both steps, even beside the slowest host that was measured."""
     return all(DRIFT * SLOW_HOST * one.time.host_s < one.time.device_s for one in both)
 
 
@@ -150,7 +150,7 @@ def _pair(row: dict[str, Any]) -> Pair | None:
 
 
 def _told(workload: str, what: str, seen: Sequence[Prediction | None], ratio: float) -> Pair | None:
-    """Return a receipt's pair; None where the ledger prices not both plans, or no change."""
+    """Return a receipt's pair; None where the ledger prices only one plan, or no change."""
     before, after = seen
     if before is None or after is None or before.time.step_s is None or after.time.step_s is None:
         return None
@@ -178,9 +178,9 @@ def _foreseen(plan: Plan, device_name: str) -> Prediction:
 def fit(pairs: Sequence[Pair], level: float = LEVEL) -> tuple[float, float]:
     """Return `least` (A) and `share` (B) of half-widths with the least mean score over pairs (P).
 
-    What lies outside counts as if `level` of all were to be held. The score of an interval is its
-    width and what lies outside of it, as shares of the change: half a percent is much of a change
-    by one percent, and nothing of one by half.
+    The score of an interval is its width, and the distance to what lies outside of it, weighted so
+    that `level` of all pairs should lie inside. Both are shares of the change: half a percent is
+    much for a change of one percent, and little for a change of a half.
     """
     sizes_P = np.array([pair.size for pair in pairs])
     gains_P = np.array([abs(pair.predicted) for pair in pairs])

@@ -1,18 +1,19 @@
-"""How right the doctor's forecasts are: said before, measured after.
+"""Measure how right the doctor's forecasts are: record them first, then measure the gains.
 
     python benchmarks/forecasts.py --say --shapes 160m 1b
     python benchmarks/forecasts.py --measure --shapes 160m 1b --limit-s 500 --part 2/4
 
 `--say` writes what the doctor forecasts for each remedy of each planted plan, at no device time, to
 results/forecasts_said.jsonl, which is to be committed before anything is measured. A planted plan
-is a shape's recipe with something that ails it (`BASES`), and its remedies are those that a reader
-is told of: the first ones of each bottleneck that the ledger prices, unless their gain or loss is
+is a shape's recipe with something that ails it (`BASES`). Its remedies are those that a reader is
+shown: the first ones of each bottleneck that the ledger prices, unless their gain or loss is
 smaller than `--least`.
 
-`--measure` takes what was said and has no row yet in results/forecasts.jsonl, times the planted
+`--measure` takes the forecasts that have no row yet in results/forecasts.jsonl, times the planted
 plan before and after each group of its remedies, and each remedy between, and writes one row a
-remedy: its forecast as it was said, and the gain. It says first how long it will take. Several GPUs
-measure a part each, all remedies of a planted plan on one. Interrupted, it writes what it has.
+remedy: its forecast as it was recorded, and the gain. It prints first how long it will take.
+Several GPUs measure a part each, all remedies of a planted plan on one. Interrupted, it writes what
+it has.
 
 These are forecasts of plans that nobody ran. Those of a run know its step, and whether its device
 waited for launches: `--run` times the planted plans alone, into results/forecasts_run.jsonl, and
@@ -53,9 +54,9 @@ from headrace.tuner.worker import Worker
 
 CATALOGUE = catalogue()
 GROUP = 4
-"""Remedies between two timings of their base: a host does not stay as quick as it was."""
+"""Remedies between two timings of their base, since the speed of a host drifts."""
 SIDE_S, SIDE_LIMIT_S = 40.0, 240.0
-"""Seconds that a reading takes with building and compiling, about and at most."""
+"""Seconds that a reading takes with building and compiling: the estimate, and the limit."""
 PRICED = (
     "computation",
     "memory bandwidth",
@@ -78,7 +79,7 @@ BASES: dict[str, str] = {
     "compiled_trunk": f"{BARE} +torch_compile",
     "fp32": f"{BARE} model.precision=fp32",
 }
-"""What ails a plan -> changes of the recipe; `few` is a quarter of its rows."""
+"""Maps what ails a plan to changes of the recipe; `few` is a quarter of its micro-batch."""
 AILING = ("trunk", "eager", "checkpointed", "few_rows", "naive")
 """Planted plans that are measured by default: in the others there is little to gain."""
 
@@ -87,7 +88,7 @@ AILING = ("trunk", "eager", "checkpointed", "few_rows", "naive")
 
 
 assumed = cache(Machine.assumed)
-"""One machine of a name, which remembers what it was asked."""
+"""Return the assumed rates of a device; the same machine for the same name, with its caches."""
 
 
 def at(plan: Plan, device_name: str = "") -> tuple[Context, Machine]:
@@ -248,7 +249,7 @@ class Bench:
         self.base = planted(path, base)
 
     def run(self) -> int:
-        """Measure group by group; returns how many were not begun."""
+        """Measure group by group, and return how many remedies were not begun."""
         waiting, before = self.rows, None
         while waiting and time.monotonic() < self.ends_s:
             before = before or self.time(self.base)

@@ -1,4 +1,4 @@
-"""The planner against configurations that were written down before any was run.
+"""Compare the planner with configurations that were written down before any was run.
 
     python benchmarks/foresight.py list
     python benchmarks/foresight.py predict
@@ -9,20 +9,19 @@
     CUDA_VISIBLE_DEVICES=1 python benchmarks/foresight.py measure --part 2/4 --results FOLDER
     python benchmarks/foresight.py picks
 
-`plans/held_out*.toml` are the lists: choices, whose candidates are timed, and memory, of which only
-what is near the device's capacity is run. The second list is for the planner that the outcomes of
-the first one changed. `predict` needs no GPU. It writes a row for each configuration to
-results/plans.jsonl, at the tier of what it was given: rates of the datasheet, the file that
-`headrace probe` kept, or beside either 20 measured steps of each choice's first candidate
-(`measure --first`), by which its others are predicted.
-Those rows are committed. Then `measure` runs what has a prediction and no outcome, each from a
-fresh build in a process that takes readings, and `picks` writes a row for each choice from the rows
-that stand. A row that is there is never written again, so every command can be given again. Several
-GPUs take a part each: all candidates of a choice on one, whose clock is like no other's, and which
-was probed itself.
+`plans/held_out*.toml` are the lists. They hold choices, whose candidates are timed, and plans for
+memory alone, of which only those near the device's capacity are run. The second list is for the
+planner that the outcomes of the first one changed. `predict` needs no GPU. It writes a row for each
+configuration to results/plans.jsonl, at the tier of what it was given: rates of the datasheet, the
+file that `headrace probe` kept, or beside either 20 measured steps of each choice's first candidate
+(`measure --first`), by which its others are predicted. Those rows are committed. Then `measure`
+runs what has a prediction and no outcome, each from a fresh build in a process that takes readings,
+and `picks` writes a row for each choice from the rows that stand. A row that is there is never
+written again, so every command can be given again. Several GPUs take a part each. All candidates of
+a choice run on one GPU, since each GPU has a clock of its own, and that GPU was probed itself.
 
-The share of memory that is left when it fits is 7% at least: `fits` is true where the planner says
-"yes", and false where it says "tight" or "no".
+A plan that fits leaves at least 7% of memory free: `fits` is true where the planner answers "yes",
+and false where it answers "tight" or "no".
 """
 
 import argparse
@@ -51,14 +50,14 @@ from headrace.tuner.worker import Worker
 DEVICE = "NVIDIA H200"
 WARM, TIMED = 3, 8
 BRIEF = (2, 1)
-"""Warm and timed steps where only memory is asked."""
+"""Warm and timed steps of a plan of which only memory is measured."""
 RISKY = (0.88, 1.12)
-"""Reserved over capacity, as predicted without a GPU: between them a plan may or may not fit."""
+"""Predicted reserved bytes over capacity, from and to, at which a plan may or may not fit."""
 CHILD_S = 150.0
 START_S = 9.0
-"""Seconds of a configuration beside its steps: the build, compiling a block. Guessed."""
+"""Seconds of a configuration beside its steps: the build, compiling a block. It is a guess."""
 CLOSE = 0.01
-"""Candidates of which one is foreseen so little slower than another are no choice."""
+"""Candidates whose predicted times differ by a smaller share than this are no choice."""
 
 
 # --- predict ---------------------------------------------------------------------------------
@@ -66,11 +65,11 @@ CLOSE = 0.01
 
 @dataclass(frozen=True)
 class Planner:
-    """What a prediction is made with."""
+    """Hold what a prediction is made with: a machine, and measured steps where there are any."""
 
     machine: Machine
     measured: dict[str, tuple[Plan, Measured]] | None = None
-    """choice -> its first candidate and what its steps took"""
+    """Maps a choice to its first candidate and the measured time of that one's steps."""
 
     @property
     def tier(self) -> str:
@@ -128,7 +127,7 @@ def write_predictions(args: argparse.Namespace) -> None:
 
 
 def shared(args: argparse.Namespace, rows: list[dict[str, Any]]) -> set[str] | None:
-    """Return the groups of this part, by the predictions without a GPU; None means all of them."""
+    """Return the groups of this part, split by the predictions without a GPU; None means all."""
     if args.part == (1, 1):
         return None
     said = {r["id"]: r for r in rows if r["kind"] == "prediction" and r["tier"] == "no_gpu"}
@@ -212,7 +211,7 @@ def _costs(every: list[Configuration], said: dict[str, dict[str, Any]]) -> dict[
 def measure_one(
     one: Configuration, said: dict[str, Any], worker: Worker, results: Path, steps: int
 ) -> dict[str, Any]:
-    """Run one, so many timed steps where its time is asked, and write its row."""
+    """Run one configuration, with `steps` timed steps if it is of a choice, and write its row."""
     began_s, plan = time.monotonic(), one.plan
     if receipts.sha256(plan.dump()) != said["plan_sha256"]:
         raise SystemExit(f"{one.id} is not the plan that was predicted: give it another name")
@@ -257,7 +256,7 @@ def measure_one(
 
 
 def fresh_steps(plan: Plan, *, warm: int, timed: int) -> Reading:
-    """Return a reading that counts libraries' workspaces, which an earlier one took."""
+    """Return a reading of steps after freeing cuBLAS workspaces, so that it counts them anew."""
     if torch.cuda.is_available():
         torch._C._cuda_clearCublasWorkspaces()
         gc.collect()

@@ -40,13 +40,13 @@ from headrace.tuner.worker import Worker
 CPU = torch.device("cpu")
 LIST = Path(__file__).parent / "plans" / "cpu.toml"
 WARM, LEAST, MOST = 2, 5, 40
-"""Steps before the timed ones, and how many these are at least and at most."""
+"""Steps before the timed ones, and the least and the most timed steps."""
 TIMED_S = 3.0
-"""Seconds of timed steps of a plan, about."""
+"""The approximate seconds of all timed steps of a plan."""
 ENOUGH = 10
-"""Plans from which on it is told how wide their errors are."""
+"""The least number of plans from which the spread of their errors is printed."""
 CHILD_S = 180.0
-"""After so long a plan is given up."""
+"""Seconds after which a plan is given up."""
 
 
 def hardware() -> str:
@@ -60,7 +60,7 @@ def name_of(one: Configuration) -> str:
 
 
 def facts(one: Configuration) -> dict[str, Any]:
-    """Return what each row of a plan says."""
+    """Return the facts that each row of a plan holds."""
     return {
         "id": name_of(one),
         "device": "cpu",

@@ -1,15 +1,15 @@
-"""Where the time of the best plans goes beside measured ceilings: the gap that is left, by name.
+"""Compare the time of the best plans with measured ceilings, and name the gaps that are left.
 
-Rows of `kernel_table.py` tell milliseconds by family of kernels. The plan's ledger tells the work:
-FLOPs of products and attention, bytes of the update and of everything else that streams. A ceiling
-is what one kernel reaches alone, as headrace/costs/assumed.py has it of the device: products at
+Rows of `kernel_table.py` hold milliseconds by family of kernels. The plan's ledger counts the work:
+FLOPs of matmuls and attention, bytes of the update and of everything else that streams. A ceiling
+is what one kernel reaches alone, as headrace/costs/assumed.py has it of the device: matmuls at
 8,192 cubed in each precision, a copy of gigabytes, attention of the plan's own kernel at the plan's
 own shape. (Its 795 TFLOP/s in bf16 were probed after the 774 in LOG.md, and are stricter.) What a
 family takes above its work at the ceiling is lost to it; of a family without work, that is all.
 
 Of the rows that have idle times, the fastest stands for its shape, precision and device. A row has
-its plan's work; one of before has not, and its command makes the plan again. That counts when the
-fingerprint is the row's; what became another plan is told, and nothing is computed of it.
+its plan's work. An older row has not, and its command makes the plan again. That plan counts when
+its fingerprint is the row's; otherwise the page says so, and nothing is computed.
 """
 
 import argparse
@@ -44,15 +44,15 @@ from headrace.plan.technique import Context
 
 PLANS = Path(__file__).parent / "plans"
 SINCE = (("trace",), ("model", "logit_cap"), ("data", "lossy_tokenizer"))
-"""Keys that plans got after rows had been written, the newest last: a fingerprint of before is
-without them, and they change no kernel as long as they say nothing."""
+"""Keys that plans got after rows had been written, the newest last. An older fingerprint is without
+them, and at their defaults they change no kernel."""
 EARLIER = {"matrix_products": "products", "triton": "elementwise", "rest": "other"}
 """Families of rows before commit 09386a9 -> their names since. The rest then had reductions, of the
 gradients' norm too, that are elementwise now; attention had small kernels that are the rest now."""
 NO_FAMILIES = ("step", "over_link", "beside_kernels")
-"""Metrics of a row that say something else than what a family took."""
+"""Metrics of a row that are no time of a family."""
 NORM = "clip/optimizer"
-"""The ledger's piece that is no kernel of the update, but reductions."""
+"""The ledger's name of the gradient norm, which is reductions and no kernel of the update."""
 STREAMS = {"elementwise": "streams", "optimizer": "update", "copies": "host link"}
 PRECISIONS = ("bf16", "fp8")
 """Fields of a plan that change the matmuls which a row may stand for."""
@@ -67,15 +67,15 @@ RATES = {"flops": "TFLOP/s", "bytes": "TB/s"}
 
 @dataclass(frozen=True)
 class Piece:
-    """What one step has a family of kernels do.
+    """Hold the work that one step gives a family of kernels.
 
     Args:
-        family: as the kernels' names tell it.
-        what: precision of products, kernel of attention, "streams", "norm", "update", "host link".
+        family: as the kernels' names show it.
+        what: precision of matmuls, kernel of attention, "streams", "norm", "update", "host link".
         flops, bytes: of a step, over all micro-batches.
         sizes: of attention rows, heads, key-value heads, length, features.
         causal, backward: of attention.
-        unknown: why it cannot be told, if so.
+        unknown: why the work is unavailable, if it is.
     """
 
     family: str
@@ -133,7 +133,7 @@ def work_of(plan: Plan, context: Context) -> list[Piece]:
     """Return the work that the ledger of a plan counts for each family in a step.
 
     Raises:
-        UnsupportedError: a technique of it does not say.
+        UnsupportedError: a technique of the plan states no work.
     """
     silent = [name for name, technique in plan.techniques.items() if not technique.timed]
     if silent:
@@ -224,7 +224,7 @@ def pieces(row: dict[str, Any]) -> list[Piece]:
     """Return the work of a row: its own, or that of the plan that its command makes.
 
     Raises:
-        ConfigError, UnsupportedError: the plan is another one now, or nothing tells its work.
+        ConfigError, UnsupportedError: the plan is another one now, or its work is unavailable.
     """
     if "no_work" in row:
         raise UnsupportedError(row["no_work"], "")
@@ -255,7 +255,7 @@ class Gap:
         spent_ms: of the profiled step.
         unit: "flops" or "bytes"; "" without work.
         amount: of work.
-        ceiling_ms: what the work would take; 0 without work, None where it cannot be told.
+        ceiling_ms: what the work would take; 0 without work, None where that is unavailable.
     """
 
     family: str

@@ -1,13 +1,13 @@
-"""Where a step's device time goes, by family and by kernel.
+"""Measure where a step's device time goes, by family and by kernel.
 
     python benchmarks/kernel_table.py 1b --with fused_swiglu
 
-The kernels of three profiled steps, by family and the longest by name, and the longest times that
-the device waited for the host. Families are told by names, as the doctor tells them in a trace:
-products, attention, the optimizer, elementwise work, copies, the rest. Inductor names a kernel by
-all operations that it fused, so its own are told by how their names begin. A row has the work too
-that the plan's ledger has each family do (`kernel_gaps.py`), or why nothing tells it. With `--host`
-a row also tells what the host did in another step, by operation: most of a step that waits for
+A row has the kernels of three profiled steps, by family and the longest by name, and the longest
+times that the device waited for the host. Names decide the family, as the doctor does in a trace:
+matmuls, attention, the optimizer, elementwise work, copies, the rest. Inductor names a kernel by
+all operations that it fused, so the beginning of the name decides for its own. A row also has
+the work that the plan's ledger gives each family (`kernel_gaps.py`), or why there is none. With
+`--host` a row has what the host did in another step, by operation: most of a step that waits for
 launches is there, though the profiler adds to each operation. Where copies go between host and
 device, `over_link` is how long in a step, and `beside_kernels` how much of that a kernel ran too.
 """

@@ -1,4 +1,4 @@
-"""How far one device goes: a 7B model's utilization, the longest row, the start, the least memory.
+"""Measure how far one device goes: utilization at 7B, the longest sequence, the start, the memory.
 
     python benchmarks/limits.py mfu --variants none_rows2 none_once4
     python benchmarks/limits.py context --lengths 262144 524288
@@ -77,7 +77,7 @@ def row(
     topic: str = "limits",
     **facts: Any,
 ) -> None:
-    """Append a receipt and tell it."""
+    """Append a receipt and print it."""
     if plan is not None:
         facts |= {
             "techniques": sorted(plan.techniques),

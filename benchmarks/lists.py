@@ -1,4 +1,4 @@
-"""The configurations that the planner is judged by, as plans/held_out*.toml lists them.
+"""Read the configurations that the planner is judged by, as plans/held_out*.toml lists them.
 
 A list names shapes, sets of techniques, and choices: one workload whose candidates are some of the
 sets. `foresight.py` predicts and measures them, and `residuals.py` learns widths from what came.

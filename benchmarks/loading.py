@@ -1,4 +1,4 @@
-"""What reading ahead buys where rows come slowly: steps, and how long they wait, by stage.
+"""Measure what reading ahead gains where data is read slowly: steps, and their data wait.
 
     python benchmarks/loading.py 160m --slow 4 --steps 160
 
@@ -33,7 +33,7 @@ SIDES = {
     "one reader": ("data.workers=1",),
     "loader_workers": ("+loader_workers",),
 }
-"""What is timed -> changes of the plan; all but the first read slowly."""
+"""Maps each timed side to its changes of the plan; all but the first read slowly."""
 
 
 def slowly(seconds: float) -> Any:

@@ -19,7 +19,7 @@ VERDICTS = {
     "lost": "it is not in Headrace, or missed what was wanted",
     "open": "nothing is decided, or no receipt stands behind it",
 }
-"""Verdict of an experiment -> what it means."""
+"""Maps the verdict of an experiment to its meaning."""
 HEADING = re.compile(r"### (kept|lost|open): (.+) \((\d{4}-\d\d)(?:, [^()]+)?\)")
 LINES = 5
 """Most lines of an entry."""

@@ -1,17 +1,17 @@
-"""How right the doctor is on runs as people start them: its first remedy beside the best one.
+"""Measure how right the doctor is on natural runs: compare its first remedy with the best one.
 
     python benchmarks/natural.py all --device cuda --minutes 9
     taskset -c 0,1 python benchmarks/natural.py all --device cpu --minutes 9 --part 1/6 --results r1
 
 Nothing is planted into these runs (natural_runs.py). `say` trains each for some 30 to 60 steps and
-asks the doctor, and writes natural_said.jsonl: its verdict, every remedy that a reader is told of,
-and what will be measured. `measure` begins when this commit has said all of the list, times each
-change beside the run's own plan, and writes natural.jsonl, a row a run. `all` is both. The doctor
-is right where its first remedy gains nearly what the best one does; docs/how-right.md has the
-score.
+asks the doctor, and writes natural_said.jsonl: its verdict, every remedy that a reader is shown,
+and what will be measured. `measure` begins when this commit has answers for the whole list. It
+times each change beside the run's own plan, and writes natural.jsonl, a row a run. `all` is both.
+The doctor is right where its first remedy gains nearly what the best one does; docs/how-right.md
+has the score.
 
-A call may be cut off at any moment: what is said and measured is on disk at once, a second call
-goes on where the first ended (by id, hardware, plan and commit), and each says what is left. A
+A call may be cut off at any moment: answers and measurements are on disk at once, a second call
+goes on where the first ended (by id, hardware, plan and commit), and each prints what is left. A
 change that is measured lies in natural_parts.jsonl until its run has a row: when all are measured,
 or at the end when the first remedy and three others are; `--close` writes rows of fewer, too. What
 a row lacks it names as `left`. Small runs and large ones begin in turn, the smallest of each first.
@@ -57,21 +57,21 @@ COMPILERS = "2"
 ROOM = 0.88
 """Share of a device's memory for all processes; their contexts take the rest."""
 LIMIT_S, GRACE_S = 420.0, 15.0
-"""Seconds of one run's process at most, and those that it has after the end of the call."""
+"""The most seconds of one run's process, and the seconds that it has after the call's end."""
 TRIES = 4
-"""Processes that may die over one run's changes before the rest waits for another call."""
+"""Processes that may die on one run's changes before the rest is left to another call."""
 OTHERS = 3
-"""Changes beside the first remedy that make a run whole."""
+"""Measured changes beside the first remedy from which on a run is complete."""
 
 
 @dataclass
 class Book:
-    """The rows of this hardware that are there, and those that are written.
+    """Read the rows of this hardware, and write new ones.
 
     Args:
-        results: the folder.
-        hardware: of this call.
-        how: what else each row says.
+        results: the folder of the rows.
+        hardware: the hardware of this call.
+        how: further facts of each row that is written.
     """
 
     results: Path
@@ -84,7 +84,7 @@ class Book:
         return {row["id"]: row for row in self.lines(topic)}
 
     def lines(self, topic: str) -> list[dict[str, Any]]:
-        """Return whether the first remedy was near the best, in the words of a table."""
+        """Return the rows of a topic on this hardware that no row retracts."""
         file, found = self.results / f"{topic}.jsonl", list[dict[str, Any]]()
         for line in filter(str.strip, file.read_text().splitlines() if file.is_file() else []):
             try:
@@ -136,17 +136,17 @@ class Book:
 
 @dataclass
 class Call:
-    """One call of the program: its runs, its processes, its end."""
+    """Hold one call of the program: its runs, its rows, and the time at which it ends."""
 
     runs: list[Run]
     args: argparse.Namespace
     book: Book
     gate: Gate
     ends_s: float
-    """on the clock of all processes"""
+    """The end of the call in seconds since the epoch, which all processes share."""
 
     def crew(self, room_bytes: float) -> Crew:
-        """Return processes for this device."""
+        """Return the processes that work on this device."""
         ends_s = time.monotonic() + self.ends_s - time.time()
         return Crew(
             self.args.workers,
@@ -159,7 +159,7 @@ class Call:
         )
 
     def limit_s(self) -> float:
-        """Return seconds that a process may take."""
+        """Return the seconds that a process may take from now."""
         return max(1.0, min(LIMIT_S, self.ends_s - time.time() + GRACE_S))
 
     # --- said ---
@@ -172,7 +172,7 @@ class Call:
         )
 
     def say(self, crew: Crew, room_bytes: float) -> None:
-        """Train what is not said yet, and ask the doctor."""
+        """Train the runs that have no answer yet, and ask the doctor about each."""
 
         def task(run: Run) -> Task:
             taken = min(room_bytes, peak_bytes(run) + SPARE_BYTES)
@@ -223,7 +223,7 @@ class Call:
         return [one for pair in pairs for one in pair if one is not None]
 
     def measure(self, crew: Crew) -> None:
-        """Time what was said, beside the plans of which it was said."""
+        """Time the recorded changes of each run beside the run's own plan."""
         crew.run(
             [
                 Task(
@@ -275,7 +275,7 @@ class Call:
         self.finish(run, said, f"({spent_s:.0f} s)")
 
     def left(self, run: Run, said: dict[str, Any]) -> list[tuple[str, ...]]:
-        """Return the changes of a run that are not measured, in the order in which they will be."""
+        """Return the changes of a run that are not measured yet, in the order of measuring."""
         done = {tuple(row["change"]) for row in self.book.parts(run)}
         left = [tuple(words) for words in said["changes"] if tuple(words) not in done]
         return sorted(left, key=lambda words: any(word in STAYS for word in words))
@@ -330,12 +330,12 @@ class Call:
 
 
 def _of(row: dict[str, Any], said: dict[str, Any]) -> bool:
-    """Return whether the row of a run belongs to what the doctor answered."""
+    """Return whether the row of a run belongs to this answer of the doctor."""
     return (row.get("plan_sha256"), row.get("said")) == (said["plan_sha256"], said["commit"])
 
 
 def peak_bytes(run: Run) -> float:
-    """Return bytes that a run is predicted to take of its device."""
+    """Return the bytes that a run is predicted to take of its device."""
     context = make_context(run.plan, choose_device(run.plan))
     return predict(run.plan, context, rates_here(choose_device(run.plan))).memory.peak_bytes
 
@@ -386,7 +386,7 @@ def main() -> None:
 
 
 def go(runs: list[Run], args: argparse.Namespace, cores: int) -> int:
-    """Say and measure what is asked for; the exit status is 1 where something is left."""
+    """Ask and measure as the command line wants; return exit status 1 where runs are left."""
     ends_s = time.time() + 60 * args.minutes - GRACE_S
     gate = Gate(args.work / "gate.lock", os.getpid())
     room_bytes = ROOM * (torch.cuda.mem_get_info()[1] if args.device == "cuda" else 1e12)

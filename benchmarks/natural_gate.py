@@ -1,11 +1,11 @@
 """Let one process at a time use the device, while the other processes of the program stand still.
 
 Compiling keeps a host's cores busy for minutes, and timing keeps the device busy for seconds. So a
-`Crew` of processes compiles as it likes, and who times enters the `Gate`: it takes a lock, stops
-every other process of the program (SIGSTOP, the compilers' own processes too), and waits until
-the device answers at once, which it does when nothing is left in its queue. Then neither the device
-nor the host's cores are shared while a step is timed. What a process stopped goes on when it leaves
-the gate. `Crew` also wakes what a process stopped that was killed inside.
+`Crew` of processes compiles as it likes, and a process that times enters the `Gate`. It takes a
+lock, stops every other process of the program (SIGSTOP, the compilers' own processes too), and
+waits until the device answers at once, which it does when nothing is left in its queue. Then
+neither the device nor the host's cores are shared while a step is timed. What a process stopped
+goes on when it leaves the gate. `Crew` also wakes what a process stopped that was killed inside.
 """
 
 import os
@@ -23,21 +23,22 @@ from filelock import FileLock, Timeout
 from headrace.tuner.worker import Worker
 
 HOW = "processes compile side by side; while one times, all others are stopped (SIGSTOP)"
-"""What a row says of it."""
+"""The text by which a row describes how processes share the device."""
 ANSWERS_S, CALM, QUIET_S = 3e-4, 5, 8.0
-"""Seconds in which an idle device has done next to nothing for who asks; how often in a row it must
-have; and seconds that are waited for it."""
+"""Seconds in which an idle device finishes a tiny operation; how often in a row it must do so; and
+the most seconds to wait for that."""
 WAKE_S = 1.0
-"""Seconds between two looks for what a killed process has left stopped."""
+"""Seconds between two checks for processes that a killed one has left stopped."""
 
 
 @dataclass
 class Calm:
-    """What else there was while a process was alone.
+    """Hold how calm device and host were while a process was alone.
 
     Args:
-        quiet: the device had nothing to do before.
-        others_s: seconds of the host's cores that others of the program used; 0 when all stood.
+        quiet: whether the device was idle before.
+        others_s: seconds of the host's cores that the program's other processes used; 0 when all
+            were stopped.
     """
 
     quiet: bool
@@ -46,10 +47,10 @@ class Calm:
 
 @dataclass(frozen=True)
 class Gate:
-    """Who is inside has the device and the cores for itself.
+    """Give the process inside the device and the cores for itself.
 
     Args:
-        file: the lock's.
+        file: the file of the lock.
         program: the process whose descendants are stopped.
     """
 
@@ -58,7 +59,7 @@ class Gate:
 
     @contextmanager
     def alone(self) -> Iterator[Calm]:
-        """Wait for the turn and stop the others; yields how calm it is, whole at the end."""
+        """Wait for the lock, stop the others, and yield how calm it is; complete at the end."""
         with FileLock(self.file):
             mine, stopped = {os.getpid(), *descendants(os.getpid())}, list[int]()
             try:
@@ -72,7 +73,7 @@ class Gate:
                 tell(stopped, signal.SIGCONT)
 
     def wake(self) -> None:
-        """Let everything go on, if nobody is inside."""
+        """Let all stopped processes go on, unless a process is inside."""
         with suppress(Timeout), FileLock(self.file, timeout=0):
             tell(descendants(self.program), signal.SIGCONT)
 
@@ -94,7 +95,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def used_s(processes: list[int]) -> float:
-    """Return seconds of the host's cores that processes have used so far."""
+    """Return the seconds of the host's cores that processes have used so far."""
     ticks = 0
     for pid in processes:
         with suppress(OSError):  # it has ended
@@ -104,14 +105,14 @@ def used_s(processes: list[int]) -> float:
 
 
 def tell(processes: list[int], signal_: signal.Signals) -> None:
-    """Send a signal to all of them that are there."""
+    """Send a signal to each of these processes that still exists."""
     for pid in processes:
         with suppress(ProcessLookupError):
             os.kill(pid, signal_)
 
 
 def quiet() -> bool:
-    """Wait until a GPU does nothing for others; returns whether it came to that."""
+    """Wait until a GPU is idle, for `QUIET_S` at most; return whether it is."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return True
     one, calm, ends_s = torch.zeros(1, device="cuda"), 0, time.monotonic() + QUIET_S
@@ -130,7 +131,7 @@ def quiet() -> bool:
 
 @dataclass(frozen=True)
 class Task:
-    """What a process of the crew does, and the bytes of the device that it takes."""
+    """Describe what a process of the crew does, and the bytes of the device that it takes."""
 
     name: str
     bytes: float
@@ -139,16 +140,16 @@ class Task:
 
 @dataclass
 class Crew:
-    """Processes that take tasks in their order, as many at a time as the device has memory for.
+    """Run tasks in their order, as many at a time as the device has memory for.
 
     Args:
-        workers: processes.
-        bytes: of the device, for all of them.
-        gate: of the program.
-        ends_s: on the monotonic clock; no task begins later.
-        logs: where processes say what they say.
-        awake: what each does first, while others still prepare their work.
-        here: no process, to debug.
+        workers: the number of processes.
+        bytes: the memory of the device for all tasks.
+        gate: the gate of the program.
+        ends_s: the end on the monotonic clock; no task begins later.
+        logs: the folder of what the processes print.
+        awake: what each process does first, while others still prepare their work.
+        here: whether tasks run in this process, to debug.
     """
 
     workers: int
@@ -165,16 +166,16 @@ class Crew:
     def __post_init__(self) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
         self._before = {*descendants(os.getpid())}
-        """processes that are not the crew's"""
+        """Processes that began before the crew, and so are none of it."""
         self.closed = False
-        """a process that died since was ended by this one"""
+        """Whether this process has ended the crew, so that one that dies since was ended by it."""
         each = range(1 if self.here else self.workers)
         self._crew = [Worker(here=self.here, log=self.logs / f"{n}.log") for n in each]
         for worker in self._crew:
             worker.begin(self.awake)
 
     def run(self, tasks: list[Task]) -> None:
-        """Do them all, until the time is over."""
+        """Run all tasks, until none is left or the time is over."""
         self._waiting = list(tasks)
         if self.here:
             self._work(self._crew[0])

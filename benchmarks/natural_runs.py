@@ -1,4 +1,4 @@
-"""The natural runs: plans as people start with them, with nothing planted into them.
+"""Define the natural runs: plans as people start with them, with nothing planted into them.
 
 A run is a shape, words that change its plan (headrace/plan/changes.py), and a number of steps. A
 shape is one of SHAPES, a recipe, a plan of plans/ or a file. `-*` takes out every technique, so
@@ -31,7 +31,7 @@ COMMON = (
 )
 """Set in every plan, so that a short run is mostly steps."""
 RATES = {"cuda": 2e13, "cpu": 5e8}
-"""Products of parameters and tokens that a whole measurement gets through in a second, about."""
+"""Parameters times tokens that a whole measurement gets through in a second, about; by device."""
 SHAPES = {
     "300k": ("headrace-mini", "dim = 64\nlayers = 3\nheads = 2\nffn = 176", 2048, 128, 4096),
     "1m": ("headrace-mini", "dim = 128\nlayers = 3\nheads = 4\nffn = 352", 2048, 128, 4096),
@@ -203,4 +203,4 @@ RUNS = (
     _cpu("small compiled", "small", "+torch_compile batch.tokens=1024", 34),
     _cpu("gpt2-8m eager packed", "gpt2-8m", "+document_packing batch.tokens=1024", 40),
 )
-"""All of them: 25 for a GPU, of 1M to 1.1B parameters, and 16 for a CPU, of 0.3M to 14M."""
+"""All natural runs: 25 for a GPU, of 1M to 1.1B parameters, and 16 for a CPU, of 0.3M to 14M."""

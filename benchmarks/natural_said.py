@@ -1,9 +1,9 @@
-"""What natural.py has said of a run: it is trained, the doctor is asked, and changes are chosen.
+"""Train a run for natural.py, ask the doctor about it, and choose the changes to measure.
 
 A run is trained as `headrace train` does, with its signals on. From its third step on it is alone
-on the device and on the host (natural_gate.py); what it waits for its turn lies between two steps,
-where no signal counts it. Then the doctor reads its folder as `headrace doctor RUN` does, and what
-is to be measured is written down: the two remedies that a reader is told first, compiling with
+on the device and on the host (natural_gate.py). It waits for them between two steps, where no
+signal counts the time. Then the doctor reads its folder as `headrace doctor RUN` does, and what
+is to be measured is written down: the two remedies that a reader is shown first, compiling with
 graphs, and the changes that promise most of all that keep what is learned. The ledger's order is
 used for that choice alone, and with a wide margin.
 """
@@ -50,31 +50,34 @@ from headrace.tuner.readings import (
 # --- what is said ----------------------------------------------------------------------------
 
 HEALTHY = 0.05
-"""A gain; a run of which no remedy is said to gain more is said to be healthy."""
+"""The gain up to which a run counts as healthy: no remedy is forecast to gain more."""
 TIMED = ("computation", "memory bandwidth", "kernel efficiency", "launch")
 """Bottlenecks whose remedies make steady steps shorter."""
 NEVER = ("launch:compilation", "kernel efficiency:convolution")
-"""Symptoms of what does nothing to a steady step of these plans."""
+"""Symptoms whose techniques change no steady step of these plans."""
 HOPE, SAME, LOSS, UNKNOWN = 0.75, 0.985, 0.9, 0.9
-"""Predicted time of a step before over after, below which a change is not measured: where the
-technique is there for speed, where it is not, and where it is fewer rows on a CPU, whose caches no
-ledger knows; and what is taken for it where nothing is predicted. Predictions of launch-bound steps
-were off by a third."""
+"""Predicted ratios of step times, before over after, below which a change is not measured: HOPE for
+a technique that is for speed, SAME for one that is not, and LOSS for fewer rows on a CPU, whose
+caches no ledger knows. UNKNOWN stands for a ratio that is not predicted. Predictions of
+launch-bound steps were off by a third."""
 ATTENDS = "parts.attend"
-"""The socket of what computes attention."""
+"""The name of the socket that computes attention."""
 GRAPHS = frozenset(("+torch_compile", "+cuda_graphs"))
 """Words of the change that is always measured where it can run."""
 SLOW_TO_COMPILE = "max-autotune"
-"""In the words of what compiles for minutes; it is measured where the doctor says it."""
+"""Part of the words of a change that compiles for minutes.
+
+Such a change is measured only where the doctor names it.
+"""
 LARGE_BYTES = 12 << 30
-"""Bytes of a plan from which on one change less is measured: few processes have room beside it."""
+"""Bytes of a plan from which on one change less is measured, since few processes fit beside it."""
 SPARE_BYTES = 2 << 30
-"""Share of a device that a process takes beside two plans."""
+"""Bytes of a device that a process takes beside its plans."""
 
 
 @dataclass
 class Said(Reading):
-    """What was said of a run: the row's facts."""
+    """Hold what the doctor answered about a run, as facts of a row."""
 
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -85,12 +88,12 @@ def say(
     """Train a run, ask the doctor, and list what is to be measured.
 
     Args:
-        plan: as the row names it.
-        work: the same with its folders.
-        gate: to the device.
-        most: changes that are measured, at most.
-        room_bytes: of the device, for the run's plan and a changed one.
-        kept: where the run's small files are copied to, if anywhere.
+        plan: the plan as the row names it.
+        work: the same plan with its folders.
+        gate: the gate to the device.
+        most: the most changes that are measured.
+        room_bytes: the memory of the device for the run's plan and a changed one.
+        kept: the folder that the run's small files are copied to, if any.
     """
     facts: dict[str, Any] = {}
     found = read(lambda reading: facts.update(_say(plan, work, gate, most, room_bytes, kept)))
@@ -130,7 +133,7 @@ def _say(
 
 @contextmanager
 def turn_from_third_step(gate: Gate) -> Iterator[None]:
-    """Make runs inside wait before their third step until the device is theirs."""
+    """Make a run inside wait before its third step until it is alone on the device."""
     next_batch, finish, held = Session.next_batch, Session.finish, ExitStack()
 
     def before(session: Session) -> Any:
@@ -154,7 +157,7 @@ def turn_from_third_step(gate: Gate) -> Iterator[None]:
 def verdict(advice: Advice) -> dict[str, Any]:
     """Return the first finding, and every remedy that a reader is shown.
 
-    What an evaluation and a compiler took of so short a run is no verdict on its steps.
+    Findings about evaluations or compiling, which take much of so short a run, are no verdict.
     """
     findings = [one.finding for one in advice.findings]
     known = (f for f in findings if f.bottleneck in (*BOTTLENECKS, ABSTAINED))
@@ -199,15 +202,15 @@ def copy(folder: Path, kept: Path) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """A change that could be measured.
+    """Describe a change that could be measured.
 
     Args:
         words: the change.
         bytes: its peak of memory.
-        promise: predicted time of a step before over after; None where nothing is predicted.
-        kind: of those that do one thing, such as other attention, one is chosen; "" is none.
-        learns: it changes what is learned.
-        run: what the changed plan computes; of changes that compute the same one is chosen.
+        promise: predicted ratio of step times, before over after; None where none is predicted.
+        kind: what it does, such as other attention: one change of a kind is chosen; "" is no kind.
+        learns: whether it changes what is learned.
+        run: a fingerprint of what the changed plan computes; one change of each is chosen.
     """
 
     words: Words
@@ -226,10 +229,10 @@ class Choice:
 def to_measure(
     asking: Asking, said: Sequence[Words], most: int, room_bytes: float
 ) -> dict[str, Any]:
-    """Return the changes to measure and their bytes: remedies, compiling, the best guess.
+    """Return the changes to measure and their bytes: remedies, compiling, the best predicted.
 
-    What changes the learning is measured only where it is the first remedy: no such change may be
-    the best one.
+    A change of the learning is measured only where it is the first remedy, since no such change
+    may be the best one.
     """
     own_bytes = asking.answer(asking.start).prediction.memory.peak_bytes
     told = [_said(asking, words, own_bytes) for words in said]
@@ -284,9 +287,9 @@ def _choice(asking: Asking, candidate: Candidate) -> Choice:
 
 
 def _run_of(asking: Asking, plan: Plan) -> str:
-    """Return what tells a plan's run from others.
+    """Return a fingerprint of what a plan computes.
 
-    A technique that does nothing but set the precision computes what the key alone does.
+    A technique that only sets the precision has the same fingerprint as the key alone.
     """
     sockets = {name: {*t.claims, *t.composes} for name, t in plan.techniques.items()}
     rest = {n: t for n, t in plan.techniques.items() if sockets[n] != {"config.precision"}}
@@ -302,7 +305,7 @@ def _expected(asking: Asking, plan: Plan) -> float | None:
 
 
 def worth(asking: Asking, candidate: Candidate, expected: float | None) -> bool:
-    """Return whether a single change keeps what is learned, fits, and is not sure to lose."""
+    """Return whether a single change keeps the learning, fits, and is not predicted to lose."""
     words, on_cpu = candidate.changes, asking.context.device == "cpu"
     if (
         not words
@@ -331,7 +334,7 @@ def worth(asking: Asking, candidate: Candidate, expected: float | None) -> bool:
 
 
 def _by_precision(asking: Asking, candidate: Candidate) -> bool | None:
-    """Return what the precisions alone decide; None where they do not.
+    """Return whether a change is worth it where its precision decides that alone, else None.
 
     A CPU multiplies half precision slowly unless it has units for it, and a change of the plan's
     precision to what it is already does nothing.

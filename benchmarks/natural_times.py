@@ -1,9 +1,9 @@
-"""What natural.py measures: changes of a plan, timed in turn with the plan, in one process.
+"""Time changes of a plan for natural.py, in alternation with the plan, in one process.
 
-All that a device has memory for are built and warm before the process takes its turn
-(natural_gate.py), so that they are compared at one moment: the first remedy and the best change
-differ by no mood of the host. Blocks of steps go A B C C B A. After a look, what is clearly behind
-the best so far is left; the first remedy is timed to the end. A gain is the median of the ratios of
+As many changes as the device has memory for are built and warm before the process enters the gate
+(natural_gate.py). So they are compared at one moment, and no drift of the host separates the first
+remedy and the best change. Blocks of steps go A B C C B A. After a look, what is clearly behind the
+best so far is left; the first remedy is timed to the end. A gain is the median of the ratios of
 neighbouring blocks, which a block that is off as a whole does not move.
 """
 
@@ -46,15 +46,15 @@ from headrace.tuner.readings import (
 
 @dataclass(frozen=True)
 class Pace:
-    """How much is timed.
+    """Set how much is timed.
 
     Args:
-        block_s: that a block of steps lasts at least; a step that takes longer is a block.
+        block_s: least seconds of a block of steps; a step that takes longer is a block.
         look: rounds of two pairs before a change may be left.
-        rounds: of those that are not; half of them, after a look of one, of slow steps that no host
-            holds up.
-        slow_s: such a step lasts longer.
-        heat_s: of untimed steps before.
+        rounds: rounds of a change that is not left. Slow steps that no host holds up have half as
+            many, after a look of one.
+        slow_s: seconds above which a step is slow.
+        heat_s: seconds of untimed steps before.
     """
 
     block_s: float
@@ -66,27 +66,30 @@ class Pace:
 
 PACES = {"cuda": Pace(0.15, 2, 4, 0.05, 0.15), "cpu": Pace(0.4, 2, 4, 1.0, 0.0)}
 FREE, HOPELESS = 3, 2.5
-"""Steps of a plan before its turn, of which the first compile; and how many times as long as the
-run's own the last of them takes where a change is left at once."""
+"""Steps of a plan before it is timed, of which the first compile; and the ratio to a step of the
+run's own plan above which a change is left at once."""
 BEHIND = 0.97
 """Share of the best speed below which a change is left after a look."""
 STAYS = ("+kept_memory",)
-"""Words of what sets a process otherwise for good: glibc's limits are no longer its own choice when
-they are put back. They are measured last."""
+"""Words of changes that alter a process for good, and so are measured last: glibc no longer chooses
+its limits by itself once they were set and put back."""
 EDGE_PAIRS = 8
 """Pairs from which on the outermost at both ends are left out of the interval; 8 pairs hold their
 median within it 93 times of 100, 4 pairs within all of them 87 times."""
 TOGETHER_BYTES = 10 << 30
 """Most bytes of changes that are built side by side; a larger one is built alone."""
 MOST_STEPS = 200
-"""Seconds of a block."""
+"""The most steps of a block."""
 LAST_S = 30.0
-"""Before the end, in which no change is built beside others that are ready: it may take as long."""
+"""Seconds before the end in which no change is built beside others that are ready.
+
+Building one may take as long.
+"""
 STAGE, BEGUN, READY = "stage", "begun", "ready"
-"""The key of how far a process came, in a reading's evidence, where it did not die; and what it
-holds before the run's own plan is warm and after."""
+"""The key in a reading's evidence that holds how far a process came, and its two values: before the
+run's own plan is warm, and after."""
 ENTRIES = 256
-"""Compiled versions of a function that torch keeps in a process: every change brings its own."""
+"""Most compiled versions of a function in a process; every change brings its own."""
 
 
 def awake() -> None:
@@ -96,7 +99,7 @@ def awake() -> None:
 
 
 class Timed:
-    """A plan that is built, and the seconds of its blocks."""
+    """Hold a plan that is built, and the seconds of its blocks."""
 
     def __init__(self, stack: ExitStack, plan: Plan, threads: int) -> None:
         self.build, self.micros = stack.enter_context(opened(plan, text=True, in_force=False))
@@ -104,11 +107,11 @@ class Timed:
         self.words: Words = ()
         self.seconds: list[float] = []
         self.beside: list[float] = []
-        """of the run's own plan, the neighbours of these blocks"""
+        """Seconds of the neighbouring blocks of the run's own plan."""
         self.ready_s, self.by_host = 0.0, False
 
     def once(self) -> None:
-        """Run a step that is timed only to plan with."""
+        """Run a step, and time it only to plan the blocks."""
         began_s = time.perf_counter()
         with self._own():
             self._step()
@@ -135,7 +138,7 @@ class Timed:
 
     @contextmanager
     def _own(self) -> Iterator[None]:
-        """Put the flags of a plan in force, with no code that another plan compiled (pairs.py)."""
+        """Put a plan's flags and thread count in force; by the count it uses its own code alone."""
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
@@ -147,13 +150,13 @@ class Timed:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be measured of a run.
+    """Hold what is to be measured of a run.
 
     Args:
-        changes: of its plan.
-        peaks: bytes that each takes.
+        changes: the changes of its plan.
+        peaks: the bytes that each change takes.
         first: the first remedy.
-        alone: one change is built at a time, so that who ends the process is known.
+        alone: whether one change is built at a time, to find the one that ends the process.
     """
 
     changes: list[Words]
@@ -196,10 +199,10 @@ def measure(
     Args:
         plan: the run's, with its folders.
         wanted: what is still to be measured.
-        gate: to the device.
-        parts: the file.
-        about: what each line begins with.
-        ends_s: on the clock of all processes; no change begins later.
+        gate: the gate to the device.
+        parts: the file of the lines.
+        about: the facts that each line begins with.
+        ends_s: the end in seconds since the epoch; no change begins later.
     """
     return read(lambda reading: _Measuring(plan, wanted, gate, parts, about, ends_s).go(reading))
 
@@ -216,7 +219,7 @@ class _Measuring:
     ends_s: float
     begun: int = 0
     best: float = 1.0
-    """speed over the run's own, so far"""
+    """The best speed so far, over that of the run's own plan."""
 
     def go(self, reading: Reading) -> None:
         """Measure all groups, until the end."""
@@ -234,7 +237,7 @@ class _Measuring:
                 _forget(base, built, on_gpu)
 
     def group(self, base: Timed, group: list[Words]) -> list[Words]:
-        """Build, time and write some changes; returns those that need all memory for themselves."""
+        """Build, time and write some changes; return those that need all memory for themselves."""
         sides, later = list[Timed](), list[Words]()
         with ExitStack() as stack:
             for words in group:
@@ -289,7 +292,7 @@ class _Measuring:
         return side
 
     def refuse(self, words: Words, error: Exception) -> None:
-        """Write why a change cannot be measured; raises what may have harmed the process."""
+        """Write why a change cannot be measured; raise what may have harmed the process."""
         self.write(words, refused=why(error))
         if not isinstance(error, HeadraceError | torch.OutOfMemoryError):
             raise error
@@ -301,7 +304,7 @@ class _Measuring:
 
 
 def _forget(base: Timed, built: int, on_gpu: bool) -> None:
-    """Give back what a change took, and compiled code where the base has none or it holds much."""
+    """Free what a change took; drop compiled code, too, if it holds much or the base has none."""
     gc.collect()
     large = on_gpu and torch.cuda.memory_allocated() > built + LEFT_BYTES
     if large or not base.build.compiled:
@@ -314,7 +317,7 @@ def _forget(base: Timed, built: int, on_gpu: bool) -> None:
 
 
 def warm(one: Timed, than_s: float = math.inf) -> None:
-    """Compile, and take two more steps; one that takes hopelessly long ends it."""
+    """Compile and run the first steps of a plan; stop after one that is hopelessly slow."""
     for number in range(FREE):
         one.once()
         if number and one.step_s > HOPELESS * than_s:
@@ -324,7 +327,7 @@ def warm(one: Timed, than_s: float = math.inf) -> None:
 def turn(
     base: Timed, sides: Sequence[Timed], first: Words, best: float, gate: Gate
 ) -> dict[str, Any]:
-    """Time plans beside the base in a turn; how calm it was."""
+    """Time plans beside the base while alone on the device; return how calm it was."""
     pace, running = PACES[base.build.device.type], list[Timed]()
     gc.collect()
     gc.freeze()  # what compilers left is not looked through in a timed step
@@ -349,9 +352,10 @@ def turn(
 
 @contextmanager
 def kept_code() -> Iterator[None]:
-    """Keep what others compiled while a build inside runs; each plan's threads keep its own.
+    """Keep the code that other plans compiled while a build inside runs.
 
-    Else the run's own plan would be compiled again beside every change, while all others wait.
+    Otherwise the run's own plan would be compiled again beside every change, while all others wait.
+    Each plan uses its own code, since each has its own thread count.
     """
     before = torch.compiler.reset
     torch.compiler.reset = lambda: None
@@ -374,7 +378,7 @@ def gain_of(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
 
 
 def hopeless(base: Timed, two: Timed) -> tuple[float, float] | None:
-    """Return the seconds of a step of both, where the change is too slow for a block."""
+    """Return the seconds of a step of both, where the change is hopelessly slow; else None."""
     steps, others = list[float](), list[float]()
     two.once()  # what it may still compile or record is not of a step
     for _ in range(2):
@@ -388,7 +392,7 @@ def hopeless(base: Timed, two: Timed) -> tuple[float, float] | None:
 
 
 def heat(sides: Sequence[Timed], heat_s: float) -> None:
-    """Run steps of both until the device has the clock of work."""
+    """Run steps of all sides for `heat_s`, so that the device reaches its clock under load."""
     ends_s = time.monotonic() + heat_s
     while time.monotonic() < ends_s:
         for side in sides:
@@ -415,5 +419,5 @@ def in_turn(base: Timed, sides: Sequence[Timed], first: Words, best: float, pace
 
 
 def median_ratio(side: Timed) -> float:
-    """Return the speed over that of the base so far."""
+    """Return the median speed so far, over that of the base."""
     return 1 + gain_of(side.beside, side.seconds)["value"]
