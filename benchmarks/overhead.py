@@ -3,17 +3,18 @@
     python benchmarks/overhead.py --plan benchmarks/plans/160m.toml --rounds 8 --every 1000
 
 All sides call `train.step` of one build on the same rows, in blocks of steps timed by the wall
-clock. First nothing and signals in turn, A B B A, before any profiler was loaded: `always_on`.
-Signals are what a run reads at all times: phases marked, numbers copied and drained, and the GPU's
-gauges, here `OFTEN` times as often as in a run, so that a short block has some.
+clock. `always_on` compares nothing and signals in alternation, A B B A, before any profiler was
+loaded. Signals are what a run reads at all times: phases marked, numbers copied and drained, and
+the GPU's gauges, here `OFTEN` times as often as in a run, so that a short block has some.
 
-The first burst of a process loads CUPTI, and stands apart (`first_burst_s`). CUPTI stays loaded, so
-blocks without any watching after it are compared with as many before it: `lasting` is the jump
-between them beside a steady drift, which no pairing could take out here: half as many blocks again
-on each side. Then signals alone and signals with one burst in the block, A B B A, a quarter as
-often: what a burst costs over plain steps, the writing and the compressing waited for, is shared
-out over `--every` steps. `with_bursts` is the sum of the three, which were measured apart: their
-errors add as independent ones do. A row is written as soon as it is measured.
+The first profiler window of a process loads CUPTI, and has its own number (`first_burst_s`). CUPTI
+stays loaded, so blocks without any watching after it are compared with as many before it: `lasting`
+is the jump between them beside a steady drift, which no pairing could take out here: half as many
+blocks again on each side. Then signals alone and signals with one profiler window in the block are
+compared, A B B A, a quarter as often. What a window costs over plain steps, including the writing
+and the compressing, is shared out over `--every` steps. `with_bursts` is the sum of the three,
+which were measured apart: their errors add as independent ones do. A row is written as soon as it
+is measured.
 """
 
 import argparse
@@ -39,11 +40,11 @@ from headrace.train import train
 from headrace.tuner.readings import opened, wait
 
 OFTEN = 10
-"""Times as often as in a run, the gauges are read."""
+"""The factor by which the gauges are read more often than in a run."""
 
 
 class Silent:
-    """This clock of phases times nothing."""
+    """Replace the clock of phases by one that times nothing."""
 
     def mark(self, phase: str) -> None:
         """Do nothing."""

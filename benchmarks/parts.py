@@ -1,7 +1,7 @@
-"""What one of several processes measures, each on a GPU of its own.
+"""Decide what each of several processes measures, each on a GPU of its own.
 
-The split follows from names and costs alone, which must be those of all that was said and not of
-what is left: then every process finds the same one, and finds it again after an interruption.
+The split follows from names and costs alone. These must be those of the whole list and not of what
+is left: then every process computes the same split, and the same again after an interruption.
 """
 
 import argparse

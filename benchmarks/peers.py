@@ -174,7 +174,7 @@ def serve_peer(name: str, size: str) -> None:
 
 
 class Peer:
-    """A peer in a process that answers with readings; started by the first one."""
+    """Read a peer in a process of its own, which the first reading starts."""
 
     def __init__(self, name: str, size: str) -> None:
         self.name, self.size = name, size
@@ -184,7 +184,7 @@ class Peer:
         """Return one reading.
 
         Raises:
-            RuntimeError: the process failed or gave none in time.
+            RuntimeError: the process failed, or gave no reading in time.
         """
         if self.process is None:
             self.process = subprocess.Popen(

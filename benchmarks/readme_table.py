@@ -4,12 +4,11 @@
     python benchmarks/readme_table.py --check    # exit 1 when a page is behind the receipts
 
 The README has three numbers, docs/numbers.md all. Rows keep the words that they were written with,
-and a page shows them in today's (WORDS). The newest row of what was
-measured, at one shape on one device, stands in the table, unless an older one has more readings. A
-row that another row retracts is left out; so are a sweep's single points (`kind` "tune"). Where the
-best plans' time goes stands beside measured ceilings (`kernel_gaps.py`). How right predictions and
-verdicts were has a page of its own, docs/how-right.md with its pictures, which `truth.py --page`
-writes too.
+and a page shows them in today's words (WORDS). The newest row of a measurement, at one shape on one
+device, stands in the table, unless an older one has more readings. A row that another row retracts
+is left out; so are a sweep's single points (`kind` "tune"). Where the best plans' time goes stands
+beside measured ceilings (`kernel_gaps.py`). How right predictions and verdicts were has a page of
+its own, docs/how-right.md with its pictures, which `truth.py --page` writes too.
 """
 
 import argparse
@@ -35,21 +34,22 @@ WORDS = {
     r"products": "matmuls",
     r"trunk": "baseline",
 }
-"""Regular expression of a stored word -> the word that a page shows."""
+"""Maps the regular expression of a stored word to the word that a page shows."""
 EMPTY = "No receipts yet: nothing has been measured with this version, so nothing is claimed."
 GIB = 2**30
 PAGES = (ROOT / "README.md", ROOT / "docs" / "numbers.md")
-"""Pages with markers."""
+"""Pages that have markers, between which numbers are written."""
 PLACES = ("data.sources", "data.directory", "directory")
-"""Keys of a plan that say where something lies."""
+"""Keys of a plan that hold a place of this machine, which tables leave out."""
 HOW_RIGHT = ROOT / "docs" / "how-right.md"
-"""The page that is made as a whole."""
+"""The page that is written as a whole, and not between markers."""
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """Return a topic's rows, retracted ones and those that retract left out.
 
-    Losses of rows that do not tell their schedule were of one that ended after 24 of 200 steps.
+    Rows without a `loss_schedule` lose their loss difference: their schedule ended after 24 of 200
+    steps.
     """
     rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
     for row in rows:
@@ -123,7 +123,7 @@ def tables(topic: str, rows: list[dict[str, Any]]) -> str:
 def shown(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """Return the newest row of each subject; one with fewer readings hides none with more.
 
-    What one commit was measured with twice, as on two hosts, stands twice.
+    Two rows of one commit with as many readings, as on two hosts, are both returned.
     """
     newest: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
@@ -136,7 +136,7 @@ def shown(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def table(topic: str, kind: str, rows: list[dict[str, Any]]) -> str:
-    """Return one measurement of a topic."""
+    """Return one measurement of a topic as a table in Markdown."""
     newest = shown(rows)
     heads: dict[str, str] = {}
     for _, row in newest:
@@ -231,7 +231,7 @@ def render(results: Path) -> str:
 
 
 def todays(text: str) -> str:
-    """Return a text with stored words in the words of today; names and commands keep theirs."""
+    """Return a text with stored words replaced by today's (WORDS); text in backticks stays."""
     parts = text.split("`")
     for word, today in WORDS.items():
         parts[::2] = [re.sub(rf"\b{word}\b", today, part) for part in parts[::2]]
@@ -290,7 +290,7 @@ def replaced(page: str, inner: str, name: str = RESULTS) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Write or check, as the words of a command line say."""
+    """Write the pages, or with --check exit 1 where one differs from the receipts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--page", type=Path, help="one page instead, with all topics")
@@ -312,7 +312,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def filled(page: str, results: Path) -> str:
-    """Return a page with what its markers name made anew."""
+    """Return a page with the text between its markers computed anew."""
     for name, make in ((RESULTS, render), (THREE, three_numbers), (GAPS, gaps)):
         if f"<!-- {name}:begin -->" in page:
             page = replaced(page, make(results), name)

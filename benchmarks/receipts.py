@@ -18,9 +18,12 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = Path(__file__).resolve().parent / "plans"
 CODE = ("headrace", "benchmarks")
-"""What a measurement runs."""
+"""The folders of the code that a measurement runs."""
 told: str | None = None
-"""The commit that a program was told by `--commit`: of a copy whose checkout may be older."""
+"""The commit that `--commit` gives a program; None without it.
+
+It is for a copy of the code whose checkout may be older.
+"""
 TOLD = "commit of this code, where the checkout is older; rows tell it"
 """The help of `--commit`."""
 
@@ -31,7 +34,7 @@ def plan_file(shape: str) -> Path:
 
 
 def spread(values: Sequence[float], unit: str) -> dict[str, Any]:
-    """Return a metric: the median with its lowest and highest reading."""
+    """Return readings as a metric: the median, the lowest and the highest."""
     return {"value": median(values), "low": min(values), "high": max(values), "unit": unit}
 
 
@@ -54,7 +57,7 @@ def host_gpus() -> int:
 
 
 def installed(package: str) -> str | None:
-    """Return a package's version, or None."""
+    """Return the version of a package; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -62,10 +65,10 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Return the commit of the code that runs; None where nothing tells.
+    """Return the commit of the code that runs; None where it is unavailable.
 
-    It is what was told, else this checkout's. `-dirty` follows where the checkout knows that commit
-    and its code differs.
+    It is the one that `--commit` gave, else this checkout's. `-dirty` follows where the checkout
+    knows that commit and its code differs.
     """
     return _commit(told)
 

@@ -1,18 +1,19 @@
-"""How far the planner is off over all receipts that can be planned again: its intervals' widths.
+"""Compute how far the planner is off over all receipts, and so the widths of its intervals.
 
     python benchmarks/residuals.py
     python benchmarks/residuals.py --machine MACHINE.json
 
 A receipt of a step becomes its plan again, by the rule that wrote it, and is predicted with the
-rates of the datasheet, or with those that `headrace probe` kept. With the datasheet's, so is what
-came of the lists that were written down before (`lists.py`): each of their choices is a shape, all
-of it measured on one GPU. The widths that it prints stand in headrace/predict/intervals.py,
-and hold for a shape that was left out: those constants of costs/work.py that are from steps are
-fitted anew to the other shapes' rows, and so are quantiles of their errors; both ends are moved out
-until 80% of what was left out lies inside, every shape counted alike. Those after 20 steps come of
-pairs of rows of different shapes: one sets the model, the other is predicted. Those of the same
-workload come of the lists, and hold 88%: the first candidate of a choice sets the model for its
-others. Reserved memory is compared where a row has it.
+rates of the datasheet, or with those that `headrace probe` kept. With the datasheet's rates, the
+outcomes of the lists that were written down before (`lists.py`) are predicted, too: each of their
+choices is a shape, all of it measured on one GPU. The widths that it prints stand in
+headrace/predict/intervals.py, and hold for a shape that was left out: those constants of
+costs/work.py that are from steps are fitted anew to the other shapes' rows, and so are quantiles of
+their errors; both ends are moved out until 80% of what was left out lies inside, every shape
+counted alike. The widths after 20 steps come from pairs of rows of different shapes: one sets the
+model, the other is predicted. The widths of the same workload come from the lists, and hold 88%:
+the first candidate of a choice sets the model for its others. Reserved memory is compared where a
+row has it.
 """
 
 import argparse
@@ -54,7 +55,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLANS = ROOT / "benchmarks" / "plans"
 DEVICE = "NVIDIA H200"
 COMMITS = ("0841e19", "09386a9")
-"""Whose rows have the batches that the plans have today. Reserved memory is in the latter's."""
+"""Commits whose rows have the batches of today's plans; the latter's have reserved memory."""
 LEVEL = 0.8
 MENDED_ON = 0.88
 """The share that is asked for of one workload's plans: what is left out of the fit had its part
@@ -69,17 +70,17 @@ OTHERS = {
 CONSTANTS = np.array([MATMUL_IN_STEP, ATTENTION_IN_STEP, UNFUSED])
 """Constants of costs/work.py that were fitted to measured steps."""
 NEUTRAL = np.array([1.0, 1.0, 1.0])
-"""What they are before anything was measured."""
+"""The values of `CONSTANTS` before anything was measured."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A step's prediction before `CONSTANTS`, and what was measured; seconds."""
+    """Hold a step's predicted parts before `CONSTANTS`, and the measured step, in seconds."""
 
     products_s: float
     attention_s: float
     loose_s: float
-    """of streams that are not fused"""
+    """Seconds of streams that are not fused."""
     rest_s: float
     host_s: float
     measured_s: float
@@ -117,7 +118,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Row:
-    """A receipt beside what is predicted of its plan.
+    """Hold a receipt beside the prediction of its plan.
 
     Args:
         shape: name of the plan.
@@ -130,7 +131,8 @@ class Row:
         parts: what the prediction of its step is made of, where there is one.
         first: whether it sets the model for the rows of its shape that come after it: they are of
             one workload, and steps of one GPU.
-        probed: of measured to predicted seconds, as its GPU's own probes foretold before it ran.
+        probed: of measured to predicted seconds, as predicted from its GPU's own probes before it
+            ran.
     """
 
     shape: str
@@ -205,7 +207,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
 
 
 def on_device(plan: Plan, device_name: str = DEVICE) -> Context:
-    """Return where a plan would run."""
+    """Return the context of a plan on a device that is not here."""
     return elsewhere(make_context(plan, torch.device("cpu")), device_name)
 
 
@@ -256,14 +258,14 @@ def outcomes(results: Path = ROOT / "results") -> Iterator[Row]:
 
 
 def quantiles(logs: list[float], level: float = LEVEL) -> tuple[float, float]:
-    """Return the ends of the middle 80%, each with one more row outside of it than there is."""
+    """Return the ends of the middle `level` of values, as if one more lay outside of each end."""
     ordered, share = sorted(logs), (1 - level) / 2
     skipped = max(0, math.floor(share * (len(ordered) + 1)) - 1)
     return ordered[skipped], ordered[-1 - skipped]
 
 
 def errors(rows_R: list[Parts], constants: Any) -> Any:
-    """Return logarithms of measured over predicted steps of so many rows (R)."""
+    """Return the logarithm of measured over predicted step time for each of R rows."""
     matmuls, attention, loose, rest, host, measured = np.array(
         [[p.products_s, p.attention_s, p.loose_s, p.rest_s, p.host_s, p.measured_s] for p in rows_R]
     ).T
@@ -292,9 +294,10 @@ def fitted(rows_R: list[Parts]) -> Any:
 def widened(
     pairs: list[tuple[list[float], list[float]]], level: float = LEVEL
 ) -> tuple[float, float]:
-    """Return quantiles of known errors, moved out until that share of the rest lies inside.
+    """Return quantiles of known errors, moved out until `level` of the other errors lies inside.
 
-    Every pair of both counts alike, however many rows it has: what is predicted has another shape.
+    Every pair of known and other errors counts alike, however many rows it has, since what is
+    predicted has another shape.
     """
     ends = [(*quantiles(known, level), left) for known, left in pairs]
 

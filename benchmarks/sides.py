@@ -1,8 +1,8 @@
-"""The sides that techniques.py compares, and what it reads of one beside its steady steps.
+"""Make the sides that techniques.py compares, and read what it needs beside steady steps.
 
-A short training tells losses. Its schedule is as long as the training: a plan's own may end sooner,
-and what is trained after its end learns at the lowest rate. A whole run tells seconds from the
-first step on, each with what is compiled in it, and every such run begins with a compiler's empty
+A short training measures losses. Its schedule is as long as the training: a plan's own may end
+sooner, and steps after its end learn at the lowest rate. A whole run measures seconds from the
+first step on, with what is compiled in each, and every such run begins with a compiler's empty
 caches. The third reading is what a plan's attention launches.
 """
 
@@ -24,9 +24,9 @@ from headrace.tuner.brief_training import of_length
 from headrace.tuner.readings import Reading, StepClock, counted, opened, peak, read
 
 ATTENTION = "attention"
-"""The key of what `attention_of` tells in a reading's evidence."""
+"""The key of what `attention_of` stores in a reading's evidence."""
 GRAPHS = "graphs"
-"""The key of how many graphs `run_whole` saw compiled, likewise."""
+"""The key, in a reading's evidence, of how many graphs `run_whole` compiled."""
 
 
 @dataclass
@@ -34,11 +34,11 @@ class Side:
     """Hold a plan under test and its readings."""
 
     name: str
-    """of the technique, with knobs behind a colon; "" is the base"""
+    """The name of the technique, with knobs behind a colon; "" is the base."""
     plan: Plan
     refused: str = ""
     replaces: tuple[str, ...] = ()
-    """techniques of the recipe whose socket it takes"""
+    """Techniques of the recipe whose sockets it takes."""
     speed: Reading = field(default_factory=Reading)
     loss: Reading = field(default_factory=Reading)
 
@@ -49,7 +49,7 @@ class Side:
 
     @property
     def step_s(self) -> float:
-        """Return the mean of the blocks' medians, in seconds."""
+        """Return the seconds of a step: the mean of the blocks' medians."""
         return mean(self.speed.seconds)
 
     @property
@@ -70,11 +70,11 @@ def sides(
     """Return the base and a side for each technique, `name` or `name:knob=value,a.plan.key=value`.
 
     Args:
-        path: the shape's plan, which is the recipe.
-        base: `recipe`, or `trunk`: the plan without its techniques.
-        names: what is measured.
-        overrides: of every plan.
-        with_: techniques that every plan has, the trunk's too.
+        path: the file of the shape's plan, which is the recipe.
+        base: one of BASES in techniques.py: the recipe, or the baseline without its techniques.
+        names: the techniques that are measured.
+        overrides: the overrides of every plan.
+        with_: techniques that every plan has, also the baseline.
         without: techniques of the recipe that no plan has.
     """
     text = path.read_text()
@@ -118,10 +118,10 @@ def short(plan: Plan, *, steps: int, rows: int, seed: int = 0) -> Plan:
     """Return the plan of a short training.
 
     Args:
-        plan: what is trained.
-        steps: of the training, and of its schedule.
-        rows: of a batch.
-        seed: added to the plan's.
+        plan: the plan that is trained.
+        steps: the steps of the training, and of its schedule.
+        rows: the sequences of a batch.
+        seed: a number that is added to the plan's seed.
     """
     batch = {"tokens": rows * plan.data.sequence_length, "micro_sequences": 0}
     few = plan.replaced(seed=plan.seed + seed, batch=plan.batch.model_copy(update=batch))
@@ -129,10 +129,10 @@ def short(plan: Plan, *, steps: int, rows: int, seed: int = 0) -> Plan:
 
 
 def run_whole(plan: Plan, *, steps: int) -> Reading:
-    """Return seconds of every step from the first on, their peaks, and evidence after the last.
+    """Return the seconds of every step from the first on, their peaks, and evidence at the end.
 
-    The compiler's caches are empty. What the process has loaded stays, as our own kernels do, so
-    the first reading of a process pays for it.
+    The compiler's caches are empty. Modules and kernels that the process has loaded stay, so only
+    its first reading includes loading them.
     """
     from torch._dynamo.utils import counters
     from torch._inductor.utils import fresh_cache

@@ -1,18 +1,18 @@
-"""What each technique buys and costs at a shape: step time, peak memory, and the loss it comes to.
+"""Measure what each technique gains and costs at a shape: step time, peak memory, and loss.
 
     python benchmarks/techniques.py fused_swiglu selective_checkpoint --shapes 160m 1b
     python benchmarks/techniques.py --all memory loss --shapes 160m --missing results --limit-s 500
 
-A technique is measured twice: added to the eager trunk, and put into (or left out of, or put in the
-place of another in) the compiled recipe that `plans/` has for the shape. Sides go in groups, and
-the base is timed before and after each group: the ratios of a row are to those two, or to the one
-that could be read (n = 1). A reading is a fresh build on real text, with the median step of each of
-two blocks; the peaks, allocated and reserved, are those of the steps. A row names what its base's
-attention launches. With `--loss-steps` a side that was added to the trunk, or left out of the
-recipe, also trains from the same seed on batches of `--loss-rows` rows, by a schedule that is as
-long. Its row has the mean loss of the last tenth, the base's, how far they are apart, and how far
-the base's own is from it with another seed, of weights and rows: a smaller difference may be noise.
-`--only-loss` times nothing, and its rows have no speed.
+A technique is measured twice: added to the eager baseline, and put into (or left out of, or put in
+the place of another in) the compiled recipe that `plans/` has for the shape. Sides go in groups,
+and the base is timed before and after each group: the ratios of a row are to those two, or to the
+one that could be read (n = 1). A reading is a fresh build on real text, with the median step of
+each of two blocks; the peaks, allocated and reserved, are those of the steps. A row names what its
+base's attention launches. With `--loss-steps` a side that was added to the baseline, or left out of
+the recipe, also trains from the same seed on batches of `--loss-rows` sequences, by a schedule of
+equal length. Its row has the mean loss of the last tenth, the base's, how far they are apart, and
+how far the base's own is from it with another seed, of weights and rows: a smaller difference may
+be noise. `--only-loss` times nothing, and its rows have no speed.
 
 A technique that only acts beside another has that one in its base too:
 
@@ -59,7 +59,7 @@ SIDE_LIMIT_S = 240.0
 
 
 class Bench:
-    """Sides of one base at one shape: what is still to be read, and rows of what was."""
+    """Measure the sides of one base at one shape, and write their rows."""
 
     def __init__(
         self,
@@ -75,10 +75,10 @@ class Bench:
         self.worker, self.ends_s = worker, ends_s
         self.attention = ""
         self.noise: list[Side] = []
-        """the base with other seeds"""
+        """The base, trained with other seeds."""
 
     def run(self) -> list[str]:
-        """Measure group by group; returns the names of sides that were not begun."""
+        """Measure group by group, and return the names of sides that were not begun."""
         only_loss = self.args.only_loss
         waiting = [s for s in self.others if self.wants_loss(s) or not only_loss]
         for side in (s for s in waiting if s.refused):
@@ -119,7 +119,7 @@ class Bench:
         return [side.name for side in waiting]
 
     def run_losses(self, waiting: list[Side]) -> list[str]:
-        """Train side by side; returns the names of sides that were not begun."""
+        """Train one side after the other, and return the names of sides that were not begun."""
         while waiting and self.left_s > 0:
             self.train_base()
             if self.first.loss.refused:
@@ -144,7 +144,7 @@ class Bench:
 
     @property
     def left_s(self) -> float:
-        """Return seconds in which a side may begin."""
+        """Return the seconds in which a side may still begin."""
         return self.ends_s - time.monotonic()
 
     def measure(self, side: Side) -> bool:
@@ -313,12 +313,12 @@ def asked_for(args: argparse.Namespace) -> list[str]:
 
 
 def loss_rows(args: argparse.Namespace, shape: str) -> int:
-    """Return rows of a batch for the loss; 0 when none is wanted."""
+    """Return the sequences of a batch for the loss; 0 when no loss is wanted."""
     return (args.loss_rows or LOSS_ROWS.get(shape, 1)) if args.loss_steps else 0
 
 
 def kind(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what rows say of how they were measured; nothing where steady steps were timed."""
+    """Return the `measurement` of rows; nothing where steady steps were timed."""
     if args.only_loss:
         return {"measurement": "loss"}
     return {"measurement": "run", "run_steps": args.whole_run} if args.whole_run else {}

@@ -1,4 +1,4 @@
-"""Time to a target quality on one GPU: seconds until 1.54 bits per byte on held-out novels.
+"""Measure the seconds on one GPU until a run reaches 1.54 bits per byte on held-out novels.
 
     python benchmarks/time_to_quality.py tune  --data DIR     # learning rate x batch x epochs
     python benchmarks/time_to_quality.py final --data DIR --lr 1e-3 --rows 32 --epochs 2

@@ -1,4 +1,4 @@
-"""What a first tuning of the demo keeps on two cores, and what that is worth when measured apart.
+"""Tune the demo on two cores as a new user does, and measure apart what the tuning kept.
 
     python benchmarks/tune_demo.py --pairs 0,1 2,3 4,5 6,7 8,9 --minutes 3
     python benchmarks/tune_demo.py --pairs 0,1 2,3 4,5 6,7 8,9 --minutes 9 --until 590
@@ -52,11 +52,11 @@ TOPIC = "tune_demo"
 SEEDS = (100, 101)
 """Seeds of the runs to the target that are measured apart: no tuning uses them."""
 ENDS_S = 25.0
-"""Before the call is over a tuning is interrupted: it ends its process and writes its files."""
+"""Seconds before the end of the call at which a tuning is interrupted, to write its files."""
 STEPS_S, RUN_S = 150.0, 200.0
-"""At most: of a comparison of steps, and of a run to the target."""
+"""The most seconds of a comparison of steps, and of a run to the target."""
 WANTS = {"steps": 1.15, "target": 1.6}
-"""Times as fast, or as soon, as a tuning of the demo should end."""
+"""The speedup that a tuning of the demo should reach: of a step, and of the time to the target."""
 
 
 def plan_of(job: dict[str, Any], changes: list[str] | None = None) -> Plan:
@@ -92,7 +92,7 @@ def write(job: dict[str, Any], part: str, metrics: dict[str, Any], **facts: Any)
 
 
 def tune(job: dict[str, Any]) -> None:
-    """Run the command as a user does, and write down what it came to."""
+    """Run the command as a user does, and write a row of what it kept."""
     plan, began_s = plan_of(job), time.monotonic()
     words = ["tune", job["recipe"], *job["set"], *places(job), "--minutes", f"{job['minutes']:g}"]
     with Path(job["folder"], "tune.log").open("w") as log_file:

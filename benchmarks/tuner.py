@@ -1,4 +1,4 @@
-"""How near the tuner comes to the best plan that is known, from one that nobody tuned.
+"""Measure how near the tuner comes to the best known plan, from a plan that nobody tuned.
 
     python benchmarks/tuner.py small demo --folder runs/tuner
     python benchmarks/tuner.py 160m 1b lora long --minutes 8
@@ -81,9 +81,9 @@ WORKLOADS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 LIMIT_S = 240.0
 """Seconds of the comparison with one candidate."""
 BLOCK_S = 0.2
-"""The least that a block of it lasts: short steps are taken more often."""
+"""Least seconds of a block of the comparison; a block has more of short steps."""
 KEPT = "beside.json"
-"""In a tuning folder: where the tuner ended, and each candidate that was timed beside it."""
+"""The file in a tuning folder that holds the tuned plan, and each candidate timed beside it."""
 
 
 def plans_of(name: str, args: argparse.Namespace) -> tuple[Plan, dict[str, Plan]]:
@@ -121,11 +121,11 @@ def runs_here(plan: Plan) -> bool:
 
 
 class Kept:
-    """What a call left for the next: where the tuner ended, and candidates that were timed.
+    """Keep for the next call where the tuner ended, and the candidates that were timed.
 
     Args:
-        file: of it.
-        about: what it is of; what another plan, machine or commit left is not taken.
+        file: the file that keeps it.
+        about: plan, machine and commit; a file about others is not used.
     """
 
     def __init__(self, file: Path, about: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ class Kept:
         self.beside: dict[str, dict[str, Any]] = kept.get("beside", {})
 
     def write(self) -> None:
-        """Keep it."""
+        """Write what is kept to the file."""
         state = {"about": self.about, "tuned": self.tuned, "beside": self.beside}
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text(json.dumps(state, indent=1))
@@ -185,7 +185,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
 def tune(
     naive: Plan, minutes: float, folder: Path, args: argparse.Namespace
 ) -> tuple[Tuned, Machine]:
-    """Tune for the time of a step, as the verb does; the machine whose rates it had, too."""
+    """Tune for step time, as `headrace tune` does; return the result, and the machine it used."""
     device = choose_device(naive)
     context = make_context(naive, device)
     machine = probes.measure(device) if args.probe else rates_here(device)
@@ -230,9 +230,9 @@ def tuned_facts(tuned: Tuned, machine: Machine) -> dict[str, Any]:
 def beside_candidates(
     tuned: Plan, candidates: Mapping[str, Plan], kept: Kept, args: argparse.Namespace
 ) -> list[str]:
-    """Time the tuned plan beside each candidate that was not yet; those that are left.
+    """Time the tuned plan beside each candidate that was not timed yet; return those left.
 
-    A ratio above 1 is a tuned plan that is faster.
+    A ratio above 1 means that the tuned plan is faster.
     """
     ends_s, left = time.monotonic() + 60 * args.best_minutes, []
     with Worker(here=args.here) as worker:
@@ -319,7 +319,7 @@ def metrics(tuned: Plan, facts: Mapping[str, Any], compared: Mapping[str, Any]) 
 
 
 def interval(ratio: Interval) -> dict[str, Any]:
-    """Return a 95% interval as a metric; of one pair nothing is known but its value."""
+    """Return a 95% interval as a metric; one pair alone has no interval."""
     low, high = (ratio.value, ratio.value) if ratio.n < 2 else (ratio.low, ratio.high)
     return {"value": ratio.value, "low": low, "high": high, "unit": "x"}
 

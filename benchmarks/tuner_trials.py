@@ -1,4 +1,4 @@
-"""Whether the tuner's judge rejects what is exact, and keeps what learns worse.
+"""Measure whether the tuner's judge rejects exact changes, and accepts changes that learn worse.
 
     taskset -c 0-15 python benchmarks/tuner_trials.py --minutes 9 --part 1/6
     taskset -c 0-1 python benchmarks/tuner_trials.py --device cpu --shapes demo 1m --minutes 30
@@ -62,20 +62,20 @@ SHAPES: dict[str, tuple[Path, str]] = {
     "60m": (PLANS / "60m.toml", f"batch.tokens=16384 {LEARNS}"),
     "160m": (PLANS / "160m.toml", f"batch.tokens=16384 {LEARNS}"),
 }
-"""Name -> its plan, and what is changed of it: batches that 1,000 steps of can be waited for."""
+"""Maps a shape to its plan and changes of it: batches so small that 1,000 steps end in time."""
 ON_CPU = ("demo", "1m")
 """Shapes whose trials a CPU can take."""
 BASES = {"eager": "", "compiled": "+torch_compile", "fp32": "model.precision=fp32"}
-"""What a shape's plan is without its techniques, and with what else -> where trials begin."""
+"""Maps the name of a base to the changes that a shape's plan without techniques gets."""
 WHOLES = 3
 """Whole plans of the sweep that are tried, of each kind; the rest differ from them in a knob."""
 FEWER_ROWS = 4
-"""A micro-batch of fewer than this share of the base's rows only takes longer."""
+"""The divisor of the base's micro-batch below which one only takes longer, and is not tried."""
 LIMIT_S = 150.0
 """Seconds that one pair may take, with building and compiling."""
 SEEDS = {"60m": 1, "160m": 1}
-"""Trainings of a plan that was kept, and of its base; `MORE_SEEDS` of the others, whose losses at
-the end are of fewer tokens."""
+"""Trainings of an accepted plan and of its base, by shape. Other shapes have `MORE_SEEDS`, since
+their last losses are of fewer tokens."""
 MORE_SEEDS = 2
 READY_S = 60.0
 """Seconds to allow for building and compiling a plan that is trained."""
@@ -88,16 +88,16 @@ BECAME: dict[Judged, str] = {
     "cut": "cut",
     "refused": "refused",
 }
-"""The judge's verdict -> what a row says of it."""
+"""Maps the judge's verdict to the word that a row has for it."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A plan that changes are tried of.
+    """Hold a plan of which changes are tried.
 
     Args:
-        shape, base: their names.
-        plan: of them.
+        shape, base: the names of its shape and base.
+        plan: the plan of both.
         context: where it runs.
         sources: where its changes come from, as `tune` asks for them.
     """
@@ -114,7 +114,7 @@ class Trial:
     """Describe a change of a start.
 
     Args:
-        start: of which.
+        start: the plan that it changes.
         first: the start as a proposal.
         second: the plan with the change.
     """
@@ -171,7 +171,7 @@ def trials_of(start: Start) -> list[Trial]:
 
 
 def mine(trials: list[Trial], which: tuple[int, int]) -> list[Trial]:
-    """Return the trials of a part, whatever has been tried already."""
+    """Return the trials of a part, including those that were tried already."""
     taken = parts.share({trial.name: 1.0 for trial in trials}, which)
     return [trial for trial in trials if trial.name in taken]
 
@@ -180,7 +180,7 @@ def mine(trials: list[Trial], which: tuple[int, int]) -> list[Trial]:
 
 
 class Bench:
-    """Tries changes and trains what was kept, until its time is up."""
+    """Try changes, and train those that were accepted, until the time is up."""
 
     def __init__(self, args: argparse.Namespace, worker: Worker) -> None:
         self.args, self.worker = args, worker
@@ -189,7 +189,7 @@ class Bench:
 
     @property
     def left_s(self) -> float:
-        """Return seconds that are left of the minutes."""
+        """Return the seconds that are left of the call."""
         return self.ends_s - time.monotonic()
 
     def run(self) -> None:
@@ -208,7 +208,7 @@ class Bench:
                 self.train(trial)
 
     def trials(self, start: Start) -> list[Trial]:
-        """Try what has no row yet of this part's, and say what is left; all of them come back."""
+        """Try the trials of this part without a row, print what is left, and return all of them."""
         known, limit_s = self.known(), self.args.limit_s
         trials, waiting = mine(trials_of(start), self.args.part), list[Trial]()
         for trial in trials:
@@ -381,11 +381,11 @@ def apart(one: list[float], two: list[float]) -> Equivalence:
 
 
 def _nobody(line: str) -> None:
-    """Take a line that nobody reads."""
+    """Discard a line."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the words of the command line."""
+    """Return the parser of the command line."""
     accepted = argparse.ArgumentParser(description=__doc__)
     accepted.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Changes of a plan by name: what `limits.py` measures at each shape."""
+"""Name changes of a plan: the variants that `limits.py` measures at each shape."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +67,7 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Variant(Changes):
-    """Changes of a plan, and a name."""
+    """Hold changes of a plan under a name."""
 
     name: str = ""
 

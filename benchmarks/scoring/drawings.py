@@ -1,6 +1,6 @@
-"""What the rows look like: verdicts on planted faults and natural runs, forecasts, predictions.
+"""Draw the rows: verdicts on planted faults and natural runs, forecasts, predictions.
 
-Each function draws the rows that it is given, or says None when there is nothing to draw.
+Each function draws the rows that it is given, and returns None when there is nothing to draw.
 """
 
 from collections import Counter
@@ -16,11 +16,11 @@ from scoring.picture import Axis, Panel, Picture, Shape, around
 from scoring.rows import DOCTOR, Fault, Forecast, Healthy
 
 ORDER = tuple(BOTTLENECKS)
-"""Verdicts in the order of a confusion matrix; others stand behind them, by name."""
+"""Verdicts in the order of a confusion matrix; other verdicts follow them, by name."""
 ABSTAINED = "abstained"
 HEALTHY = "(healthy)"
 CELL, LABELS, HEADS = 46, 220, 116
-"""Pixels: a cell, the names of faults, the names of verdicts."""
+"""Pixels of a cell's side, of the names of faults, and of the names of verdicts."""
 SERIES: tuple[tuple[Shape, str], ...] = (("circle", "c0"), ("square", "c1"), ("diamond", "c2"))
 NAMES = {
     "no_gpu": "without a GPU",
@@ -35,15 +35,15 @@ GIB = 2**30
 
 @dataclass
 class Class:
-    """A fault and what was said of it.
+    """Count the verdicts on one fault.
 
     Args:
-        fault: its name, or HEALTHY.
-        expected: the right verdict; several do for a healthy run.
-        said: verdict -> how often.
-        right: how many of them were right.
-        held_out: how many were never used to set a threshold.
-        severities: how many different ones.
+        fault: the name of the fault, or HEALTHY.
+        expected: the right verdict; several are right for a healthy run.
+        said: maps a verdict to how often it was given.
+        right: how many verdicts were right.
+        held_out: how many runs were never used to set a threshold.
+        severities: how many different severities there were.
     """
 
     fault: str

@@ -1,4 +1,4 @@
-"""What each number must be and should be, once; and the table that says how far it is.
+"""Define what each number must be and should be, and render the table of how far each is.
 
 A number meets its mark only when as many observations as the mark asks for stand behind it.
 """
@@ -12,23 +12,23 @@ from typing import Any
 from scoring.rows import on_cpu
 
 Bounds = tuple[float, float]
-"""From, to; both ends belong to it."""
+"""The least and the greatest allowed value, both included."""
 ANY = math.inf
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What a number must be and should be.
+    """Hold what a number must be and should be.
 
     Args:
         what: the number, in the few words of a table.
         says: how it is counted, in a sentence.
-        must: from, to.
-        aim: likewise; None where no aim is set.
-        fewest: observations that it takes.
-        needs: from, to of what stands beside the value.
-        share: it is shown in percent.
-        ahead: its predictions count only when their rows stand before what came of them.
+        must: the bounds that it must keep.
+        aim: the bounds that it should keep; None where no aim is set.
+        fewest: the least number of observations.
+        needs: maps keys beside the value to the bounds that they must keep.
+        share: whether it is shown in percent.
+        ahead: whether predictions count only when their rows stand before their outcomes.
     """
 
     what: str
@@ -242,7 +242,7 @@ MARKS = {
         share=False,
     ),
 }
-"""name -> mark; the order is that of the table."""
+"""Maps the name of each number to its mark, in the order of the table."""
 
 HEAD = ("what", "reached", "wanted (aim)", "n", "held out", "so far")
 
@@ -364,7 +364,7 @@ BELOW = {
     "kinds": "kinds of precision and compilation",
     "devices": "kinds of devices",
 }
-"""key of a number that is too low -> what it counts, for a reader."""
+"""Maps a key of a number that is too low to what it counts, for a reader."""
 ABOVE = {
     "width": "their median width, {told} of the gain, is above {most}",
     "high": "its upper end, {told}, is above {most}",
@@ -373,9 +373,9 @@ ABOVE = {
     "memory_error": "the median error of its memory, {told}, is above {most}",
     "untrained": "{told} that were kept were not trained for as long",
 }
-"""key of a number that is too high -> that, for a reader."""
+"""Maps a key of a number that is too high to a sentence about it, for a reader."""
 NONE = {"memory_error": "its memory was not measured"}
-"""key of a number that nothing is known of -> that, for a reader."""
+"""Maps a key of a number that is unavailable to a sentence about it, for a reader."""
 VALUES = {
     "median_error": "median error of the gain {}",
     "memory_error": "median error of memory {}",
@@ -383,7 +383,7 @@ VALUES = {
     "worst": "worst {}",
     "width": "median width {} of the gain",
 }
-"""key of a number -> its value, for a reader."""
+"""Maps a key of a number to the text that shows its value."""
 BESIDE = {
     "readings": "pairs of readings",
     "abstained": "abstained",
@@ -399,7 +399,7 @@ BESIDE = {
     "refused": "refused",
     "retracted": "retracted, and not counted",
 }
-"""key of a number -> what it counts, for a reader."""
+"""Maps a key of a number to what it counts, for a reader."""
 
 
 def reached(name: str, number: Mapping[str, Any]) -> str:

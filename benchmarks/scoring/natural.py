@@ -1,8 +1,8 @@
-"""What the doctor said of natural runs, beside what every change there was measured to gain.
+"""Compare the doctor's answers about natural runs with the measured gain of every change.
 
 A natural run has no planted fault: its true bottleneck is the one whose best remedy gains most.
-What was said of a run stands in natural_said.jsonl before anything is measured; natural.jsonl has
-what each change came to. A gain is the time of a step before over after, less 1.
+The answer about a run stands in natural_said.jsonl before anything is measured; natural.jsonl has
+the measured gain of each change. A gain is the time of a step before over after, less 1.
 """
 
 from collections import Counter
@@ -23,13 +23,13 @@ from scoring.rows import (
 NEAR = 0.8
 """Share of the best measured gain that a first remedy must reach to be right."""
 HEALTHY_GAIN = 0.05
-"""A run in which no change gains more is healthy."""
+"""The gain up to which a run is healthy: no change gains more."""
 WRONGED_GAIN = 0.10
-"""A run in which some change gains more was wrongly called healthy."""
+"""The gain above which a run was wrongly called healthy: some change gains more."""
 LOSS = -0.01
-"""A measured gain below this is a loss; less is what two readings of one plan differ by."""
+"""A measured gain below this is a loss; two readings of one plan differ by less."""
 FEWEST_OTHERS = 2
-"""Changes beside the first remedy that must have run before the best of them means something."""
+"""Changes beside the first remedy that must have run before a best one counts as the best."""
 
 Why = Literal[
     "near the best",
@@ -42,12 +42,12 @@ Why = Literal[
     "the first remedy is a loss",
     "another gains more",
 ]
-"""Why a run counts as right (the first three) or wrong, for a reader."""
+"""The reasons why a run counts as right (the first three) or wrong, as a table shows them."""
 RIGHT: tuple[Why, ...] = ("near the best", "healthy, and it is", "no loss where nothing gains")
 
 
 class Change(NamedTuple):
-    """A change of a run, and what it was measured to gain."""
+    """Hold a change of a run, and its measured gain."""
 
     words: tuple[str, ...]
     gain: Spread
@@ -55,11 +55,11 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A natural run: what was said of it, and what came of every change.
+    """Hold a natural run: the doctor's answer, and the outcome of every change.
 
     Args:
-        said: before anything was measured.
-        came: what was measured.
+        said: the answer, given before anything was measured.
+        came: the measured outcome.
     """
 
     said: NaturalSaid
@@ -91,7 +91,7 @@ class Run:
 
     @property
     def why(self) -> Why:
-        """Return whether the first remedy was near the best, in the words of a table."""
+        """Return why the run counts as right or wrong, in the words of a table."""
         first, gain = self.said.first, self.first
         best = self.best.gain.value if self.best else 0.0
         gains = best > HEALTHY_GAIN
@@ -112,17 +112,17 @@ class Run:
 
     @property
     def right(self) -> bool:
-        """Return whether the first remedy is near the best, or rightly none is asked for."""
+        """Return whether the first remedy is near the best, or the run is rightly healthy."""
         return self.why in RIGHT
 
     @property
     def counts(self) -> bool:
-        """Return whether enough was measured: a best of too few changes makes no verdict right."""
+        """Return whether enough was measured; a right verdict needs `FEWEST_OTHERS` changes."""
         return not self.right or self.others >= FEWEST_OTHERS
 
     @property
     def healthy_wrong(self) -> bool:
-        """Return whether healthy was said where some change gains more than a tenth."""
+        """Return whether the run was called healthy though some change gains more than a tenth."""
         return self.said.healthy and bool(self.best and self.best.gain.value > WRONGED_GAIN)
 
     @property
@@ -138,14 +138,14 @@ def _silent(said: NaturalSaid) -> Why:
 
 @dataclass(frozen=True)
 class Runs:
-    """Natural runs by whether they count.
+    """Hold natural runs by whether they count.
 
     Args:
-        scored: what was said of them stood before, and enough was measured.
-        thin: likewise, but too few changes were measured to call the verdict right.
-        late: outcomes of which nothing stands that was said by then.
-        open: said, and not measured yet.
-        retracted: outcomes that were retracted, with what was said of them.
+        scored: runs whose answer stood before, and of which enough was measured.
+        thin: runs whose answer stood before, with too few measured changes to be called right.
+        late: outcomes without a standing answer from before.
+        open: answers without an outcome yet.
+        retracted: retracted outcomes with their answers.
         refused: rows of runs that could not be measured at all.
     """
 
@@ -161,7 +161,7 @@ def natural(results: Path) -> Runs:
     """Return every natural run of a folder of rows.
 
     An outcome counts only with a standing row of the same run and hardware, of that day or before,
-    whose first remedy is the one that the outcome tells: what was said may not change afterwards.
+    whose first remedy is the one in the outcome, since the answer may not change afterwards.
 
     Raises:
         ConfigError: a row is wrong, or a run has a second one that stands.

@@ -10,11 +10,14 @@ from scoring.accuracy import wilson
 from scoring.rows import Spread
 
 Number = dict[str, Any]
-"""A number: {"value", "n"} and what else there is to say of it."""
+"""A number as a dictionary: its "value", its count "n", and further facts."""
 NORMAL_95 = 1.96
-"""Standard errors that half a 95% interval is."""
+"""Half the width of a 95% interval of a normal distribution, in standard errors."""
 LEAST_ERROR = 1e-9
-"""A share of a step: the error of an interval without a width, where repeats are weighted."""
+"""The least error of a repeat where repeats are weighted, as a share of a step.
+
+An interval without a width would weigh infinitely.
+"""
 
 
 def as_number(value: float, n: int, **more: Any) -> Number:
@@ -37,9 +40,9 @@ def beside_retracted(gone: Sequence[float], standing: Sequence[float]) -> Number
 
 
 def pooled(spreads: list[Spread]) -> Spread:
-    """Return the inverse-variance mean of repeats; half an interval is a row's error.
+    """Return the inverse-variance mean of repeats; half an interval is the error of a row.
 
-    Repeats that contradict each other make it wider, by Birge's ratio (Phys. Rev. 40, 207, 1932).
+    Repeats that contradict each other widen it, by Birge's ratio (Phys. Rev. 40, 207, 1932).
     """
     if len(spreads) == 1:
         return spreads[0]

@@ -48,19 +48,19 @@ from scoring.rows import (
 T = TypeVar("T", Fault, Healthy)
 TIERS = ("no_gpu", "after_probes", "after_20_steps")
 QUIET = (None, "computation", "not measured")
-"""Verdicts that blame nothing."""
+"""Verdicts that name no fault."""
 MILD = 0.10
-"""Faults that take a smaller share of the step are counted beside, not in."""
+"""Faults that take a smaller share of the step than this have a count of their own."""
 RUNS = 40
-"""Forecasts of runs, from which those of plans alone are counted beside."""
+"""The least number of forecasts of runs from which forecasts of plans no longer count with them."""
 BUDGETS = {"small": 3.0, "demo": 3.0, "160m": 5.0, "1b": 8.0}
-"""workload -> minutes of tuning on one GPU after which it must be near the best plan."""
+"""Maps a workload to the minutes of tuning on one GPU that must come near the best plan."""
 LATE = 1.1
-"""Times its minutes that a tuning may take: the last reading ends a little late."""
+"""The factor of its minutes that a tuning may take, since its last reading ends after them."""
 LOSER_NATS, LOSER_STEPS = 0.01, 1000
-"""An approximate change that was kept is a loser when it loses more nats after as many steps."""
+"""An accepted approximate change is a loser when it loses more nats after that many steps."""
 NO_GAIN = 1e-9
-"""A measured gain that errors are a share of, at least."""
+"""The least measured gain that an error is divided by."""
 
 
 def compute(results: Path) -> dict[str, Number]:
@@ -230,7 +230,7 @@ def _forecasts(results: Path) -> dict[str, Number]:
     """Return the share of gains in their 80% intervals, the width of these, and the error.
 
     The doctor is asked about runs, so those of runs count alone once there are `RUNS` of them;
-    until then those of plans count too. Each alone and both together are told beside it.
+    until then those of plans count too. Each alone and both together stand beside it.
     """
     every, others = said_ahead(results)
     if not every:
@@ -261,7 +261,8 @@ def _covered(rows: Sequence[Forecast]) -> Number:
 def _overhead(results: Path) -> dict[str, Number]:
     """Return the mean overhead over shapes, between the outer ends of their intervals.
 
-    Rows of one shape on one device, with bursts as far apart, are repeats, and count as one.
+    Rows of one shape on one device, with profiler windows as far apart, are repeats, and count as
+    one.
     """
     topic = OVERHEAD.read(results)
     numbers = {}
@@ -282,7 +283,7 @@ def _overhead(results: Path) -> dict[str, Number]:
 
 
 def _plans(results: Path) -> dict[str, Number]:
-    """Step time by tier, memory over all tiers, and plans that were said to fit and did not.
+    """Score step time by tier, memory over all tiers, and plans predicted to fit that did not.
 
     Steps on a CPU have a number of their own, after a probe.
     """
@@ -381,7 +382,7 @@ def _times(rows: Sequence[Pick]) -> list[tuple[list[float], list[float]]]:
 def _tuner(results: Path) -> dict[str, Number]:
     """Return the mean speed of a tuned plan over that of the best row of its workload.
 
-    All rows count, later tries at a workload beside earlier ones; the newest is told beside them.
+    All rows count, later tries at a workload beside earlier ones; the newest stands beside them.
     """
     topic = TUNER.read(results)
     newest = {row.workload: row for row in topic.rows}
@@ -440,7 +441,7 @@ def _trials(results: Path) -> dict[str, Number]:
     """Count exact changes rejected for their loss, and approximate losers that were accepted.
 
     Every exact trial that came to a verdict counts, and every training of a change that was kept;
-    one that was kept and not trained for long enough is told, for it may be a loser.
+    a change that was kept and not trained for long enough is counted apart: it may be a loser.
     """
     topic = TRIALS.read(results)
     judged = [row for row in topic.rows if row.verdict != "cut"]

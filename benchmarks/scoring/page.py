@@ -1,9 +1,9 @@
-"""The page "How right is it?" of the documentation, made from the rows in results/.
+"""Render the page "How right is it?" of the documentation from the rows in results/.
 
 The page is Markdown with the table of `truth.py`, pictures beside it under pictures/, and their
-numbers as text. Nothing on it is written by hand but what the numbers mean, and of which rows
-the history cannot show that they stood before their outcomes (TOGETHER); what has no rows is said
-to be not measured yet. The same rows give the same files.
+numbers as text. Only two things on it are written by hand: what the numbers mean, and of which rows
+the history cannot show that they stood before their outcomes (TOGETHER). A part without rows is
+marked as not measured yet. The same rows give the same files.
 """
 
 from collections import Counter
@@ -55,9 +55,9 @@ PROGRAMS = {
     "tuner": "benchmarks/tuner.py",
     "tuner_trials": "benchmarks/tuner_trials.py",
 }
-"""topic -> what writes its rows."""
+"""Maps a topic to the program that writes its rows."""
 ON_CPU = "benchmarks/foresight_cpu.py"
-"""What writes the rows of plans on a CPU."""
+"""The program that writes the rows of plans on a CPU."""
 NOT_YET = "Not measured yet."
 OPENING = """\
 # How right is it?
@@ -94,7 +94,7 @@ TOGETHER = {
         "the same commit as their outcomes (a1f8c64), in rows before them.",
     ),
 }
-"""topic -> facts of rows whose order the history cannot show, and what is said of how many."""
+"""Maps a topic to facts of rows whose order the history cannot show, and a sentence for them."""
 
 
 def render(results: Path) -> dict[str, str]:
@@ -129,7 +129,7 @@ def render(results: Path) -> dict[str, str]:
 
 
 Drawn = Mapping[str, str | None]
-"""Name of a picture -> the picture; None where there is nothing to draw."""
+"""Maps the name of a picture to the picture; None where there is nothing to draw."""
 
 
 def _of_doctor(results: Path, drawn: Drawn, fault_classes: Sequence[Class], runs: str) -> list[str]:
@@ -239,7 +239,7 @@ def _of_tuner(results: Path) -> list[str]:
 
 
 def write(results: Path, page: Path) -> list[Path]:
-    """Write the page and its pictures; pictures that have no rows any more are removed.
+    """Write the page and its pictures, and remove pictures that have no rows any more.
 
     Returns:
         The files that were written.

@@ -1,7 +1,7 @@
-"""What was said, beside what came of it: predictions of plans and forecasts of gains.
+"""Pair predictions of plans and forecasts of gains with their outcomes.
 
-A prediction of a plan stands before its outcome in one file; what was said of a gain has a file of
-its own, of which only the day tells the order.
+A prediction of a plan stands before its outcome in one file. A forecast of a gain has a file of its
+own, so only the day of its row gives the order.
 """
 
 from dataclasses import dataclass, field
@@ -22,18 +22,18 @@ from scoring.rows import (
 
 T = TypeVar("T")
 Id = str | int
-"""Name of a plan, which its prediction and its outcome share."""
+"""The name of a plan, which its prediction and its outcome share."""
 
 
 def taken(topic: Topic[T], results: Path) -> list[T]:
-    """Return rows that were retracted."""
+    """Return the rows of a topic that were retracted."""
     return [row for row, why in topic.history(results) if why is not None]
 
 
 def said_ahead(results: Path) -> tuple[list[Forecast], dict[str, int]]:
     """Return forecasts written by the day of their outcome; count late, retracted and refused ones.
 
-    Late are also those of which forecasts_said.jsonl holds no row that is the same and stands.
+    A forecast counts as late, too, where forecasts_said.jsonl holds no standing row of it.
     """
     topic = FORECASTS.read(results)
     days: dict[tuple[Any, ...], str] = {}
@@ -53,7 +53,7 @@ def said_ahead(results: Path) -> tuple[list[Forecast], dict[str, int]]:
 
 @dataclass
 class Pairs:
-    """Hold predictions that stood before their outcomes, those without one, and late ones."""
+    """Hold predictions that stood before their outcomes, those without outcome, and late ones."""
 
     scored: list[tuple[Prediction, Outcome]] = field(default_factory=list)
     open: list[Prediction] = field(default_factory=list)
@@ -76,12 +76,12 @@ class Pairs:
         )
 
     def both(self, what: str) -> list[tuple[Id, float, float]]:
-        """Plan, predicted and measured wherever both sides give a number for `what`."""
+        """Return plan, predicted and measured value where both sides give a number for `what`."""
         values = [(p.id, getattr(p, what), getattr(o, what)) for p, o in self.scored]
         return [(plan, p, m) for plan, p, m in values if p is not None and m is not None]
 
     def errors(self, what: str) -> list[float]:
-        """Return relative errors of `what`."""
+        """Return the relative errors of the predictions of `what`."""
         both = self.both(what)
         return relative_errors([p for _, p, _ in both], [m for *_, m in both]) if both else []
 

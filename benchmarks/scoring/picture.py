@@ -20,15 +20,15 @@ SCHEMES: tuple[Colours, Colours] = tuple(  # type: ignore[assignment]
     dict(re.findall(r"--([a-z0-9-]+):(#[0-9a-f]+)", part))
     for part in STYLE.partition("*{box-sizing")[0].split("@media(prefers-color-scheme:dark)")
 )
-"""The report's light and dark palettes: name -> colour."""
+"""The report's light and dark palettes, each of which maps a name to a colour."""
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',Arial,sans-serif"
 Shape = Literal["circle", "square", "diamond"]
 TICKS = 6
-"""Most ticks of an axis."""
+"""The most ticks of an axis."""
 
 
 class Picture:
-    """An SVG that is drawn upon; sizes in pixels, from the upper left corner."""
+    """Collect the elements of an SVG; places are in pixels from the upper left corner."""
 
     def __init__(self, width: float, height: float, label: str) -> None:
         self.width, self.height, self.label = width, height, label
@@ -173,7 +173,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:
-        """Round values along it."""
+        """Return round values along the axis."""
         return _log_ticks(self.low, self.high) if self.log else _ticks(self.low, self.high)
 
 

@@ -18,7 +18,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.files import shell
 
 DAY = r"^\d{4}-\d\d-\d\d$"
-"""How a row writes a day; the order of such texts is that of the days."""
+"""The pattern of a day in a row; such texts sort as the days do."""
 
 
 def on_cpu(hardware: str | None) -> bool:
@@ -27,15 +27,15 @@ def on_cpu(hardware: str | None) -> bool:
 
 
 class Row(BaseModel):
-    """What a row must hold; whatever else it holds is left alone."""
+    """Check what a row must hold; further fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Fault(Row):
-    """A fault was put into a workload, and the doctor asked.
+    """Hold the doctor's verdict on a run with a planted fault.
 
-    `severity` is the share of the step that it took, as measured; `wanted` the one asked for.
+    `severity` is the measured share of the step that the fault took; `wanted` is the intended one.
     """
 
     measurement: Literal["fault"]
@@ -61,7 +61,7 @@ class Fault(Row):
 
 
 class Healthy(Row):
-    """The doctor was asked about a run without a fault."""
+    """Hold the doctor's verdict on a run without a fault."""
 
     measurement: Literal["healthy"]
     workload: str
@@ -85,9 +85,9 @@ class Spread(Row):
 
 
 class Gain(Row):
-    """What a remedy was said to gain: time before over after, less 1.
+    """Hold the forecast gain of a remedy: time before over after, less 1.
 
-    `of` is what it was said of: a plan that nobody ran, or a run, whose step was measured.
+    `of` is what the forecast is for: a plan that nobody ran, or a run, whose step was measured.
     """
 
     remedy: str
@@ -103,13 +103,13 @@ class Gain(Row):
 
 
 class SaidGain(Gain):
-    """What was said, by the code of `commit`."""
+    """Hold a forecast gain as the code of `commit` recorded it."""
 
     commit: str | None
 
 
 class Forecast(Gain):
-    """What was said, by the code of the commit `said`, and what came of it."""
+    """Hold a forecast gain of the code of commit `said`, and the measured gain."""
 
     measured: float
     said: str | None
@@ -128,7 +128,7 @@ class OverheadMetrics(Row):
 
 
 class Overhead(Row):
-    """What watching a run costs it. `n` is how many readings it has."""
+    """Hold what watching a run costs it; `n` is the number of readings."""
 
     measurement: Literal["always_on", "with_bursts"]
     metrics: OverheadMetrics
@@ -139,13 +139,13 @@ class Overhead(Row):
 
 
 Tier = Literal["no_gpu", "after_probes", "after_20_steps"]
-"""What the planner knew when it predicted."""
+"""The tier of a prediction: which measurements the planner had."""
 FIRST = "held_out"
-"""The list of a command that names none."""
+"""The list that a command without --list uses."""
 
 
 class Said(Row):
-    """What a prediction and its outcome both have."""
+    """Hold the fields that a prediction and its outcome share."""
 
     id: str | int
     step_s: float | None = Field(default=None, gt=0)
@@ -179,7 +179,7 @@ class Prediction(Said):
 
 
 class Outcome(Said):
-    """What happened. `fits` is null when it was not run; `risky`: near the device's capacity."""
+    """Hold an outcome. `fits` is null if it was not run; `risky` means near the capacity."""
 
     kind: Literal["outcome"]
     risky: bool
@@ -199,7 +199,7 @@ class Candidate(Row):
 
 
 class Pick(Row):
-    """A choice of which every candidate was measured, as one tier predicts them."""
+    """Hold a choice whose candidates were all measured, with the predictions of one tier."""
 
     workload: str
     tier: Tier | None = None
@@ -207,14 +207,14 @@ class Pick(Row):
 
 
 class SaidRemedy(Row):
-    """A remedy that the doctor named: its words, and what it was forecast to gain."""
+    """Hold a remedy that the doctor named: its words, and its forecast gain."""
 
     change: list[str] = Field(min_length=1)
     gain: Spread | None = None
 
 
 class OfRun(Row):
-    """Which natural run a row is about: an id, unique on its hardware."""
+    """Name the natural run that a row is about: its id is unique on its hardware."""
 
     id: str
     device: Literal["cuda", "cpu"]
@@ -228,10 +228,10 @@ class OfRun(Row):
 
 
 class NaturalSaid(OfRun):
-    """What the doctor said of a run without a planted fault, before anything else was measured.
+    """Hold the doctor's answer about a natural run, before anything else was measured.
 
-    `healthy`: no remedy is said to gain more than a twentieth. `first`: the remedy that it names
-    first.
+    `healthy` means that no remedy is forecast to gain more than a twentieth. `first` is the remedy
+    that the doctor names first.
     """
 
     workload: str
@@ -244,7 +244,7 @@ class NaturalSaid(OfRun):
 
 
 class MeasuredChange(Row):
-    """A change of a natural run: what it gained, or why it did not run."""
+    """Hold a change of a natural run: its measured gain, or why it did not run."""
 
     change: list[str] = Field(min_length=1)
     gain: Spread | None = None
@@ -258,10 +258,10 @@ class MeasuredChange(Row):
 
 
 class NaturalOutcome(OfRun):
-    """What each change of a natural run was measured to gain; `first_change`: as it was said.
+    """Hold the measured gain of each change of a natural run.
 
-    `said`: the commit whose code said it, where that is known. `left`: changes that were to be
-    measured, and were not.
+    `first_change` is the first remedy of the answer, and `said` the commit whose code gave the
+    answer, where it is known. `left` are changes that were to be measured, and were not.
     """
 
     measured: list[MeasuredChange]
@@ -273,8 +273,9 @@ class NaturalOutcome(OfRun):
 class Trial(Row):
     """Hold a change that went through the tuner's pair and judge.
 
-    `for_loss`: it was rejected for its loss or its gradients. `nats`: the loss after `steps` steps
-    less that of the plan without it, where both were trained; such a row repeats its trial's.
+    `for_loss` means that it was rejected for its loss or its gradients. `nats` is the loss after
+    `steps` steps less that of the plan without it, where both were trained. A row with `nats`
+    repeats the fields of its trial's row.
     """
 
     workload: str
@@ -319,9 +320,9 @@ class Standing(Generic[T]):
     """Hold the rows of a topic that stand.
 
     Args:
-        rows: as they are checked, in the file's order.
-        places: FILE:LINE of each.
-        refused: how many more a program wrote as refused.
+        rows: the checked rows, in the file's order.
+        places: FILE:LINE of each row.
+        refused: the number of further rows that a program wrote as refused.
     """
 
     rows: list[T]
@@ -351,7 +352,7 @@ class Topic(Generic[T]):
     def history(self, results: Path) -> Iterator[tuple[T, str | None]]:
         """Yield each row in the file's order, with why it was retracted; None where it stands.
 
-        Refused rows are left out, and wrong ones: `read` raises of those that stand.
+        Refused and invalid rows are left out; `read` raises an error for invalid ones that stand.
         """
         file = results / f"{self.name}.jsonl"
         for _, row, why in _told(file) if file.is_file() else ():
@@ -386,7 +387,7 @@ NATURAL_SAID = Topic("natural_said", TypeAdapter(NaturalSaid))
 NATURAL = Topic("natural", TypeAdapter(NaturalOutcome))
 TRIALS = Topic("tuner_trials", TypeAdapter(Trial))
 NAMES = tuple(topic.name for topic in (DOCTOR, FORECASTS, OVERHEAD, PLANS, PICKS, TUNER, NATURAL))
-"""What the names of all topics begin with that a number is made of."""
+"""Beginnings of the names of all topics that numbers are computed from."""
 
 
 def standing(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -428,7 +429,7 @@ def broken(where: str, what: str) -> ConfigError:
 
     Args:
         where: FILE:LINE of the row.
-        what: is wrong with it, which is the reason of the retraction.
+        what: what is wrong with it, which is the reason of the retraction.
     """
     file, _, line = where.rpartition(":")
     before = Path(file).read_bytes().splitlines()[: int(line)]
@@ -442,7 +443,7 @@ def unread(where: str, what: str) -> ConfigError:
 
     Args:
         where: FILE:LINE.
-        what: is wrong with it.
+        what: what is wrong with it.
     """
     file, _, line = where.rpartition(":")
     return ConfigError(f"{where}: {what}", f"sed -i {line}d {shell(file)}")
