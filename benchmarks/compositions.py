@@ -53,7 +53,7 @@ BAND = house.BAND_BF16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUDGES = 3
 SCALE = 16 if DEVICE == "cuda" else 1
-"""Without GPUs the program runs its compositions small, on gloo: to try it, not to measure."""
+"""The factor on the sizes of the tests. It is 1 without GPUs, on gloo: to try the program only."""
 
 
 def scale_of(composition: Composition) -> int:

@@ -2,9 +2,9 @@
 
 On a CPU a second that is spent is a second more. On a GPU the host is ahead of the device, at most
 by the launches that fit into a queue, and what it spends costs nothing until its lead is used up;
-so neither a sleep nor the time of one small operation tells what a step will take. There the dose
-is found in the run's second step, which the doctor leaves out as it does the first: the step is
-repeated at a learning rate of 0, with the fault in it, until steps take as long as is wanted.
+so neither a sleep nor the time of one small operation predicts what a step will take. There the
+dose is found in the run's second step, which the doctor leaves out as it does the first: the step
+is repeated at a learning rate of 0, with the fault in it, until steps take as long as is wanted.
 """
 
 import math

@@ -148,7 +148,7 @@ def new_numbers(case: Case) -> Iterator[Facts]:
     """Give a compiled function a number in Python that changes, so that it is compiled for each.
 
     It is called in a few steps only, with so many new numbers that these steps take what the
-    severity wants of all. torch would stop after eight; nobody who lets it go on is stopped.
+    severity wants of all. torch would stop after eight, unless its limit is raised as it is here.
     """
     steps = case.plan().goal.steps or 0
     numbers = sorted({max(2, round(share * steps)) for share in AGAIN})

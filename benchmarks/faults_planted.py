@@ -176,7 +176,7 @@ def lose(build: Build) -> None:
 def _holding(
     case: Case, take: Callable[[int, int, list[Tensor]], float]
 ) -> AbstractContextManager[Facts]:
-    """Call `take(bytes free, in all, kept)` before the second step; it returns the share it took.
+    """Call `take(bytes free, in all, kept)` before step two; `take` returns the share it took.
 
     Then a request that nothing holds makes the allocator give its cache back and begin anew. The
     doctor does not judge that step, and later ones find what they need where the cache was.

@@ -17,7 +17,7 @@ it has.
 
 These are forecasts of plans that nobody ran. Those of a run know its step, and whether its device
 waited for launches: `--run` times the planted plans alone, into results/forecasts_run.jsonl, and
-with `--of run` the other two say and measure what the doctor makes of that.
+with `--of run` the other two record and measure the forecasts that the doctor makes of them.
 
     python benchmarks/forecasts.py --run --shapes 400m
     python benchmarks/forecasts.py --say --of run --shapes 400m

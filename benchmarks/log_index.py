@@ -66,7 +66,7 @@ def index(text: str) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Write or check the index, as the words of a command line say."""
+    """Write the index, or with --check only check the log; end with 1 if it is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args(words)

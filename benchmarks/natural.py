@@ -14,7 +14,8 @@ A call may be cut off at any moment: answers and measurements are on disk at onc
 goes on where the first ended (by id, hardware, plan and commit), and each prints what is left. A
 change that is measured lies in natural_parts.jsonl until its run has a row: when all are measured,
 or at the end when the first remedy and three others are; `--close` writes rows of fewer, too. What
-a row lacks it names as `left`. Small runs and large ones begin in turn, the smallest of each first.
+a row lacks it names as `left`. Small runs and large ones begin in alternation, the smallest of each
+first.
 
 On a GPU several processes compile at a time and one has the device (natural_gate.py). On a CPU
 there is one process, on the cores that it is given: pin it, and give each of several its part of

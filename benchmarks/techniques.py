@@ -52,9 +52,9 @@ BASES = ("trunk", "recipe")
 GROUP = 8
 """Sides between two timings of their base."""
 TRANSIENT = ("not done within", "its process died", "its base cannot")
-"""how reasons begin that another call may not meet; `--missing` measures such a side again"""
+"""Beginnings of reasons that another call may not meet; `--missing` measures such a side again."""
 LOSS_ROWS = {"160m": 4}
-"""shape -> rows of a batch for the loss; 1 elsewhere"""
+"""Maps a shape to the sequences of a batch for the loss; others have 1."""
 SIDE_LIMIT_S = 240.0
 
 

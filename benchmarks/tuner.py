@@ -8,9 +8,9 @@ A workload is a recipe or a shape's plan with changes: the naive one, as a first
 (eager kernels; at the shapes also small micro-batches, and every block's activations computed
 again), and candidates for the best one: what `results/` has the fastest rows of at that shape; for
 the LoRA fine-tune, which has none, the shape's recipe. The tuner knows nothing of them. When it has
-ended, its plan is timed in turn with each candidate that can run here, on 50 steps or more, and the
-row tells its speed over that of the candidate that is fastest beside it. torchtitan's rows at these
-shapes are slower than the best ones here (`results/peers.jsonl`).
+ended, its plan is timed in alternation with each candidate that can run here, on 50 steps or more.
+The row has its speed over that of the candidate that is fastest beside it. torchtitan's rows at
+these shapes are slower than the best ones here (`results/peers.jsonl`).
 
 Where the tuner ended, and each candidate that was timed, is kept in `--folder`: the same command
 goes on where it was cut off, and tunes no second time.

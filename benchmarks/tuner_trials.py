@@ -5,9 +5,9 @@
 
 A trial is one change of a plan that learns the same: a technique or a knob alone, or a whole plan
 that the sweep ranks high. It goes through the tuner's own pair and judge (`tuner/running.py`), and
-its row says what became of it, and whether it was rejected for its loss or gradients. An exact
+its row records its verdict, and whether it was rejected for its loss or gradients. An exact
 change never should be. Then what is approximate and was kept is trained beside the plan without it,
-with the same seeds and rows, and a second row of the trial says how many nats it loses: the mean of
+with the same seeds and rows, and a second row of the trial has how many nats it loses: the mean of
 the last tenth of the steps.
 
 What has a row of the same plans on the same hardware is not tried again, and readings are kept in

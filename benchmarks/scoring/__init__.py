@@ -1,4 +1,4 @@
-"""How right predictions and verdicts were, from the rows in results/ and nothing else."""
+"""Compute how right predictions and verdicts were, from the rows in results/ and nothing else."""
 
 from scoring.marks import HEAD, MARKS, judge, notes, table
 from scoring.numbers import compute

@@ -69,7 +69,7 @@ def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
     counts: luck is no merit.
 
     Args:
-        predicted: seconds of a step, per candidate; inf for one that was said not to run.
+        predicted: seconds of a step, per candidate; inf for one that was predicted not to run.
         measured: seconds of a step, per candidate; inf for one that did not run.
     """
     same_length(predicted, measured)
