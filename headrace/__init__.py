@@ -1,4 +1,4 @@
-"""Headrace trains language models and finds the narrowest channel of your run."""
+"""Headrace trains language models and finds the bottleneck of your run."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`headrace.watch`, imported with torch when it is first used."""
+    """Return `headrace.watch`, which imports torch, when it is first used."""
     if name == "watch":
         from importlib import import_module
 

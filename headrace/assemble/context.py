@@ -148,7 +148,7 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> Conte
     if len(rest := sorted(t.name() for t in techniques if t.rest)) > 1:
         one, two = rest[:2]
         raise ConfigError(
-            f"{one} and {two} both take the place of the trunk's AdamW",
+            f"{one} and {two} both take the place of the baseline's AdamW",
             mend(f"-{one}") | mend(f"-{two}"),
         )
     return context

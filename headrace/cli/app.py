@@ -14,7 +14,7 @@ class Headrace(Verbs):
     """Hold the verbs of `headrace`, in the order in which its help lists them."""
 
     verbs = (
-        Verb("train", "train.train", "Train a plan to its goal, and report what was narrowest."),
+        Verb("train", "train.train", "Train a plan to its goal, and report its bottleneck."),
         Verb(
             "eval",
             "runs.evaluate_run",
@@ -56,7 +56,7 @@ class Headrace(Verbs):
         Verb(
             "tune",
             "tune.tune",
-            "Try what is foreseen to help, measure it beside the best so far, keep what won.",
+            "Try what is predicted to help, measure it beside the best so far, keep what won.",
         ),
         Verb(
             "ablate",

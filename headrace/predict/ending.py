@@ -223,4 +223,4 @@ def _at(name: str, took_s: float | None, curve: Curve | None) -> Ending:
     if took_s is not None:
         return name, took_s / 3600, ""
     why = "" if curve is None else f", and {curve.run} {curve.otherwise or 'has no clock'}"
-    return name, None, f"a step's time is not foreseen{why}"
+    return name, None, f"a step's time is not predicted{why}"

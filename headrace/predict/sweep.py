@@ -320,7 +320,7 @@ def told(found: Sweep) -> str:
     rate = found.asked / max(found.seconds, 1e-9)
     refused = sum(found.refused.values())
     lines = [
-        f"{found.asked} plans foreseen in {format_seconds(found.seconds)} ({rate:.0f} a second): "
+        f"{found.asked} plans predicted in {format_seconds(found.seconds)} ({rate:.0f} a second): "
         f"{len(found.ranked)} ranked, {refused} more cannot run, {found.too_large} do not fit",
     ]
     if found.aim == "money" and found.start.plan.hardware.dollars_per_hour is None:

@@ -98,7 +98,7 @@ def left_out(plan: Plan) -> list[str]:
     ]  # fmt: skip
 
 
-def first_of_the_trunk(build: Build, step: Step, *, draw: int = 0) -> First | str:
+def first_of_the_baseline(build: Build, step: Step, *, draw: int = 0) -> First | str:
     """Return the first step of the plain baseline on the run's first batch, or why there is none.
 
     Args:
@@ -294,7 +294,7 @@ def guard(build: Build, step: Step) -> Inspect | None:
     if not build.plan.guard:
         build.run_notes.guard = {"compared": False, "why": "guard = false"}
         return None
-    wanted = first_of_the_trunk(build, step)
+    wanted = first_of_the_baseline(build, step)
     if isinstance(wanted, str):
         _not_compared(build, wanted)
         return None
@@ -302,7 +302,7 @@ def guard(build: Build, step: Step) -> Inspect | None:
         build.tell(f"not compared with the plain trainer, which has it too: {', '.join(kept)}")
 
     def again(draw: int) -> First | str:
-        return first_of_the_trunk(build, step, draw=draw)
+        return first_of_the_baseline(build, step, draw=draw)
 
     return inspects(lambda found: compare(build, found, wanted, again))
 

@@ -97,7 +97,7 @@ def ran_on_a_cpu(folder: Path, plan: Plan, *words: str) -> tuple[Plan, Curve]:
 
 
 CPU = ["device=cpu", "goal.steps=350", "eval.every_steps=100"]
-OTHERWISE = f"a step's time is not foreseen, and ran ran otherwise (eval.every_steps) ({TELLS})"
+OTHERWISE = f"a step's time is not predicted, and ran ran otherwise (eval.every_steps) ({TELLS})"
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ class ChunkedCrossEntropy(Technique[Build]):
             return Supported()
         return Unsupported(
             f"chunk_tokens = {self.chunk_tokens} cuts nothing of a micro-batch of {tokens} tokens: "
-            "all logits are held, and beside them what the trunk makes in the backward pass",
+            "all logits are held, and beside them what the baseline makes in the backward pass",
             mend(f"techniques.{self.name()}.chunk_tokens={-(-tokens // 2)}"),
         )
 

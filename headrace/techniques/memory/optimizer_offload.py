@@ -242,8 +242,9 @@ class OptimizerOffload(Technique[Build]):
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     composes: ClassVar[tuple[str, ...]] = ("routes",)
     excludes: ClassVar[Mapping[str, str]] = {
-        "optimizer_in_backward": "both take the parameters of the trunk's AdamW; an update in the "
-        "backward pass would wait for the host at every parameter (arXiv 2101.06840, section 4)",
+        "optimizer_in_backward": "both take the parameters of the baseline's AdamW; an update in "
+        "the backward pass would wait for the host at every parameter (arXiv 2101.06840, "
+        "section 4)",
     }
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:optimizer",)
     card: ClassVar[Card] = Card(
