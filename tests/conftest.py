@@ -27,9 +27,10 @@ if not torch.cuda.is_available():  # read when triton is imported: its kernels r
 
 
 for number, usual in (
-    (signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
     (signal.SIGTERM, signal.SIG_DFL),
-):  # fmt: skip
+):
     if signal.getsignal(number) == signal.SIG_IGN:  # pytest runs under nohup, or in a background
         signal.signal(number, usual)
 
@@ -79,9 +80,10 @@ def no_probes(one_thread: None, known_home: Path) -> Iterator[None]:
     """
     own = Path.home()
     kept = {
-        "TRITON_CACHE_DIR": own / ".triton" / "cache", "MPLCONFIGDIR": own / ".config/matplotlib",
+        "TRITON_CACHE_DIR": own / ".triton" / "cache",
+        "MPLCONFIGDIR": own / ".config/matplotlib",
         "PYTHONUSERBASE": site.getuserbase(),
-    }  # fmt: skip
+    }
     with pytest.MonkeyPatch.context() as patch:
         for name, folder in kept.items():
             patch.setenv(name, os.environ.get(name, str(folder)))
@@ -304,9 +306,14 @@ def run_cli() -> Callable[..., Finished]:
 
     def run(cwd: Path, *argv: str, timeout_s: float = 120) -> Finished:
         ended = subprocess.run(
-            [sys.executable, "-m", "headrace", *argv], cwd=cwd, env=_environment(),
-            capture_output=True, text=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
+            [sys.executable, "-m", "headrace", *argv],
+            cwd=cwd,
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
         return Finished(ended.returncode, ended.stdout, ended.stderr)
 
     return run

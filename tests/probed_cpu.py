@@ -28,24 +28,38 @@ def probed_cpu(*steps: MeasuredStep, flops: float = FLOPS, threads: int = 2) -> 
     """A probed CPU whose whole steps, if any, took as long as `steps` say."""
     names = [f"{name}/{way}" for name in PIECES for way in ("forward", "backward")]
     moved = tuple(StreamPoint(b, BEGIN_S + b / BYTES_PER_S) for b in (1 << 16, 1 << 22, 1 << 27))
-    products = tuple(
-        MatmulPoint(m, n, k, BEGIN_S + 2 * m * n * k / flops) for m, n, k in SHAPES
-    )  # fmt: skip
+    products = tuple(MatmulPoint(m, n, k, BEGIN_S + 2 * m * n * k / flops) for m, n, k in SHAPES)
     attention = tuple(
-        AttentionRates("flash", backward, flops, tuple(
-            AttentionPoint(8, 4, 4, length, 32, True, (2.5 if backward else 1) * 2e-9 * length**2)
-            for length in (128, 512)
-        ))
+        AttentionRates(
+            "flash",
+            backward,
+            flops,
+            tuple(
+                AttentionPoint(
+                    8, 4, 4, length, 32, True, (2.5 if backward else 1) * 2e-9 * length**2
+                )
+                for length in (128, 512)
+            ),
+        )
         for backward in (False, True)
-    )  # fmt: skip
+    )
     return replace(
-        Machine.assumed("cpu"), source="probes", says="made up", date="2026-11-25", torch="2.13.0",
-        driver=f"a processor, {threads} threads", processors=threads, launch_s=1e-6,
+        Machine.assumed("cpu"),
+        source="probes",
+        says="made up",
+        date="2026-11-25",
+        torch="2.13.0",
+        driver=f"a processor, {threads} threads",
+        processors=threads,
+        launch_s=1e-6,
         traffic=StreamRates(BEGIN_S, 5 * BYTES_PER_S),
-        products=(), attention=attention,
+        products=(),
+        attention=attention,
         absent=(Absent("captured graphs", "a CPU has none"),),
         linears=tuple(LinearRates(way, "fp32", products) for way in WAYS),
-        pieces=tuple(PieceRates(n, n in UPDATES or n.startswith("embedding"), moved)
-                     for n in (*names, *UPDATES)),
+        pieces=tuple(
+            PieceRates(n, n in UPDATES or n.startswith("embedding"), moved)
+            for n in (*names, *UPDATES)
+        ),
         steps=steps,
-    ).fitted()  # fmt: skip
+    ).fitted()

@@ -22,10 +22,37 @@ from headrace.plan.technique import Stage
 from headrace.train.checkpoint import INDEX, Saved, _sealed
 
 WORDS = [
-    "river", "water", "mill", "wheel", "stone", "gate", "level", "flow", "deep", "cold", "still",
-    "bank", "reed", "boat", "weir", "lock", "winter", "summer", "rain", "thaw", "flood", "silt",
-    "race", "head", "tail", "power", "grain", "flour", "bread", "salt",
-]  # fmt: skip
+    "river",
+    "water",
+    "mill",
+    "wheel",
+    "stone",
+    "gate",
+    "level",
+    "flow",
+    "deep",
+    "cold",
+    "still",
+    "bank",
+    "reed",
+    "boat",
+    "weir",
+    "lock",
+    "winter",
+    "summer",
+    "rain",
+    "thaw",
+    "flood",
+    "silt",
+    "race",
+    "head",
+    "tail",
+    "power",
+    "grain",
+    "flour",
+    "bread",
+    "salt",
+]
 
 READ = """
 name = "tiny"
@@ -100,9 +127,12 @@ def save_weights(plan: Plan, folder: Path) -> str:
     It stands for one that was trained, where adapters or a teacher need one.
     """
     build = make_build(
-        plan.replaced(techniques={}), prepare(plan), World(), torch.device(plan.device),
+        plan.replaced(techniques={}),
+        prepare(plan),
+        World(),
+        torch.device(plan.device),
         until=Stage.MATERIALIZE,
-    )  # fmt: skip
+    )
     state = {name: p.detach() for name, p in build.model.named_parameters()}
     build.prepared.tokenizer.save(file := folder.with_suffix(".json"))
     export_hf(state, build.config, file, folder, sequence_length=plan.data.sequence_length)

@@ -60,9 +60,13 @@ FORMAT = 1
 
 
 def choose_attention(
-    plan: Plan, catalogue: Catalogue | None, prepared: Prepared, world: World,
-    device: torch.device, progress: Progress,
-) -> tuple[Plan, dict[str, Any] | None]:  # fmt: skip
+    plan: Plan,
+    catalogue: Catalogue | None,
+    prepared: Prepared,
+    world: World,
+    device: torch.device,
+    progress: Progress,
+) -> tuple[Plan, dict[str, Any] | None]:
     """Return the plan with the fastest backend written in, and the times for the report.
 
     A plan that leaves the choice to its techniques is returned as it is, with None.
@@ -135,7 +139,7 @@ def cache_file() -> Path:
 
 def _find(
     plans: Mapping[str, Plan], prepared: Prepared, device: torch.device, progress: Progress
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the stored result for these circumstances, or measure and store a new one."""
     build = make_build(plans[TRUNK], prepared, World(), device, until=Stage.PARTS)
     work = _first_rows(build)

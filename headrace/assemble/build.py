@@ -84,9 +84,12 @@ def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
     others = any("objective" in t.composes for t in plan.techniques.values())
     ranks["other_objective"] = float(others or bool(model.logit_cap))
     work = baseline_work(
-        model, rows=plan.micro_rows, length=plan.data.sequence_length,
-        precision=context.precision, micro_batches=ranks["micro_batches"],
-    )  # fmt: skip
+        model,
+        rows=plan.micro_rows,
+        length=plan.data.sequence_length,
+        precision=context.precision,
+        micro_batches=ranks["micro_batches"],
+    )
     work |= shared_work(model, ranks)
     ledger = replace(ledger, sizes={**ledger.sizes, **ranks}, work=work)
     for technique in sorted(plan.techniques.values(), key=_when_predicted):
@@ -117,10 +120,16 @@ def _when_predicted(technique: Technique[Any]) -> tuple[int, bool, int, str]:
 
 
 def make_build(
-    plan: Plan, prepared: Prepared, world: World, device: torch.device,
-    *, until: Stage = Stage.STEP, tell: Callable[[str], None] | None = None,
-    given: Mapping[str, Tensor] | None = None, checked: Context | None = None,
-) -> Build:  # fmt: skip
+    plan: Plan,
+    prepared: Prepared,
+    world: World,
+    device: torch.device,
+    *,
+    until: Stage = Stage.STEP,
+    tell: Callable[[str], None] | None = None,
+    given: Mapping[str, Tensor] | None = None,
+    checked: Context | None = None,
+) -> Build:
     """Fill every socket, stage by stage, and make the model, optimizers and loader.
 
     Args:
@@ -238,9 +247,13 @@ def _as_pretrained(model: ModelConfig) -> ModelConfig:
 
 
 def _trunk(
-    plan: Plan, prepared: Prepared, world: World, device: torch.device, context: Context,
+    plan: Plan,
+    prepared: Prepared,
+    world: World,
+    device: torch.device,
+    context: Context,
     techniques: list[Technique[Any]],
-) -> Build:  # fmt: skip
+) -> Build:
     """Return a Build whose every owned socket holds the baseline's filler."""
     if (folder := plan.model.pretrained) and not prepared.has_begun:
         entries_there = read_config(Path(folder)).vocab
@@ -381,9 +394,13 @@ def local_engine(build: Build, micros: Any, objective: Any, scale: Tensor) -> Te
         build.phases.mark("forward")
         with build.autocast():
             loss = build.model(
-                micro.ids_BT, micro.targets_BT, micro.rows,
-                objective=objective, scale=scale, extras=micro.extras,
-            )  # fmt: skip
+                micro.ids_BT,
+                micro.targets_BT,
+                micro.rows,
+                objective=objective,
+                scale=scale,
+                extras=micro.extras,
+            )
         if torch.is_grad_enabled():
             auxiliary = auxiliary_loss(build)
             loss = loss if auxiliary is None else loss + auxiliary * scale

@@ -101,10 +101,14 @@ def elsewhere(context: Context, device_name: str) -> Context:
             "device=cpu without --device-name",
         )
     return replace(
-        context, device="cuda", device_name=device_name, capability=datasheet.capability,
-        has_triton=True, has_compiler=True,
+        context,
+        device="cuda",
+        device_name=device_name,
+        capability=datasheet.capability,
+        has_triton=True,
+        has_compiler=True,
         precision=precision_of(context.plan, datasheet.capability),
-    )  # fmt: skip
+    )
 
 
 def _has_compiler() -> bool:

@@ -312,13 +312,40 @@ def auxiliary_loss(build: Build) -> Tensor | None:
 
 
 OWNED = (
-    "config", "source", "engine", "sync", "reduce", "loss_scale", "clip", "passes",
-    "pack", "order", "transport", "place", "recover",
-)  # fmt: skip
+    "config",
+    "source",
+    "engine",
+    "sync",
+    "reduce",
+    "loss_scale",
+    "clip",
+    "passes",
+    "pack",
+    "order",
+    "transport",
+    "place",
+    "recover",
+)
 PARTS = tuple(f"parts.{f.name}" for f in fields(Parts))
 COMPOSED = (
-    "linear", "mask", "block_forward", "storage", "shard", "layouts", "frozen", "routes", "values",
-    "recut", "objective", "enrich", "terms", "auxiliary", "state", "weights_for_eval", "runtime",
-    "after_update", "compiled",
-)  # fmt: skip
+    "linear",
+    "mask",
+    "block_forward",
+    "storage",
+    "shard",
+    "layouts",
+    "frozen",
+    "routes",
+    "values",
+    "recut",
+    "objective",
+    "enrich",
+    "terms",
+    "auxiliary",
+    "state",
+    "weights_for_eval",
+    "runtime",
+    "after_update",
+    "compiled",
+)
 SOCKETS = (OWNED[0], *PARTS, *OWNED[1:], *COMPOSED)

@@ -16,14 +16,19 @@ from headrace.core.remedy import Remedy, as_remedy, mend
 EXIT_DONE, EXIT_FAILED, EXIT_PLAN, EXIT_UNSUPPORTED = 0, 1, 2, 3
 EXIT_REQUEUE, EXIT_HANGUP, EXIT_INTERRUPTED, EXIT_TERMINATED = 75, 129, 130, 143
 NO_MEMORY = (
-    "out of memory", "can't allocate memory", "_ALLOC_FAILED", "bad_alloc", "MemoryError",
-)  # fmt: skip
+    "out of memory",
+    "can't allocate memory",
+    "_ALLOC_FAILED",
+    "bad_alloc",
+    "MemoryError",
+)
 """Texts by which CUDA, the host's allocator, cuBLAS and cuDNN, C++ and Python say that memory ran
 out."""
 NO_THREAD = (
-    "can't start new thread", "The global thread pool has not been initialized",
+    "can't start new thread",
+    "The global thread pool has not been initialized",
     "Resource temporarily unavailable",
-)  # fmt: skip
+)
 """How a message of Python, Rust or C++ begins that says that no thread could be started."""
 LESS_PER_STEP = Remedy(text="batch.micro_sequences=N with a smaller N,") | mend(
     "+selective_checkpoint"
@@ -34,8 +39,9 @@ MANY = 24
 SIZE = r"([\d.]+ \w+)"
 GPU_FULL = re.compile(
     rf"Tried to allocate {SIZE}\..*?capacity of {SIZE} of which {SIZE} is free.*?{SIZE} is "
-    rf"allocated by PyTorch.*?{SIZE} is reserved by PyTorch but unallocated", re.DOTALL,
-)  # fmt: skip
+    rf"allocated by PyTorch.*?{SIZE} is reserved by PyTorch but unallocated",
+    re.DOTALL,
+)
 """Pattern of the message of torch's CUDA allocator. Its groups are sizes: what was asked for, the
 GPU's whole memory, what is free, what tensors hold, and what is free in pieces between tensors."""
 OTHERS = 0.1

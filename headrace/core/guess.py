@@ -15,14 +15,35 @@ COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 MINUTES = {"s": 1 / 60, "sec": 1 / 60, "m": 1, "min": 1, "h": 60, "hr": 60, "hours": 60, "d": 1440}
 """Suffix of a time, in lower case -> that unit in minutes."""
 VALUES = {
-    "gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "metal": "mps", "apple": "mps",
-    "wsd": "warmup_stable_decay", "trapezoidal": "warmup_stable_decay", "linear": "cosine",
-    "none": "constant", "fixed": "constant", "constant_with_warmup": "constant",
-    "silu": "swiglu", "swish": "swiglu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu2", "rms": "rms_norm", "layernorm": "layer_norm", "ln": "layer_norm",
-    "rotary": "rope", "absolute": "learned", "nope": "none", "float32": "fp32", "float": "fp32",
-    "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "tb": "tensorboard",
-}  # fmt: skip
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    "rocm": "cuda",
+    "metal": "mps",
+    "apple": "mps",
+    "wsd": "warmup_stable_decay",
+    "trapezoidal": "warmup_stable_decay",
+    "linear": "cosine",
+    "none": "constant",
+    "fixed": "constant",
+    "constant_with_warmup": "constant",
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu2",
+    "rms": "rms_norm",
+    "layernorm": "layer_norm",
+    "ln": "layer_norm",
+    "rotary": "rope",
+    "absolute": "learned",
+    "nope": "none",
+    "float32": "fp32",
+    "float": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "tb": "tensorboard",
+}
 """Word of other trainers -> the word that a key takes here."""
 
 

@@ -63,9 +63,14 @@ class Outcome:
 
 
 def outcome_of(
-    val: Sequence[Mapping[str, Any]], first_loss: float | None, last_loss: float | None,
-    *, step: int, vocab: int, ended_wild: bool,
-) -> Outcome:  # fmt: skip
+    val: Sequence[Mapping[str, Any]],
+    first_loss: float | None,
+    last_loss: float | None,
+    *,
+    step: int,
+    vocab: int,
+    ended_wild: bool,
+) -> Outcome:
     """Judge a run by its losses.
 
     Args:

@@ -119,9 +119,12 @@ class Several(Progress):
 
 
 def step_line(
-    row: dict[str, Any], total_steps: int | None, *,
-    memory_bytes: float | None = None, left_s: float | None = None,
-) -> str:  # fmt: skip
+    row: dict[str, Any],
+    total_steps: int | None,
+    *,
+    memory_bytes: float | None = None,
+    left_s: float | None = None,
+) -> str:
     """Return a step's line: its number, loss, speed, memory, and the time left."""
     parts = [
         f"step {row['step']}" + (f"/{total_steps}" if total_steps else ""),

@@ -91,8 +91,14 @@ class Family:
 H200_ATTENTION = (
     Row(8, 32, 8, 4096, 64, {"cudnn": (444, 385), "flash": (293, 246), "flex": (355, 253)}),
     Row(4, 32, 8, 8192, 128, {"cudnn": (656, 547), "flash": (342, 299)}),
-    Row(32, 12, 12, 2048, 64, {"cudnn": (401, 333), "flash": (271, 226), "flex": (318, 227),
-                               "efficient": (123, 97)}),
+    Row(
+        32,
+        12,
+        12,
+        2048,
+        64,
+        {"cudnn": (401, 333), "flash": (271, 226), "flex": (318, 227), "efficient": (123, 97)},
+    ),
     Row(64, 12, 12, 512, 64, {"cudnn": (255, 166), "flash": (153, 137), "efficient": (96, 80)}),
     Row(8, 16, 16, 2048, 128, {"cudnn": (529, 416), "flash": (284, 249), "efficient": (154, 117)}),
     Row(1, 32, 8, 32768, 64, {"flex": (438, 313)}),
@@ -100,15 +106,20 @@ H200_ATTENTION = (
     Row(8, 32, 32, 4096, 64, {"efficient": (128, 101)}),
     Row(4, 32, 32, 8192, 128, {"efficient": (174, 133)}),
     Row(1, 32, 32, 32768, 128, {"efficient": (180, 135)}),
-)  # fmt: skip
+)
 """By the probes of an H200, 2026-11-22, torch 2.11.0+cu130, bf16: one kernel alone, less the 7.5 us
 that timing it took (probes/clock.py). Of flex only 2,048 tokens were probed: its rates at 4,096 and
 32,768 are from steps of 1b (the plans with it in results/techniques.jsonl), forward to backward as
 probed."""
 
 HOPPER = Family(
-    products={"bf16": 795 / 989, "fp16": 730 / 989, "fp8": 1517 / 1978, "tf32": 410 / 494.5,
-              "fp32": 51 / 67},
+    products={
+        "bf16": 795 / 989,
+        "fp16": 730 / 989,
+        "fp8": 1517 / 1978,
+        "tf32": 410 / 494.5,
+        "fp32": 51 / 67,
+    },
     attention={},
     rows=H200_ATTENTION,
     relative={"flash4": ("cudnn", 1.12)},
@@ -126,7 +137,7 @@ HOPPER = Family(
     "results/techniques.jsonl. Products of other shapes follow from the one: the 125 that were "
     "probed told steps of a shape left out less well. Other chips of the family are assumed to "
     "reach the same shares",
-)  # fmt: skip
+)
 
 AMPERE = Family(
     products={"bf16": 0.82, "fp16": 0.82, "tf32": 0.8, "fp32": 0.85},

@@ -105,13 +105,14 @@ def chunked(ledger: Ledger, rule: Rule, kernels: Kernels, chunk: int) -> Ledger:
         chunk: tokens of a chunk.
     """
     work = {
-        name: piece for name, piece in ledger.work.items()
+        name: piece
+        for name, piece in ledger.work.items()
         if not isinstance(piece, Attention) and not name.startswith("queries/")
-    }  # fmt: skip
+    }
     parts = _matmuls(ledger, rule)
-    parts |= _streams(ledger.sizes, rule, chunk) if kernels == "torch" else (
-        _fla(ledger.sizes, rule)
-    )  # fmt: skip
+    parts |= (
+        _streams(ledger.sizes, rule, chunk) if kernels == "torch" else (_fla(ledger.sizes, rule))
+    )
     work |= {f"attention/{name}": piece for name, piece in parts.items()}
     return replace(ledger, work=work, sizes={**ledger.sizes, DERIVED: 1.0})
 
@@ -148,9 +149,13 @@ def _streams(sizes: Mapping[str, float], rule: Rule, chunk: int) -> dict[str, Wo
     passes: tuple[tuple[Phase, float], ...] = (("forward", 1.0), ("backward", BACK))
     for index, (phase, times) in enumerate(passes):
         streams[f"chunks_{phase}"] = Stream(
-            phase, layers, times * bytes, moved.kernels[index],
-            fused=moved.fused * LOOSE * times * bytes, loose=LOOSE,
-        )  # fmt: skip
+            phase,
+            layers,
+            times * bytes,
+            moved.kernels[index],
+            fused=moved.fused * LOOSE * times * bytes,
+            loose=LOOSE,
+        )
         # Their bytes are counted; of each there is a launch.
         streams[f"products_{phase}"] = Stream(phase, layers, 0.0, moved.products[index])
         if moved.steps:  # a product and a sum for each chunk; backward two products and a sum
@@ -164,9 +169,7 @@ def _fla(sizes: Mapping[str, float], rule: Rule) -> dict[str, Work]:
     """Return the streams of chunks by fla's kernels, and of the operations around them."""
     layers, G, K, H = (sizes[n] for n in ("layers", "kv_heads", "head_dim", "heads"))
     why = "" if rule == "gated_delta" else "linear attention's sum by fla's kernels was never timed"
-    around = sizes["tokens"] * K * (
-        H * (OUTSIDE[0] + OUTSIDE[2] * (H > G)) + G * OUTSIDE[1]
-    )  # fmt: skip
+    around = sizes["tokens"] * K * (H * (OUTSIDE[0] + OUTSIDE[2] * (H > G)) + G * OUTSIDE[1])
     streams = dict[str, Work]()
     passes: tuple[tuple[Phase, float], ...] = (("forward", 1.0), ("backward", OUTSIDE_BACK))
     for index, (phase, times) in enumerate(passes):

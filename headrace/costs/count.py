@@ -81,9 +81,14 @@ def model_flops_per_token(config: ModelConfig, length: int) -> float:
 
 
 def baseline_ledger(
-    config: ModelConfig, *, rows: int, length: int, precision: str, device: str,
+    config: ModelConfig,
+    *,
+    rows: int,
+    length: int,
+    precision: str,
+    device: str,
     accumulates: bool = False,
-) -> Ledger:  # fmt: skip
+) -> Ledger:
     """Return the baseline's costs for one micro-batch of `rows` x `length` tokens.
 
     Args:

@@ -79,9 +79,11 @@ def shared_work(config: ModelConfig, sizes: Mapping[str, float]) -> dict[str, Wo
     """
     pieces, gradients = {}, FP32 * total_parameters(config)
     for axis, name, bytes in (
-        ("shard", "targets", 8), ("shard", "loss", FP32), ("pipeline", "loss_of_stages", FP32),
+        ("shard", "targets", 8),
+        ("shard", "loss", FP32),
+        ("pipeline", "loss_of_stages", FP32),
         ("world", "norm", FP32),
-    ):  # fmt: skip
+    ):
         if sizes[f"{axis}_ranks"] > 1:
             pieces[f"count/{name}"] = collective(sizes, axis, "optimizer", "all_reduce", bytes)
     if sizes["shard_ranks"] > 1:
@@ -151,13 +153,15 @@ def _streams(
     cap = int(config.logit_cap > 0)  # a quotient, its tanh and a product; and their gradients
     return {
         "norms": (
-            2 * L + 1, (2 * cast_bytes * D + 2 * wide * D, 3 if half else 1, 2 * x * D),
+            2 * L + 1,
+            (2 * cast_bytes * D + 2 * wide * D, 3 if half else 1, 2 * x * D),
             (2 * cast_bytes * D + 3 * wide * D, 4 if half else 2, 3 * x * D),
         ),
         "residual": (L, (3 * x * D, 1, 2 * x * D), (3 * x * D, 1, x * D)),
         "residual_out": (L, (3 * x * D, 1, 2 * x * D), (3 * x * D, 1, x * D)),  # a block's last
         "rope": (
-            L if config.position == "rope" else 0, (rope, 18, 2 * x * (Q + G)),
+            L if config.position == "rope" else 0,
+            (rope, 18, 2 * x * (Q + G)),
             # Turned back, and then joined with the values' gradient: no compiler makes them one.
             (rope + wide / N * turned, 20, 2 * x * (Q + G) + copied),
         ),
@@ -168,19 +172,23 @@ def _streams(
         ),
         "queries": (L if grouped else 0, (2 * x * Q, 1, 0.0), (copied, 1, 0.0)),
         "activation": (
-            L, ((3 * gates - 1) * x * F, gates, (gates + 1) * x * F),
+            L,
+            ((3 * gates - 1) * x * F, gates, (gates + 1) * x * F),
             ((6 * gates + 1) * x * F, 2 * gates, 5 * gates * x * F),
         ),
         "weight_cast": (L, (cast, 4, None), (cast, 4, None)),
         "head_cast": (1, (head_cast, 1, None), (head_cast, 1, None)),
         "loss": (
-            1, (cast_bytes * V + (2 + 6 * cap) * wide * V, 2 + 3 * cap, 3 * x * V),
+            1,
+            (cast_bytes * V + (2 + 6 * cap) * wide * V, 2 + 3 * cap, 3 * x * V),
             (cast_bytes * V + (4 + 7 * cap) * wide * V, 4 + 3 * cap, 3 * x * V),
         ),
         "embedding": (
-            1, (2 * wide * D + cast_bytes * D, 2, None), (FP32 * D * V + wide * D, 2, None),
+            1,
+            (2 * wide * D + cast_bytes * D, 2, None),
+            (FP32 * D * V + wide * D, 2, None),
         ),
-    }  # fmt: skip
+    }
 
 
 def stored_in_bf16(name: str, piece: Work, *, adds_up: bool, master: bool) -> Work | None:

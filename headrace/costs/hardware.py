@@ -86,67 +86,131 @@ class Row:
     def of(self, name: str) -> Hardware:
         """Return the device of that name."""
         return Hardware(
-            name, self.half * 1e12, self.fp32 * 1e12, self.bandwidth * 1e12, int(self.memory * GB),
-            self.source, self.family, self.processors, self.capability, self.sustained,
-        )  # fmt: skip
+            name,
+            self.half * 1e12,
+            self.fp32 * 1e12,
+            self.bandwidth * 1e12,
+            int(self.memory * GB),
+            self.source,
+            self.family,
+            self.processors,
+            self.capability,
+            self.sustained,
+        )
 
 
-def _geforce(
-    words: str, processors: int, fp32: float, bandwidth: float, memory: float
-) -> Row:  # fmt: skip
+def _geforce(words: str, processors: int, fp32: float, bandwidth: float, memory: float) -> Row:
     """Return the row of a GeForce card; its series decides chip and source."""
     series = re.search(r"\b([345])0[5-9]0\b", words)
     family, capability, source = {
         "3": ("ampere_rtx", (8, 6), "NVIDIA Ampere GA102 whitepaper"),
         "4": ("ada", (8, 9), "NVIDIA Ada whitepaper"),
         "5": ("blackwell_rtx", (12, 0), "NVIDIA RTX Blackwell whitepaper"),
-    }[series[1] if series else ""]  # fmt: skip
+    }[series[1] if series else ""]
     how = f"{source} and GeForce specifications, tensor products with fp32 accumulation"
     return Row(words, family, capability, processors, 2 * fp32, fp32, bandwidth, memory, how)
 
 
 ROWS: tuple[Row, ...] = (
     Row("H200 NVL", "hopper", (9, 0), 132, 835.5, 60, 4.8, 141, "NVIDIA H200 NVL datasheet"),
-    Row("H200", "hopper", (9, 0), 132, 989, 67, 4.8, 139.80 * GIB / GB,
-        "NVIDIA H200 SXM datasheet"),
+    Row(
+        "H200", "hopper", (9, 0), 132, 989, 67, 4.8, 139.80 * GIB / GB, "NVIDIA H200 SXM datasheet"
+    ),
     Row("GH200 144G", "hopper", (9, 0), 132, 990, 67, 4.9, 144, "NVIDIA GH200 datasheet, HBM3e"),
     Row("GH200", "hopper", (9, 0), 132, 990, 67, 4.0, 96, "NVIDIA GH200 datasheet, HBM3"),
     Row("H100 PCIe", "hopper", (9, 0), 114, 756, 51, 2.0, 80, "NVIDIA H100 datasheet, PCIe column"),
     Row("H100 NVL", "hopper", (9, 0), 132, 835.5, 60, 3.9, 94, "NVIDIA H100 NVL datasheet"),
     Row("H100", "hopper", (9, 0), 132, 989, 67, 3.35, 80, "NVIDIA H100 SXM datasheet"),
-    Row("B200", "blackwell", (10, 0), 148, 2250, 75, 8.0, 180,
-        "NVIDIA DGX B200 datasheet, per GPU"),
-    Row("A100 PCIe 80GB", "ampere", (8, 0), 108, 312, 19.5, 1.935, 80,
-        "NVIDIA A100 datasheet, 80 GB PCIe column"),
-    Row("A100 40GB", "ampere", (8, 0), 108, 312, 19.5, 1.555, 40,
-        "NVIDIA A100 datasheet of the 40 GB modules"),
-    Row("A100", "ampere", (8, 0), 108, 312, 19.5, 2.039, 80,
-        "NVIDIA A100 datasheet, 80 GB SXM column"),
+    Row(
+        "B200", "blackwell", (10, 0), 148, 2250, 75, 8.0, 180, "NVIDIA DGX B200 datasheet, per GPU"
+    ),
+    Row(
+        "A100 PCIe 80GB",
+        "ampere",
+        (8, 0),
+        108,
+        312,
+        19.5,
+        1.935,
+        80,
+        "NVIDIA A100 datasheet, 80 GB PCIe column",
+    ),
+    Row(
+        "A100 40GB",
+        "ampere",
+        (8, 0),
+        108,
+        312,
+        19.5,
+        1.555,
+        40,
+        "NVIDIA A100 datasheet of the 40 GB modules",
+    ),
+    Row(
+        "A100",
+        "ampere",
+        (8, 0),
+        108,
+        312,
+        19.5,
+        2.039,
+        80,
+        "NVIDIA A100 datasheet, 80 GB SXM column",
+    ),
     Row("A10G", "ampere_rtx", (8, 6), 80, 70, 35, 0.6, 24, "NVIDIA A10G datasheet, for AWS G5"),
     Row("A10", "ampere_rtx", (8, 6), 72, 125, 31.2, 0.6, 24, "NVIDIA A10 datasheet", 0.65),
     Row("A6000", "ampere_rtx", (8, 6), 84, 154.8, 38.7, 0.768, 48, "NVIDIA RTX A6000 datasheet"),
-    Row("6000 Ada", "ada", (8, 9), 142, 364.2, 91.1, 0.96, 48,
-        "NVIDIA RTX 6000 Ada datasheet and Ada whitepaper"),
+    Row(
+        "6000 Ada",
+        "ada",
+        (8, 9),
+        142,
+        364.2,
+        91.1,
+        0.96,
+        48,
+        "NVIDIA RTX 6000 Ada datasheet and Ada whitepaper",
+    ),
     Row("L40S", "ada", (8, 9), 142, 362, 91.6, 0.864, 48, "NVIDIA L40S datasheet"),
-    Row("L4", "ada", (8, 9), 58, 121, 30.3, 0.3, 24,
-        "NVIDIA L4 datasheet, half of its sparse rates", 0.65),
+    Row(
+        "L4",
+        "ada",
+        (8, 9),
+        58,
+        121,
+        30.3,
+        0.3,
+        24,
+        "NVIDIA L4 datasheet, half of its sparse rates",
+        0.65,
+    ),
     Row("T4", "turing", (7, 5), 40, 65, 8.1, 0.32, 16, "NVIDIA T4 datasheet", 0.65),
     Row("V100S", "volta", (7, 0), 80, 130, 16.4, 1.134, 32, "NVIDIA V100 datasheet, V100S column"),
     Row("V100 PCIe", "volta", (7, 0), 80, 112, 14, 0.9, 16, "NVIDIA V100 datasheet, PCIe column"),
     Row("V100", "volta", (7, 0), 80, 125, 15.7, 0.9, 16, "NVIDIA V100 datasheet, SXM2 column"),
-    _geforce("RTX 5090", 170, 104.8, 1.792, 32), _geforce("RTX 5080", 84, 56.3, 0.96, 16),
-    _geforce("RTX 5070 Ti", 70, 43.9, 0.896, 16), _geforce("RTX 5070", 48, 30.9, 0.672, 12),
-    _geforce("RTX 4090 D", 114, 73.5, 1.008, 24), _geforce("RTX 4090", 128, 82.6, 1.008, 24),
-    _geforce("RTX 4080 SUPER", 80, 52.2, 0.736, 16), _geforce("RTX 4080", 76, 48.7, 0.7168, 16),
+    _geforce("RTX 5090", 170, 104.8, 1.792, 32),
+    _geforce("RTX 5080", 84, 56.3, 0.96, 16),
+    _geforce("RTX 5070 Ti", 70, 43.9, 0.896, 16),
+    _geforce("RTX 5070", 48, 30.9, 0.672, 12),
+    _geforce("RTX 4090 D", 114, 73.5, 1.008, 24),
+    _geforce("RTX 4090", 128, 82.6, 1.008, 24),
+    _geforce("RTX 4080 SUPER", 80, 52.2, 0.736, 16),
+    _geforce("RTX 4080", 76, 48.7, 0.7168, 16),
     _geforce("RTX 4070 Ti SUPER", 66, 44.1, 0.672, 16),
     _geforce("RTX 4070 Ti", 60, 40.1, 0.504, 12),
-    _geforce("RTX 4070 SUPER", 56, 35.5, 0.504, 12), _geforce("RTX 4070", 46, 29.1, 0.504, 12),
-    _geforce("RTX 4060 Ti", 34, 22.1, 0.288, 8), _geforce("RTX 4060", 24, 15.1, 0.272, 8),
-    _geforce("RTX 3090 Ti", 84, 40.0, 1.008, 24), _geforce("RTX 3090", 82, 35.6, 0.936, 24),
-    _geforce("RTX 3080 Ti", 80, 34.1, 0.912, 12), _geforce("RTX 3080", 68, 29.8, 0.76, 10),
-    _geforce("RTX 3070 Ti", 48, 21.7, 0.608, 8), _geforce("RTX 3070", 46, 20.3, 0.448, 8),
-    _geforce("RTX 3060 Ti", 38, 16.2, 0.448, 8), _geforce("RTX 3060", 28, 12.7, 0.36, 12),
-)  # fmt: skip
+    _geforce("RTX 4070 SUPER", 56, 35.5, 0.504, 12),
+    _geforce("RTX 4070", 46, 29.1, 0.504, 12),
+    _geforce("RTX 4060 Ti", 34, 22.1, 0.288, 8),
+    _geforce("RTX 4060", 24, 15.1, 0.272, 8),
+    _geforce("RTX 3090 Ti", 84, 40.0, 1.008, 24),
+    _geforce("RTX 3090", 82, 35.6, 0.936, 24),
+    _geforce("RTX 3080 Ti", 80, 34.1, 0.912, 12),
+    _geforce("RTX 3080", 68, 29.8, 0.76, 10),
+    _geforce("RTX 3070 Ti", 48, 21.7, 0.608, 8),
+    _geforce("RTX 3070", 46, 20.3, 0.448, 8),
+    _geforce("RTX 3060 Ti", 38, 16.2, 0.448, 8),
+    _geforce("RTX 3060", 28, 12.7, 0.36, 12),
+)
 NAMES = tuple(row.words for row in ROWS)
 """Names of the devices that can be asked for."""
 ASSUMED = ", ".join((*(n for n in NAMES if "RTX" not in n), "RTX 3060 to 5090"))

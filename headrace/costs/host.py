@@ -106,9 +106,15 @@ def _attention_s(piece: Attention, machine: Machine) -> float:
     def scores_s(causal: bool) -> float:
         rows, heads, kv_heads, length, features = piece.sizes
         return machine.attention_s(
-            piece.kernel or "flash", rows=rows, heads=heads, kv_heads=kv_heads, length=length,
-            features=features, causal=causal, backward=piece.phase == "backward",
-        )  # fmt: skip
+            piece.kernel or "flash",
+            rows=rows,
+            heads=heads,
+            kv_heads=kv_heads,
+            length=length,
+            features=features,
+            causal=causal,
+            backward=piece.phase == "backward",
+        )
 
     seconds = scores_s(piece.causal)
     if piece.mask.layers:

@@ -17,9 +17,12 @@ from headrace.costs.work import AROUND, CUSTOM, Attention, HostWork, Stream, Wor
 Instant = Literal["always", "backward", "loss", "turn", "optimizer"]
 INSTANTS: tuple[Instant, ...] = ("backward", "loss", "turn", "optimizer")
 WORDS = {
-    "forward": "before the loss", "loss": "at the loss", "turn": "as the backward pass begins",
-    "backward": "as the backward pass ends", "optimizer": "in the update",
-}  # fmt: skip
+    "forward": "before the loss",
+    "loss": "at the loss",
+    "turn": "as the backward pass begins",
+    "backward": "as the backward pass ends",
+    "optimizer": "in the update",
+}
 """Instant, or "forward" -> words for a reader."""
 DERIVED = "derived"
 """Name of a size that is not 0 where a piece of work was derived, or was fitted to too few steps to
@@ -231,9 +234,10 @@ class Ledger:
         """
         through = {"loss", "turn"}
         forward = sum(
-            v.bytes for v in self.memory.values()
+            v.bytes
+            for v in self.memory.values()
             if "always" in v.instants or through <= set(v.instants)
-        )  # fmt: skip
+        )
         return {"forward": forward, **{instant: self.at(instant) for instant in INSTANTS}}
 
     def peak(self) -> tuple[Instant, float]:

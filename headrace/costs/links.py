@@ -46,8 +46,11 @@ DATASHEETS: Sequence[tuple[str, float, str]] = (
     ("", 32 * GB, "PCIe 4.0, 16 lanes"),
 )
 SHARES: Mapping[Operation, float] = {
-    "all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0,
-}  # fmt: skip
+    "all_reduce": 2.0,
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+    "all_to_all": 1.0,
+}
 """Share of a tensor that (n - 1) / n is multiplied with: a sum goes round twice."""
 
 

@@ -141,9 +141,17 @@ class Machine:
         return self._memory[key]
 
     def attention_s(
-        self, kernel: str, *, rows: int, heads: int, kv_heads: int, length: int, features: int,
-        causal: bool, backward: bool,
-    ) -> float:  # fmt: skip
+        self,
+        kernel: str,
+        *,
+        rows: int,
+        heads: int,
+        kv_heads: int,
+        length: int,
+        features: int,
+        causal: bool,
+        backward: bool,
+    ) -> float:
         """Return the seconds of one forward pass, or with `backward` of one backward pass alone.
 
         Args:
@@ -369,25 +377,38 @@ def _spot(length: int, features: int, causal: bool) -> tuple[float, ...]:
 def _assumed(hardware: Hardware) -> Machine:
     """Return the rates of a device whose peaks are published, or of a CPU by guessed peaks."""
     family, cpu = FAMILIES[hardware.family], hardware.family == "cpu"
-    peaks = {"half": hardware.peak_half_flops or CPU.half_flops * hardware.processors,
-             "fp32": hardware.peak_fp32_flops or CPU.fp32_flops * hardware.processors}  # fmt: skip
+    peaks = {
+        "half": hardware.peak_half_flops or CPU.half_flops * hardware.processors,
+        "fp32": hardware.peak_fp32_flops or CPU.fp32_flops * hardware.processors,
+    }
     bandwidth = hardware.memory_bandwidth_bytes_per_s or CPU.bandwidth_bytes_per_s
     link = StreamRates(family.link_s, family.link_bytes_per_s)
-    low = "" if hardware.sustained == 1 else (
-        f"; of products {hardware.sustained:.0%} of that, for its low limit of power"
-    )  # fmt: skip
+    low = (
+        ""
+        if hardware.sustained == 1
+        else (f"; of products {hardware.sustained:.0%} of that, for its low limit of power")
+    )
     m, n, k = ANCHOR_MATMUL
     whole = Machine(
-        name=hardware.name, kind="cpu" if cpu else "gpu", source="datasheet",
+        name=hardware.name,
+        kind="cpu" if cpu else "gpu",
+        source="datasheet",
         says=f"peaks: {hardware.source}; shares of them that are reached: {family.says}{low}",
-        date="", torch="", driver="",
+        date="",
+        torch="",
+        driver="",
         memory_bytes=hardware.memory_bytes or host_memory_bytes(),
-        context_bytes=family.context_bytes, processors=hardware.processors,
-        launch_s=family.launch_s, graph_launch_s=family.graph_launch_s,
+        context_bytes=family.context_bytes,
+        processors=hardware.processors,
+        launch_s=family.launch_s,
+        graph_launch_s=family.graph_launch_s,
         traffic=StreamRates(family.kernel_s, bandwidth * family.traffic),
-        to_host=link, from_host=link,
-        products=(), attention=(), absent=_absent(family),
-    )  # fmt: skip
+        to_host=link,
+        from_host=link,
+        products=(),
+        attention=(),
+        absent=_absent(family),
+    )
     matmuls = []
     for precision, share in family.products.items():
         peak = peaks[FACTORS[precision][0]] * FACTORS[precision][1]

@@ -27,10 +27,16 @@ OPERAND_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp8": 1}
 RESULT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp8": 2}
 
 TILES = {
-    "gpu": ((256, 128, 1.0), (128, 256, 1.0), (192, 128, 0.98), (128, 128, 0.9), (64, 128, 0.7),
-            (64, 64, 0.5)),
+    "gpu": (
+        (256, 128, 1.0),
+        (128, 256, 1.0),
+        (192, 128, 0.98),
+        (128, 128, 0.9),
+        (64, 128, 0.7),
+        (64, 64, 0.5),
+    ),
     "cpu": ((32, 64, 1.0),),
-}  # fmt: skip
+}
 """Device -> (rows of a matmul's tile, its columns, the share of the rate that it reaches)."""
 SPLITS = (1, 2, 4, 8, 16)
 """Numbers of parts into which the sum of a matmul may be cut."""

@@ -40,10 +40,23 @@ EXPANDABLE = "expandable_segments"
 WORKSPACES = 2
 """Workspaces of cuBLAS: one of the thread that goes forward, and one of autograd's."""
 ORDER = (
-    "norm", "residual", "weight_cast", "qkv", "attention_input", "attention_input", "", "attention",
-    "weight_cast", "norm", "residual", "weight_cast", "gate_up", "activation", "activation",
+    "norm",
+    "residual",
     "weight_cast",
-)  # fmt: skip
+    "qkv",
+    "attention_input",
+    "attention_input",
+    "",
+    "attention",
+    "weight_cast",
+    "norm",
+    "residual",
+    "weight_cast",
+    "gate_up",
+    "activation",
+    "activation",
+    "weight_cast",
+)
 """A block's lines as its forward pass makes them, a tensor at each place; "" is all others."""
 STEPS = 3
 """Steps that are replayed: the third still needs up to 2% more than the second, a fourth no
@@ -191,8 +204,9 @@ class _Replay:
         )
         self.linears = {
             key[:-3]: (self.sizes[key], self.sizes[f"{key[:-3]}/out"])
-            for key in self.sizes if key.endswith("/in")
-        }  # fmt: skip
+            for key in self.sizes
+            if key.endswith("/in")
+        }
         self.lines: dict[int | None, dict[str, Line]] = {}
         self.whole: dict[str, Line] = {}
         for name, line in ledger.memory.items():
@@ -271,11 +285,13 @@ class _Replay:
         """Replay a block's backward pass; return the gradient that it hands on."""
         sizes, shares = self.sizes, self._shares()
         recomputed = [
-            piece for name, x in self.whole.items()
-            if "turn" in x.instants and "loss" not in x.instants
+            piece
+            for name, x in self.whole.items()
+            if "turn" in x.instants
+            and "loss" not in x.instants
             and name not in ("work", "head_weight_gradient")
             for piece in self._cut(x.bytes)
-        ]  # fmt: skip
+        ]
         made = self._in_pool(recomputed)
         one = self._one_activation()
         if not self.eager:
@@ -284,8 +300,9 @@ class _Replay:
         _let_go(kept.pop("activation", [])[::-1])
         if self.eager:
             _let_go(self._in_pool([one, one, one]))
-        wide = self._in_pool([max(one, self.whole["work"].bytes - sizes["residual"])]
-                             if "work" in self.whole else [])  # fmt: skip
+        wide = self._in_pool(
+            [max(one, self.whole["work"].bytes - sizes["residual"])] if "work" in self.whole else []
+        )
         _let_go([*gradient, *kept.pop("gate_up", [])])
         for name, linear in reversed(self.linears.items()):
             _let_go(self._in_pool(self._casts(name, (linear[1], linear[0]))))
@@ -441,8 +458,11 @@ class _Replay:
 
     def _states(self, bytes: float) -> list[float]:
         """Return a weight's moments, and what bf16 leaves of it."""
-        left = 0.0 if self._numbers() * 8 >= self._bytes("optimizer") else bytes * (
-            1 - self._numbers() * 8 / self._bytes("optimizer"))  # fmt: skip
+        left = (
+            0.0
+            if self._numbers() * 8 >= self._bytes("optimizer")
+            else bytes * (1 - self._numbers() * 8 / self._bytes("optimizer"))
+        )
         return [(bytes - left) / 2, (bytes - left) / 2, left]
 
     # --- blocks -------------------------------------------------------------------------------

@@ -22,8 +22,15 @@ COLUMNS = ("mixer.qkv", "mlp.gate_up", "mlp.up", "head")
 ROWS = ("mixer.out", "mlp.down")
 """Linears of which a rank has some of the inputs, and of all outputs a part of the sum."""
 INSIDE = (
-    "attention", "rope", "qk_norm", "queries", "activation", "weight_cast", "head_cast", "loss",
-)  # fmt: skip
+    "attention",
+    "rope",
+    "qk_norm",
+    "queries",
+    "activation",
+    "weight_cast",
+    "head_cast",
+    "loss",
+)
 """Pieces that a rank has a part of, by how their names begin."""
 BETWEEN = ("norms", "residual", "residual_out")
 """Pieces of the stream, which may be cut along the sequence."""
@@ -32,8 +39,14 @@ WHOLE = ("embedding", "mlp_pieces", "count", "head")
 RESULT, INPUT, WEIGHT = (1, 2), (2, 1), (0, 1)
 """Place of the size of a linear's matmul that is cut: (where its outputs are cut, where its inputs
 are), for its result, for the gradient of what it reads, and for its weight's."""
-CUTS = {"result": RESULT, "again": RESULT, "last": RESULT, "earlier": RESULT, "input": INPUT,
-        "weight": WEIGHT}  # fmt: skip
+CUTS = {
+    "result": RESULT,
+    "again": RESULT,
+    "last": RESULT,
+    "earlier": RESULT,
+    "input": INPUT,
+    "weight": WEIGHT,
+}
 """End of a matmul's name -> which of these it is."""
 LAST = "mlp.down/{}/last"
 """Pattern of the names of pieces that end a block: a block that is run again runs without them."""

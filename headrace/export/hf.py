@@ -112,9 +112,12 @@ def _tables(
     # This class reads tokenizer.json unchanged; the class of a model family would change it.
     plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
     tokenizer = {
-        **plain, "bos_token": document, "eos_token": document,
-        "model_max_length": sequence_length, "clean_up_tokenization_spaces": False,
-    } | theirs.get(SPECIAL, {})  # fmt: skip
+        **plain,
+        "bos_token": document,
+        "eos_token": document,
+        "model_max_length": sequence_length,
+        "clean_up_tokenization_spaces": False,
+    } | theirs.get(SPECIAL, {})
     if TOKENIZER in theirs:
         own_code = "auto_map" in companions.tables[TOKENIZER]
         tokenizer = theirs[TOKENIZER] | (plain if own_code else {})

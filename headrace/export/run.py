@@ -19,9 +19,14 @@ FORMATS = ("hf",)
 
 
 def export_run(
-    build: Build, to: str, output: Path, *, run: Path, sequence_length: int,
+    build: Build,
+    to: str,
+    output: Path,
+    *,
+    run: Path,
+    sequence_length: int,
     companions: Companions = Companions(),  # noqa: B008  (it is frozen)
-) -> Path:  # fmt: skip
+) -> Path:
     """Write the model of an opened run, and return the new folder.
 
     Args:
@@ -66,8 +71,12 @@ def export_run(
     state = merged_state(build.model)
     tokenizer = build.prepared.directory / "tokenizer.json"
     export_hf(
-        state, build.config, tokenizer, output,
-        sequence_length=sequence_length, position=build.model.position.config_fields(),
+        state,
+        build.config,
+        tokenizer,
+        output,
+        sequence_length=sequence_length,
+        position=build.model.position.config_fields(),
         companions=companions,
-    )  # fmt: skip
+    )
     return output

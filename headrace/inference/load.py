@@ -121,10 +121,16 @@ def read_recorded_plan(folder: Path, catalogue: Catalogue) -> Plan:
 
 
 def plan_to_resume(
-    named: Plan, run: Path | None, catalogue: Catalogue, *, overrides: Iterable[str] = (),
-    with_: Iterable[str] = (), without: Iterable[str] = (), tell: Callable[[str], None],
+    named: Plan,
+    run: Path | None,
+    catalogue: Catalogue,
+    *,
+    overrides: Iterable[str] = (),
+    with_: Iterable[str] = (),
+    without: Iterable[str] = (),
+    tell: Callable[[str], None],
     checkpoint: str | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Return the plan of the run to resume: its own plan with the changes of the command line.
 
     Keys that the command line does not set keep the run's values. Where the file of the named plan
@@ -193,8 +199,10 @@ def _tell_rate(
         return
     goes = f"the rate goes from {lr * old:.2g} to {lr * new:.2g}, {new / max(old, 1e-9):.2g} times"
     if plan.schedule == before.schedule:
-        tell(f"the schedule's horizon was {was} steps and is {now}: {goes}; schedule.steps={was} "
-             "keeps it")  # fmt: skip
+        tell(
+            f"the schedule's horizon was {was} steps and is {now}: {goes}; schedule.steps={was} "
+            "keeps it"
+        )
     else:
         tell(f"the schedule changed: at step {steps[-1]} {goes}")
 
@@ -257,9 +265,13 @@ def _fill(build: Build, saved: Saved, plan: Plan) -> None:
 
 
 def computed(
-    work: Callable[[], T], build: Build, folder: Path, catalogue: Catalogue, *,
+    work: Callable[[], T],
+    build: Build,
+    folder: Path,
+    catalogue: Catalogue,
+    *,
     checkpoint: str | None,
-) -> T:  # fmt: skip
+) -> T:
     """Return what an opened model computes; refuse weights that are too large to compute with.
 
     Args:
@@ -317,8 +329,9 @@ def _own_tokenizer(saved: Saved, folder: Path) -> Tokenizer:
     if mend:
         raise ConfigError(
             f"{file} is not the tokenizer that the run was trained with "
-            f"(sha256 {str(was)[:12]} -> {run_tokenizer.fingerprint[:12]})", mend
-        )  # fmt: skip
+            f"(sha256 {str(was)[:12]} -> {run_tokenizer.fingerprint[:12]})",
+            mend,
+        )
     return run_tokenizer
 
 

@@ -147,13 +147,18 @@ def _check(
 ) -> None:
     length, context = ids_BT.size(1), model.config.context
     ranges = (
-        ("the prompt's length", length, length >= 1, "1 token, the tokenizer's document token",
-         "--prompt TEXT"),
+        (
+            "the prompt's length",
+            length,
+            length >= 1,
+            "1 token, the tokenizer's document token",
+            "--prompt TEXT",
+        ),
         ("new_tokens", new_tokens, new_tokens >= 1, "1", "--tokens 1"),
         ("temperature", temperature, temperature >= 0, "0", "--temperature 0"),
         ("top_k", top_k, top_k >= 0, "0 (no limit)", "--top-k 0"),
         ("top_p", top_p, 0 < top_p <= 1, "1 (no limit)", "--top-p 1"),
-    )  # fmt: skip
+    )
     for name, value, fits, near, remedy in ranges:
         if not fits:
             raise ConfigError(f"{name} cannot be {value}; the nearest that works is {near}", remedy)

@@ -39,9 +39,12 @@ class Changes:
             ConfigError: as `Plan.read` raises it.
         """
         return Plan.read(
-            text, catalogue, overrides=[*self.overrides, *more], with_=self.with_,
+            text,
+            catalogue,
+            overrides=[*self.overrides, *more],
+            with_=self.with_,
             without=self.without,
-        )  # fmt: skip
+        )
 
     def command(self) -> list[str]:
         """Return the changes as arguments of `headrace train`."""

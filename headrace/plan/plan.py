@@ -356,9 +356,13 @@ class Plan(Strict):
 
     @staticmethod
     def read(
-        text: str, catalogue: Catalogue, *, overrides: Iterable[str] = (),
-        with_: Iterable[str] = (), without: Iterable[str] = (),
-    ) -> "Plan":  # fmt: skip
+        text: str,
+        catalogue: Catalogue,
+        *,
+        overrides: Iterable[str] = (),
+        with_: Iterable[str] = (),
+        without: Iterable[str] = (),
+    ) -> "Plan":
         """Parse TOML and the command line's changes into a checked plan.
 
         Args:

@@ -248,9 +248,11 @@ class Doubt:
             named = {"kind": self.kind, "sentence": self.reason, "remedy": self.remedy.text}
             return {**named, **self.numbers}
         return {
-            "reason": self.reason, "remedy": self.remedy.text, "meaningless": self.meaningless,
+            "reason": self.reason,
+            "remedy": self.remedy.text,
+            "meaningless": self.meaningless,
             "changes": list(self.changes),
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,11 @@ from headrace.costs.work import Phase, Work
 ENOUGH = 20
 """Number of steady steps, the last ones of a run, of which the median is taken."""
 PHASES: Mapping[Phase, str] = {
-    "forward": "forward", "recompute": "backward", "backward": "backward", "optimizer": "optimizer",
-}  # fmt: skip
+    "forward": "forward",
+    "recompute": "backward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+}
 """Phase of the model -> phase that a run measures."""
 FAR = 3.0
 """Largest factor between measured and predicted time; its inverse is the smallest. A factor beyond
@@ -78,8 +81,9 @@ class Measured:
         except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
             raise ConfigError(
                 f"{folder} has no steady steps to calibrate by: 3 at least, beside those that "
-                "compile", plan_again("train", "goal.steps=30"),
-            ) from None  # fmt: skip
+                "compile",
+                plan_again("train", "goal.steps=30"),
+            ) from None
         scale = step_s / sum(spent.values())  # the sums include steps that are not steady
         return cls(step_s, {p: scale * s for p, s in spent.items()}, steps)
 

@@ -259,9 +259,10 @@ def _clashes(plan: Plan, kind: type[Technique[Any]]) -> list[str]:
     """
     name, claims = kind.name(), set(kind.claims)
     return [
-        other for other, technique in plan.techniques.items()
+        other
+        for other, technique in plan.techniques.items()
         if claims & set(technique.claims) or other in kind.excludes or name in technique.excludes
-    ]  # fmt: skip
+    ]
 
 
 def _said_otherwise(plan: Plan, kind: type[Technique[Any]]) -> Iterator[str]:

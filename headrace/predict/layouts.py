@@ -40,9 +40,10 @@ def layouts(
         words = [f"mesh.{axis}={n}" for axis, n in wanted.items() if n != now[axis]]
         words += [f"+{kind.name()}" for kind in more]
         words += [
-            f"-{name}" for name, technique in plan.techniques.items()
+            f"-{name}"
+            for name, technique in plan.techniques.items()
             if technique.axes and all(wanted[axis] == 1 for axis in technique.axes)
-        ]  # fmt: skip
+        ]
         yield tuple(words), more
 
 

@@ -130,8 +130,9 @@ def _against(machine: Machine, which: Callable[[MeasuredStep], bool], words: str
     usual = {step.shape: step.seconds for step in _usual(machine) if not step.compiled}
     ratios = [
         (_spot(step), math.log(step.seconds / usual[step.shape]))
-        for step in machine.steps if which(step) and not step.compiled and step.shape in usual
-    ]  # fmt: skip
+        for step in machine.steps
+        if which(step) and not step.compiled and step.shape in usual
+    ]
     if not ratios:
         raise UnsupportedError(f"no steps {words} were timed on this CPU", PROBE_CPU)
     return ratios

@@ -46,10 +46,15 @@ from headrace.predict.intervals import (
 )
 
 TIGHT = number("tight_share")
-KINDS = {"product": "matrix products", "attention": "attention", "stream": "memory traffic",
-         "host link": "the host link", "collective": "exposed communication",
-         "wait": "waiting for other ranks' layers",
-         "host": "Python between operations"}  # fmt: skip
+KINDS = {
+    "product": "matrix products",
+    "attention": "attention",
+    "stream": "memory traffic",
+    "host link": "the host link",
+    "collective": "exposed communication",
+    "wait": "waiting for other ranks' layers",
+    "host": "Python between operations",
+}
 LAUNCHES, DATA, EDGE = "waiting for launches", "waiting for data", "the pause between steps"
 LAUNCHED = "it waits for launches, and so few such steps were measured that its error is not known"
 FP32 = "of fp32 two models were measured, by which its rates are set: of others it is not known"

@@ -89,10 +89,18 @@ class Sweep:
 
 
 def sweep(
-    plan: Plan, context: Context, machine: Machine, catalogue: Catalogue, aim: SweepAim = "time", *,
-    width: int = 4, depth: int = 8, limit: int = 600, learning: bool = False,
+    plan: Plan,
+    context: Context,
+    machine: Machine,
+    catalogue: Catalogue,
+    aim: SweepAim = "time",
+    *,
+    width: int = 4,
+    depth: int = 8,
+    limit: int = 600,
+    learning: bool = False,
     calibration: Calibration | None = None,
-) -> Sweep:  # fmt: skip
+) -> Sweep:
     """Rank the plans that changes of a plan can make.
 
     Args:
@@ -233,12 +241,17 @@ class _Search:
         known = self.known()
         ranked = [c for c in known if c.prediction.memory.fits != "no" or c is self.start]
         return Sweep(
-            self.aim, self.start, sorted(ranked, key=self.key),
+            self.aim,
+            self.start,
+            sorted(ranked, key=self.key),
             sorted(self.unknown, key=lambda c: (c.prediction.memory.peak_bytes, c.changes)),
-            sorted(self.idle, key=lambda c: c.changes), self.asked, self.refused,
-            sum(c.prediction.memory.fits == "no" for c in known), self.unpriced,
+            sorted(self.idle, key=lambda c: c.changes),
+            self.asked,
+            self.refused,
+            sum(c.prediction.memory.fits == "no" for c in known),
+            self.unpriced,
             time.perf_counter() - self.began_s,
-        )  # fmt: skip
+        )
 
 
 def _order(aim: SweepAim, start: Candidate) -> Callable[[Candidate], tuple[Any, ...]]:
@@ -309,10 +322,12 @@ def _cells(found: Sweep, candidate: Candidate) -> list[str]:
     return [
         "" if seen.time.step_s is None else format_seconds(seen.time.step_s),
         "" if seen.time.tokens_per_s is None else format_count(seen.time.tokens_per_s),
-        "" if gain is None else f"{gain:+.1%}", whole + price,
-        format_bytes(seen.memory.peak_bytes), FITS[seen.memory.fits],
+        "" if gain is None else f"{gain:+.1%}",
+        whole + price,
+        format_bytes(seen.memory.peak_bytes),
+        FITS[seen.memory.fits],
         " ".join(candidate.changes) or "(the plan as it is)",
-    ]  # fmt: skip
+    ]
 
 
 def told(found: Sweep) -> str:
@@ -336,8 +351,12 @@ def told(found: Sweep) -> str:
 
 
 def command(
-    found: Sweep, plan: str, overrides: Sequence[str], with_: Sequence[str], without: Sequence[str],
-) -> str:  # fmt: skip
+    found: Sweep,
+    plan: str,
+    overrides: Sequence[str],
+    with_: Sequence[str],
+    without: Sequence[str],
+) -> str:
     """Return the shell command that runs the plan of the first rank.
 
     It keeps the words that the sweep's own plan was given in. Where no plan has a time it is a
@@ -372,13 +391,21 @@ def plain(found: Sweep, most: int = 12) -> dict[str, Any]:
     """Return the result of a sweep as JSON values, with the `most` best plans."""
 
     def rows(candidates: list[Candidate]) -> list[dict[str, Any]]:
-        return [{"changes": list(c.changes), "gain": found.gain(c), **c.prediction.to_dict()}
-                for c in candidates]  # fmt: skip
+        return [
+            {"changes": list(c.changes), "gain": found.gain(c), **c.prediction.to_dict()}
+            for c in candidates
+        ]
 
     return {
-        "aim": found.aim, "start": found.start.prediction.to_dict(),
-        "ranked": rows(found.ranked[:most]), "ranks": len(found.ranked),
-        "unknown": rows(found.unknown), "idle": [list(c.changes) for c in found.idle],
-        "asked": found.asked, "refused": dict(found.refused), "too_large": found.too_large,
-        "unpriced": dict(found.unpriced), "seconds": found.seconds,
-    }  # fmt: skip
+        "aim": found.aim,
+        "start": found.start.prediction.to_dict(),
+        "ranked": rows(found.ranked[:most]),
+        "ranks": len(found.ranked),
+        "unknown": rows(found.unknown),
+        "idle": [list(c.changes) for c in found.idle],
+        "asked": found.asked,
+        "refused": dict(found.refused),
+        "too_large": found.too_large,
+        "unpriced": dict(found.unpriced),
+        "seconds": found.seconds,
+    }

@@ -166,11 +166,14 @@ def measured(
 
 
 def add(
-    machine: Machine, device: torch.device, *,
+    machine: Machine,
+    device: torch.device,
+    *,
     products: Iterable[tuple[Precision, int, int, int]] = (),
     attention: Iterable[tuple[Kernel, Shape, bool]] = (),
-    budget_s: float = 60.0, progress: Progress | None = None,
-) -> Machine:  # fmt: skip
+    budget_s: float = 60.0,
+    progress: Progress | None = None,
+) -> Machine:
     """Measure the exact shapes of a plan, add them to `machine`, and keep it in `path(device)`.
 
     Args:
@@ -185,12 +188,14 @@ def add(
     known = {(p.precision, *point.sizes) for p in machine.products for point in p.points}
     mixed = {(a.kernel, p.shape, p.causal) for a in machine.attention for p in a.points}
     found = _run(
-        device, budget_s, progress,
+        device,
+        budget_s,
+        progress,
         lambda found: [
             *(product_probe(found, *one) for one in products if one not in known),
             *(attention_probe(found, *one) for one in attention if one not in mixed),
         ],
-    )  # fmt: skip
+    )
     new_matmuls, new_attention = _tables(found)
     machine = replace(
         machine,
@@ -204,9 +209,11 @@ def add(
 
 
 def _run(
-    device: torch.device, budget_s: float, progress: Progress | None,
+    device: torch.device,
+    budget_s: float,
+    progress: Progress | None,
     choose: Callable[[Found], Iterable[Probe]] | None = None,
-) -> Found:  # fmt: skip
+) -> Found:
     """Run the chosen probes, or all of them, and return what they measured.
 
     The process's matmul precision and torch's current device are restored afterwards.

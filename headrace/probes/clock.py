@@ -76,7 +76,7 @@ class Clock:
 
     def _between_events(
         self, call: Callable[[], Any], calls: int, cycles: int = AHEAD_CYCLES
-    ) -> float:  # fmt: skip
+    ) -> float:
         """Return the device seconds of all calls; all are queued before the first begins."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.flush.zero_()

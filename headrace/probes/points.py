@@ -37,13 +37,19 @@ from headrace.probes.clock import REPEATS, Clock
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 TINY = 200
 """How many operations are queued to time one launch; fewer than a stream can hold."""
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
-          "tf32": torch.float32}  # fmt: skip
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+}
 BACKENDS: dict[str, SDPBackend] = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
-    "flash4": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "flash4": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
-}  # fmt: skip
+}
 COMPILING_S = {"flex": 40.0, "flash4": 30.0}
 """Seconds that compiling a kernel takes. Its probe is left out when no more time is left."""
 SQUARES = {"cuda": (8192, 4096), "cpu": (256, 512)}
@@ -61,12 +67,25 @@ timed in the main precision alone, which is bf16 on a GPU that multiplies it."""
 HEADS = ((8192, 32768, 768), (32768, 128256, 2048), (128256, 2048, 32768), (32768, 768, 65536))
 """Sizes m, n and k of the output layer's matmuls."""
 ROWS: dict[str, tuple[Shape, ...]] = {
-    "cuda": ((8, 32, 8, 4096, 64), (4, 32, 8, 8192, 128), (32, 12, 12, 2048, 64),
-             (64, 12, 12, 512, 64), (8, 16, 16, 2048, 128), (1, 32, 8, 32768, 128),
-             (1, 32, 8, 32768, 64)),
-    "cpu": ((32, 4, 4, 128, 32), (8, 4, 4, 512, 32), (8, 4, 4, 256, 64), (16, 4, 4, 64, 32),
-            (1, 4, 4, 512, 32), (4, 6, 6, 1024, 64), (1, 2, 2, 2048, 64)),
-}  # fmt: skip
+    "cuda": (
+        (8, 32, 8, 4096, 64),
+        (4, 32, 8, 8192, 128),
+        (32, 12, 12, 2048, 64),
+        (64, 12, 12, 512, 64),
+        (8, 16, 16, 2048, 128),
+        (1, 32, 8, 32768, 128),
+        (1, 32, 8, 32768, 64),
+    ),
+    "cpu": (
+        (32, 4, 4, 128, 32),
+        (8, 4, 4, 512, 32),
+        (8, 4, 4, 256, 64),
+        (16, 4, 4, 64, 32),
+        (1, 4, 4, 512, 32),
+        (4, 6, 6, 1024, 64),
+        (1, 2, 2, 2048, 64),
+    ),
+}
 SMALL_ROWS: Shape = (2, 12, 12, 1024, 64)
 """The shape for attention kernels that keep every score, or whose shapes compile slowly."""
 MOVED = {
@@ -362,8 +381,12 @@ def precisions(found: Found) -> Iterator[Precision]:
         return
     capability = torch.cuda.get_device_capability(found.device)
     needed: dict[Precision, tuple[int, int]] = {
-        "bf16": (8, 0), "fp8": (8, 9), "fp32": (0, 0), "tf32": (8, 0), "fp16": (7, 0),
-    }  # fmt: skip
+        "bf16": (8, 0),
+        "fp8": (8, 9),
+        "fp32": (0, 0),
+        "tf32": (8, 0),
+        "fp16": (7, 0),
+    }
     for precision, oldest in needed.items():
         if capability >= oldest:
             yield precision

@@ -28,8 +28,10 @@ from headrace.plan.plan import MeshConfig
 from headrace.probes import cached, measure, path
 
 KIB, MIB = 2**10, 2**20
-SIZES = {"cpu": (4 * KIB, 256 * KIB, 4 * MIB), "cuda": (4 * KIB, 256 * KIB, 4 * MIB, 64 * MIB,
-         256 * MIB)}  # fmt: skip
+SIZES = {
+    "cpu": (4 * KIB, 256 * KIB, 4 * MIB),
+    "cuda": (4 * KIB, 256 * KIB, 4 * MIB, 64 * MIB, 256 * MIB),
+}
 """Bytes of the whole tensors, by type of device; a rank sends its share of them."""
 WARM, BURSTS, CALLS = 2, 5, 4
 """Calls that are not timed; timed groups of calls, of which the median counts; calls in a group."""
@@ -104,9 +106,9 @@ def _call(
 def _pass_on(x: Tensor, world: World) -> None:
     """Send `x` to the next rank and receive a tensor of its size from the one before."""
     after, before = ((world.rank + step) % world.ranks for step in (1, -1))
-    for one in dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, torch.empty_like(x), before)
-    ]):  # fmt: skip
+    for one in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, torch.empty_like(x), before)]
+    ):
         one.wait()
 
 

@@ -66,9 +66,13 @@ def count_targets(build: Build, tokens: int | None = None) -> tuple[int, int]:
 
 
 def doubts(
-    build: Build, tokens: int | None, targets: int | None, *,
-    limit: str = "eval.tokens", bits_per_byte: float | None = None,
-) -> list[Doubt]:  # fmt: skip
+    build: Build,
+    tokens: int | None,
+    targets: int | None,
+    *,
+    limit: str = "eval.tokens",
+    bits_per_byte: float | None = None,
+) -> list[Doubt]:
     """Return the reasons to doubt a validation loss.
 
     Args:
@@ -79,9 +83,12 @@ def doubts(
         bits_per_byte: the loss, where it was measured.
     """
     text_doubts = build.prepared.sides(build.plan.data.validation).doubts(
-        build.plan.data.sequence_length, targets=targets, share=_share(build, tokens),
-        limit=limit, bits_per_byte=bits_per_byte,
-    )  # fmt: skip
+        build.plan.data.sequence_length,
+        targets=targets,
+        share=_share(build, tokens),
+        limit=limit,
+        bits_per_byte=bits_per_byte,
+    )
     return [*text_doubts, *_guessed(build)]
 
 

@@ -92,10 +92,11 @@ def left_out(plan: Plan) -> list[str]:
     only set such keys stay.
     """
     return [
-        n for n, t in plan.techniques.items()
+        n
+        for n, t in plan.techniques.items()
         if t.equality != "learning"
         and not all(socket.startswith("config.") for socket in (*t.claims, *t.composes))
-    ]  # fmt: skip
+    ]
 
 
 def first_of_the_baseline(build: Build, step: Step, *, draw: int = 0) -> First | str:
@@ -145,9 +146,10 @@ def _plain(build: Build) -> Plan:
     kept = {n: t for n, t in plan.techniques.items() if n not in left}
     whole = {"precision": "fp32"} if build.context.precision == "fp16" else {}
     return plan.replaced(
-        techniques=kept, model=plan.model.model_copy(update=whole),
+        techniques=kept,
+        model=plan.model.model_copy(update=whole),
         batch=plan.batch.model_copy(update={"micro_sequences": 1}),
-    )  # fmt: skip
+    )
 
 
 def _first(build: Build, step: Step, draw: int, ready: list[bool]) -> First:
@@ -339,10 +341,15 @@ def compare(build: Build, found: First, wanted: First, again: Callable[[int], Fi
     worst = max(share, key=lambda name: share[name] if share[name] == share[name] else math.inf)
     worst = worst if share[MEAN] <= 1 else MEAN
     build.run_notes.guard = {
-        "compared": True, "without": left, "kept": _kept(build.plan), "loss_off": off[MEAN],
-        "gradients": len(off.keys() - {MEAN, ALL}), "worst": worst, "off": off[worst],
+        "compared": True,
+        "without": left,
+        "kept": _kept(build.plan),
+        "loss_off": off[MEAN],
+        "gradients": len(off.keys() - {MEAN, ALL}),
+        "worst": worst,
+        "off": off[worst],
         "band": limits.get(worst, limits[""]),
-    }  # fmt: skip
+    }
     if not build.world.any(not share[worst] <= 1):
         return
     if (moved := _magnified(wanted, limits, again)) > 1 / MAGNIFIED:
@@ -376,9 +383,11 @@ def limits_of(build: Build) -> dict[str, float]:
 def freed_by(build: Build) -> set[str]:
     """Return the parameters whose gradients an optimizer has already used and freed."""
     return {
-        name for route, optimizer in build.optimizers.items()
-        if getattr(optimizer, "frees_gradients", False) for name in build.routed[route]
-    }  # fmt: skip
+        name
+        for route, optimizer in build.optimizers.items()
+        if getattr(optimizer, "frees_gradients", False)
+        for name in build.routed[route]
+    }
 
 
 def apart(found: First, wanted: First, freed: Collection[str] = ()) -> dict[str, float]:

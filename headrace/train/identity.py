@@ -23,10 +23,17 @@ from headrace.plan.technique import Technique
 from headrace.train.checkpoint import Saved
 
 MUST_STAY = (
-    "seed", "model", "batch.tokens",
-    "data.sources", "data.weights", "data.validation", "data.text_key", "data.tokenizer",
-    "data.vocab", "data.sequence_length",
-)  # fmt: skip
+    "seed",
+    "model",
+    "batch.tokens",
+    "data.sources",
+    "data.weights",
+    "data.validation",
+    "data.text_key",
+    "data.tokenizer",
+    "data.vocab",
+    "data.sequence_length",
+)
 """Plan keys that a resumed run may not change, because they would make it another run."""
 FOUND_BY = ("name", "directory")
 """Plan keys that say where a run is stored; they are not compared."""

@@ -43,9 +43,11 @@ LAST_WORDS_S = 3.0
 NOTHING_KEPT = "there was nothing to save", "the same command starts it again"
 """What remains of a run that had no step yet, and what its user can do."""
 COMPILING = (
-    "torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py",
-    "torch/_inductor/codecache.py", "torch/_inductor/async_compile.py",
-)  # fmt: skip
+    "torch/_dynamo/convert_frame.py",
+    "torch/_inductor/compile_fx.py",
+    "torch/_inductor/codecache.py",
+    "torch/_inductor/async_compile.py",
+)
 """Files of torch that are on the stack only while it compiles, not while compiled code runs."""
 
 

@@ -391,8 +391,11 @@ def _commit() -> str | None:
     try:
         process = subprocess.run(
             ["git", "-C", str(here), "rev-parse", "--short", "HEAD"],
-            capture_output=True, text=True, timeout=5, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return process.stdout.strip() or None if process.returncode == 0 else None

@@ -160,9 +160,15 @@ def last_sound(saved: Saved, works: Callable[[Saved], bool] | None = None) -> in
 
 
 def diverged(
-    build: Build, counters: Counters, saved: Sequence[int], folder: Path, *, at: int, message: str,
+    build: Build,
+    counters: Counters,
+    saved: Sequence[int],
+    folder: Path,
+    *,
+    at: int,
+    message: str,
     other: str = "",
-) -> Diverged:  # fmt: skip
+) -> Diverged:
     """Return the error that ends a run whose loss is not finite, with a command as its remedy.
 
     The command continues from the last checkpoint after which a validation was better than a
@@ -277,8 +283,9 @@ def _check_adam(name: str, whole: tuple[int, ...], own: torch.dtype, saved: Save
     for key in kept:
         wanted = ((), torch.float32) if key == "step" else (whole, own)
         if (stored := saved.shape_of(f"{prefix}{key}")) != wanted:
-            raise saved.damaged(f"{prefix}{key} is {wanted[1]} {wanted[0]}; it holds "
-                                f"{stored[1]} {stored[0]}")  # fmt: skip
+            raise saved.damaged(
+                f"{prefix}{key} is {wanted[1]} {wanted[0]}; it holds {stored[1]} {stored[0]}"
+            )
 
 
 def _restore_optimizer(

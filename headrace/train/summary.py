@@ -24,6 +24,7 @@ from headrace.observe import REPORT_FORMAT
 from headrace.observe.compile_time import graph_breaks
 from headrace.observe.signals import STALL_SHARE, device_peak_bytes
 from headrace.plan.doubts import doubts_of
+from headrace.plan.plan import Plan
 from headrace.plan.symptoms import saves_memory
 from headrace.plan.technique import Evidence
 from headrace.train.evaluate import doubts
@@ -48,10 +49,18 @@ def remember(build: Build, counters: Counters) -> None:
 
 
 def summarize(
-    build: Build, counters: Counters, *, status: str, message: str, error: str,
-    evidence: Mapping[str, Evidence], last: filled.LastLook | None,
-    tracked: Mapping[str, int] | None, rate: float | None, waits_s: list[float],
-) -> dict[str, Any]:  # fmt: skip
+    build: Build,
+    counters: Counters,
+    *,
+    status: str,
+    message: str,
+    error: str,
+    evidence: Mapping[str, Evidence],
+    last: filled.LastLook | None,
+    tracked: Mapping[str, int] | None,
+    rate: float | None,
+    waits_s: list[float],
+) -> dict[str, Any]:
     """Return everything that report.json holds except the findings and the sample.
 
     Args:
@@ -75,7 +84,9 @@ def summarize(
     return {
         "format": REPORT_FORMAT,
         "name": plan.name,
-        "status": status, "message": message, "error": error,
+        "status": status,
+        "message": message,
+        "error": error,
         "outcome": _outcome(build, counters, error).to_dict(),
         "goal": reached(plan, counters),
         "doubts": [{"reason": one.reason, "remedy": one.remedy.text} for one in doubts_of(plan)],
@@ -95,12 +106,9 @@ def summarize(
         "val": counters.val,
         "data": _data(build, counters),
         "dollars": None if price is None else counters.wall_s / 3600 * price,
-        "restarts": counters.restarts, "skipped_steps": counters.skipped_steps,
-        "techniques": {
-            name: {"active": e.active, "detail": e.detail, "numbers": dict(e.numbers),
-                   "line": plan.techniques[name].line()}
-            for name, e in {**evidence, **(last.evidence if last else {})}.items()
-        },
+        "restarts": counters.restarts,
+        "skipped_steps": counters.skipped_steps,
+        "techniques": _techniques(plan, {**evidence, **(last.evidence if last else {})}),
         "guard": counters.guard,
         "attention": counters.attention,
         "stream_sha256": build.loader.stream_sha256,
@@ -108,7 +116,20 @@ def summarize(
         "parameters": sum(prod(layout.shape) for layout in build.layouts.values()),
         "tokenizer": build.prepared.about_tokenizer,
         "command": " ".join(command_line()),
-    }  # fmt: skip
+    }
+
+
+def _techniques(plan: Plan, evidence: Mapping[str, Evidence]) -> dict[str, Any]:
+    """Return the evidence of every technique by name, with what it does in one line."""
+    return {
+        name: {
+            "active": one.active,
+            "detail": one.detail,
+            "numbers": dict(one.numbers),
+            "line": plan.techniques[name].line(),
+        }
+        for name, one in evidence.items()
+    }
 
 
 def _data(build: Build, counters: Counters) -> dict[str, Any]:
@@ -123,9 +144,13 @@ def _data(build: Build, counters: Counters) -> dict[str, Any]:
 def _outcome(build: Build, counters: Counters, error: str) -> Outcome:
     """Return whether the run learned or diverged."""
     return outcome_of(
-        counters.val, counters.first_loss, counters.last_loss, step=counters.step,
-        vocab=build.prepared.tokenizer.vocab, ended_wild=error == Diverged.__name__,
-    )  # fmt: skip
+        counters.val,
+        counters.first_loss,
+        counters.last_loss,
+        step=counters.step,
+        vocab=build.prepared.tokenizer.vocab,
+        ended_wild=error == Diverged.__name__,
+    )
 
 
 def _utilization(build: Build, rate: float | None) -> dict[str, Any]:
@@ -180,14 +205,16 @@ def _measured(build: Build, tracked: Mapping[str, int] | None) -> dict[str, int]
 def _signals(build: Build, ledger: Ledger, last: filled.LastLook | None) -> dict[str, Any]:
     """Return what the doctor reads beside phases, memory and rows; None where unavailable."""
     readings: dict[str, Any] = {
-        "device": build.device.type, "capacity_bytes": None, "alloc_retries": None,
+        "device": build.device.type,
+        "capacity_bytes": None,
+        "alloc_retries": None,
         "precision": build.context.precision,
         "graph_breaks": graph_breaks() if build.compiled else None,
         "saves_memory": [t.name() for t in build.techniques if saves_memory(t.symptoms)],
         "savings": _savings(build, ledger),
         "lost_techniques": last.lost if last else None,
         "unseen_techniques": last.unseen if last else None,
-    }  # fmt: skip
+    }
     if build.device.type == "cuda":
         readings["capacity_bytes"] = torch.cuda.get_device_properties(build.device).total_memory
         readings["alloc_retries"] = torch.cuda.memory_stats(build.device)["num_alloc_retries"]

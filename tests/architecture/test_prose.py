@@ -17,9 +17,21 @@ MESSAGES = ("message", "sentence", "evidence", "reason", "refused", "detail")
 CARD = ("buys", "costs", "helps", "hurts", "source")
 """Fields of a card."""
 ASKS = (
-    "startswith", "endswith", "find", "index", "partition", "rpartition", "split", "rsplit",
-    "removeprefix", "removesuffix", "count", "rfind", "isupper", "islower",
-)  # fmt: skip
+    "startswith",
+    "endswith",
+    "find",
+    "index",
+    "partition",
+    "rpartition",
+    "split",
+    "rsplit",
+    "removeprefix",
+    "removesuffix",
+    "count",
+    "rfind",
+    "isupper",
+    "islower",
+)
 """Methods of a text that a decision is made with; `splitlines` only shortens what is shown."""
 PATTERNS = ("search", "match", "fullmatch", "findall", "finditer", "split")
 """Functions of `re`, and methods of a compiled pattern."""
@@ -56,10 +68,11 @@ def _is_message(node: ast.expr, errors: frozenset[str]) -> bool:
         return False
     if isinstance(node, ast.JoinedStr):
         return any(
-            isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Name)
+            isinstance(part, ast.FormattedValue)
+            and isinstance(part.value, ast.Name)
             and part.value.id in errors
             for part in node.values
-        )  # fmt: skip
+        )
     if isinstance(node, ast.Subscript):
         return _is_message(node.value, errors)
     if not isinstance(node, ast.Attribute):

@@ -7,10 +7,21 @@ import pytest
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {
-    "torch.load", "torch.save", "eval", "exec", "os.system", "yaml.load", "numpy.load", "np.load",
-    "torch.hub.load", "dist.all_gather_object", "dist.broadcast_object_list",
-    "dist.scatter_object_list", "dist.gather_object", "dist.recv_object_list",
-}  # fmt: skip
+    "torch.load",
+    "torch.save",
+    "eval",
+    "exec",
+    "os.system",
+    "yaml.load",
+    "numpy.load",
+    "np.load",
+    "torch.hub.load",
+    "dist.all_gather_object",
+    "dist.broadcast_object_list",
+    "dist.scatter_object_list",
+    "dist.gather_object",
+    "dist.recv_object_list",
+}
 FORBIDDEN_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 """What torchrun tells its processes: the only environment that is read."""

@@ -253,17 +253,26 @@ def test_a_damaged_cache_is_measured_anew(home: Path, content: str) -> None:
 
 
 WHOLE = {
-    "chosen": "trunk", "kernels": ["a"], "refused": {"b": "c"},
+    "chosen": "trunk",
+    "kernels": ["a"],
+    "refused": {"b": "c"},
     "milliseconds": {"trunk": {"median": 1.5, "low": 1, "high": 2.0}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"chosen": []}, {"chosen": "gone"}, {"kernels": [1]}, {"refused": []}, {"milliseconds": 3},
-     {"milliseconds": {"trunk": 1.5}}, {"milliseconds": {"trunk": {"median": "1"}}}],
+    [
+        {"chosen": []},
+        {"chosen": "gone"},
+        {"kernels": [1]},
+        {"refused": []},
+        {"milliseconds": 3},
+        {"milliseconds": {"trunk": 1.5}},
+        {"milliseconds": {"trunk": {"median": "1"}}},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_damaged_entry_is_measured_anew(
     tiny_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
 ) -> None:
@@ -312,8 +321,9 @@ def test_calls_are_compiled_where_the_plan_compiles(
 def test_masks_are_the_runs(tiny_plan: Callable[..., Plan], slow_trunk: None) -> None:
     """Documents of the text itself, and two kinds of layer."""
     overrides = (
-        "techniques.document_packing={}", "techniques.sliding_window={window=4,between=1}",
-    )  # fmt: skip
+        "techniques.document_packing={}",
+        "techniques.sliding_window={window=4,between=1}",
+    )
     plan = tiny_plan(MEASURED, "model.layers=2", "goal.steps=1", *overrides)
     folder = trainer.run(plan, catalogue=of(Fast)).folder
     found = tiny.report(folder)["attention"]
@@ -345,9 +355,14 @@ def test_patience_ends(tiny_plan: Callable[..., Plan], monkeypatch: pytest.Monke
 def test_a_gpu_has_several_to_choose_from(tiny_plan: Callable[..., Plan], packed: bool) -> None:
     more = ["techniques.document_packing={}"] if packed else []
     plan = tiny_plan(
-        MEASURED, "device=cuda", "model.dim=128", "model.layers=2", "goal.steps=2",
-        "data.sequence_length=64", *more,
-    )  # fmt: skip
+        MEASURED,
+        "device=cuda",
+        "model.dim=128",
+        "model.layers=2",
+        "goal.steps=2",
+        "data.sequence_length=64",
+        *more,
+    )
     folder = trainer.run(plan, catalogue=catalogue()).folder
     found = tiny.report(folder)["attention"]
     assert found["kernels"] and len(found["milliseconds"]) >= 3, found

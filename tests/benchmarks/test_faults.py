@@ -31,10 +31,19 @@ def examine(
     """The program in this process on a tiny form of a workload; its rows come back."""
 
     def run(*words: Any, sets: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-        small = ("model.dim=64", "model.ffn=256", "model.layers=4", "model.heads=2",
-                 "data.vocab=300", "data.workers=0", "data.sequence_length=16",
-                 "batch.tokens=512", "goal.steps=16",
-                 f"data.sources={corpus}", f"data.directory={prepared_folder}")  # fmt: skip
+        small = (
+            "model.dim=64",
+            "model.ffn=256",
+            "model.layers=4",
+            "model.heads=2",
+            "data.vocab=300",
+            "data.workers=0",
+            "data.sequence_length=16",
+            "batch.tokens=512",
+            "goal.steps=16",
+            f"data.sources={corpus}",
+            f"data.directory={prepared_folder}",
+        )
         given = [*words, "--results", tmp_path, "--here", "--set", *small, *sets]
         monkeypatch.setattr(sys, "argv", ["faults.py", *map(str, given)])
         faults.main()
@@ -77,8 +86,9 @@ def test_a_run_that_failed_is_refused_and_seeds_are_healthy_rows(
     examine: Any, tmp_path: Path
 ) -> None:
     broken = ("data.sources=nowhere",)
-    (refused,) = examine("--workloads", "cpu_dense", "--faults", "spikes", "--severities", 0.2,
-                         sets=broken)  # fmt: skip
+    (refused,) = examine(
+        "--workloads", "cpu_dense", "--faults", "spikes", "--severities", 0.2, sets=broken
+    )
     assert "nowhere" in refused["refused"] and refused["severity"] is None
     rows = examine("--workloads", "cpu_dense", "--healthy", 2, sets=("goal.steps=4",))
     assert [row["seeds"] for row in rows[1:]] == [[1], [2]]
@@ -87,8 +97,13 @@ def test_a_run_that_failed_is_refused_and_seeds_are_healthy_rows(
 
 def test_held_out_faults_take_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted, and nothing of them run: no threshold may know them."""
-    case = hooks.Case(workloads.WORKLOADS["cpu_dense"].plan, ("goal.steps=20",), severity=0.25,
-                      step_s=1.0, ranks=2)  # fmt: skip
+    case = hooks.Case(
+        workloads.WORKLOADS["cpu_dense"].plan,
+        ("goal.steps=20",),
+        severity=0.25,
+        step_s=1.0,
+        ranks=2,
+    )
     ids = torch.ones(2, 8, dtype=torch.int64)
     monkeypatch.setattr(planted.train, "step", lambda build, micros, index: micros)
     with planted.FAULTS["empty_rows"].plant(case):
@@ -260,8 +275,9 @@ def test_a_linear_is_computed_in_fp32_in_both_directions() -> None:
 def test_pieces_leave_a_large_device_room_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H200 and runs that hold a tenth and a third of it; nothing is allocated."""
     whole, empty = 150_109_880_320, torch.empty
-    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(
-        size, dtype=dtype, device="meta"))  # fmt: skip
+    monkeypatch.setattr(
+        torch, "empty", lambda size, dtype, device: empty(size, dtype=dtype, device="meta")
+    )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": 1})
@@ -275,8 +291,7 @@ def test_pieces_leave_a_large_device_room_to_run(monkeypatch: pytest.MonkeyPatch
                 for index in range(3):
                     planted.train.step(None, [], index)
             if name == "fragments":  # holes alone are more than the judge's tenth
-                assert facts["share"] >= 0.13 and facts["share"] == pytest.approx(
-                    severity, rel=0.4)  # fmt: skip
+                assert facts["share"] >= 0.13 and facts["share"] == pytest.approx(severity, rel=0.4)
             else:
                 assert 0.6 < facts["share"] < 1 - held
 

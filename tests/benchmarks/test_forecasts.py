@@ -111,8 +111,10 @@ def test_a_timing_is_of_its_plan_and_has_its_limit(
     one, other = rows(tmp_path, "forecasts_run")
     assert one["by_host"] and "refused" not in one and other["refused"] == "out of memory"
     eager = forecasts.planted(forecasts.receipts.plan_file("160m"), "eager")
-    for device, plan in (("", eager), ("another", forecasts.planted(
-        forecasts.receipts.plan_file("160m"), "trunk"))):  # fmt: skip
+    for device, plan in (
+        ("", eager),
+        ("another", forecasts.planted(forecasts.receipts.plan_file("160m"), "trunk")),
+    ):
         args = argparse.Namespace(results=tmp_path, device_name=device)
         with pytest.raises(SystemExit, match="nobody timed it"):
             forecasts.ran("160m trunk", plan, args)
@@ -121,8 +123,13 @@ def test_a_timing_is_of_its_plan_and_has_its_limit(
 def test_what_was_said_of_plans_and_of_runs_is_measured_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = {"remedy": "+fused_rope", "workload": "160m trunk", "forecast": {"value": 1.0},
-            "commit": "c", "forecast_from": "ledger"}  # fmt: skip
+    said = {
+        "remedy": "+fused_rope",
+        "workload": "160m trunk",
+        "forecast": {"value": 1.0},
+        "commit": "c",
+        "forecast_from": "ledger",
+    }
     lines = (json.dumps({**said, **more}) + "\n" for more in ({}, {"of": "run"}))
     (tmp_path / "forecasts_said.jsonl").write_text("".join(lines))
     monkeypatch.setattr(forecasts.Worker, "ask", lambda self, *given, **how: Reading(seconds=[1.0]))
@@ -147,10 +154,16 @@ def test_an_interrupted_group_has_rows_of_what_was_measured(
     """With the one timing of their base that there is."""
     args = argparse.Namespace(shapes=["160m"], results=tmp_path, steps=[1, 1])
     said = [
-        {"remedy": r, "workload": "160m trunk", "forecast": {"value": 1.0}, "commit": "then",
-         "forecast_from": "ledger", "of": "run"}
+        {
+            "remedy": r,
+            "workload": "160m trunk",
+            "forecast": {"value": 1.0},
+            "commit": "then",
+            "forecast_from": "ledger",
+            "of": "run",
+        }
         for r in ("+fused_rope", "+fused_swiglu", "+torch_compile")
-    ]  # fmt: skip
+    ]
     readings = [Reading(seconds=[s]) for s in (3.0, 2.0, 1.5)]
 
     class Interrupted:
@@ -167,8 +180,9 @@ def test_an_interrupted_group_has_rows_of_what_was_measured(
     assert end.value.code == 130
     found = rows(tmp_path, "forecasts")
     assert [(r["remedy"], r["n"], r["of"]) for r in found] == [
-        ("+fused_rope", 1, "run"), ("+fused_swiglu", 1, "run")
-    ]  # fmt: skip
+        ("+fused_rope", 1, "run"),
+        ("+fused_swiglu", 1, "run"),
+    ]
     assert [r["measured"] for r in found] == [0.5, 1.0]
 
 
@@ -176,8 +190,13 @@ def test_a_row_has_the_seconds_that_its_gain_is_of(tmp_path: Path) -> None:
     """Means of a timing before and one after its group, and of the remedy's."""
     args = argparse.Namespace(shapes=["160m"], results=tmp_path)
     bench: Any = forecasts.Bench("160m trunk", [], args, None, 0.0)
-    said = {"remedy": "+torch_compile", "workload": "160m trunk", "forecast": {"value": 1.0},
-            "forecast_from": "ledger", "commit": "then"}  # fmt: skip
+    said = {
+        "remedy": "+torch_compile",
+        "workload": "160m trunk",
+        "forecast": {"value": 1.0},
+        "forecast_from": "ledger",
+        "commit": "then",
+    }
     bases = [Reading(seconds=[1.0, 3.0]), Reading(seconds=[3.0, 5.0])]
     bench.write([said], bases, [Reading(seconds=[0.5, 1.5])])
     (row,) = rows(tmp_path, "forecasts")

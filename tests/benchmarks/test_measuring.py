@@ -185,9 +185,19 @@ def test_limits_measure_and_refuse(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--plan", plan, "--results", tmp_path]
-    run(monkeypatch, limits, "mfu", *words, "--warm", 1, "--timed", 2, "--variants",
+    run(
+        monkeypatch,
+        limits,
+        "mfu",
+        *words,
+        "--warm",
+        1,
+        "--timed",
+        2,
+        "--variants",
         "small: -selective_checkpoint +full_checkpoint batch.micro_sequences=2",
-        "none: +cuda_graphs")  # fmt: skip
+        "none: +cuda_graphs",
+    )
     long = "long: -selective_checkpoint techniques.chunked_cross_entropy.chunk_tokens=8"
     run(monkeypatch, limits, "context", *words, "--variants", long, "--lengths", 64, "--short", 16)
     small, none, context = rows(tmp_path, "limits")
@@ -264,9 +274,19 @@ def test_a_start_is_measured_cold_and_warm(
 ) -> None:
     run(monkeypatch, limits, "start", "--plan", plan, "--results", tmp_path)
     cold, warm = rows(tmp_path, "limits")
-    run(monkeypatch, limits, "start", "--plan", plan, "--results", tmp_path,
-        "--variants", "compile_cache: +torch_compile +compile_cache",
-        "--set", "techniques.torch_compile.scope=block")  # fmt: skip
+    run(
+        monkeypatch,
+        limits,
+        "start",
+        "--plan",
+        plan,
+        "--results",
+        tmp_path,
+        "--variants",
+        "compile_cache: +torch_compile +compile_cache",
+        "--set",
+        "techniques.torch_compile.scope=block",
+    )
     found = rows(tmp_path, "limits")[2:]
     assert [row["variant"] for row in found] == ["compile_cache cold", "compile_cache kept"]
     cold_graphs, kept = (row["evidence"]["compile_cache"] for row in found)

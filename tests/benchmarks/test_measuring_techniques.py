@@ -109,8 +109,11 @@ def test_a_base_that_is_read_once_counts_once_and_what_was_cut_off_is_missing(
     for more in ([], ["--loss-steps", 3], ["--set", "seed=1"]):  # measured; not so; not so
         run(monkeypatch, techniques, "z_loss", *words, *more, "--limit-s", 0)
         assert ("left: tiny trunk: z_loss" in capsys.readouterr().out) == bool(more)
-    for why, again in (("not done within 240 s", True), ("its base cannot run: x", True),
-                       ("out of memory: x", False)):  # fmt: skip
+    for why, again in (
+        ("not done within 240 s", True),
+        ("its base cannot run: x", True),
+        ("out of memory: x", False),
+    ):
         file = tmp_path / "techniques.jsonl"
         file.write_text(json.dumps({**row, "metrics": {}, "refused": why}) + "\n")
         run(monkeypatch, techniques, "z_loss", *words, "--limit-s", 0)
@@ -140,9 +143,7 @@ def test_what_was_read_before_an_interruption_has_its_row(
 def test_a_companion_stands_in_every_plan_and_what_is_in_its_way_in_none(plan: Path) -> None:
     for base in ("trunk", "recipe"):
         changes = (["device=cpu"], ["alibi"], ["selective_checkpoint"])
-        first, side, own = techniques.sides(
-            plan, base, ["z_loss", "alibi"], *changes
-        )  # fmt: skip
+        first, side, own = techniques.sides(plan, base, ["z_loss", "alibi"], *changes)
         assert not side.refused
         assert "alibi" in first.plan.techniques
         assert "selective_checkpoint" not in first.plan.techniques

@@ -67,8 +67,12 @@ def test_a_run_is_said_and_then_measured_where_a_call_ended(
     assert (said["id"], said["device"], said["precision"]) == ("tiny checkpointed", "cpu", "fp32")
     assert said["parameters"] > 1000 and not said["compiled"] and said["steps"] == 12
     key = {name: said[name] for name in ("id", "hardware", "plan_sha256", "commit")}
-    done = {**key, "change": changes[2], "gain": {"low": -0.2, "value": -0.1, "high": 0, "n": 4},
-            "before_s": 1.0}  # fmt: skip
+    done = {
+        **key,
+        "change": changes[2],
+        "gain": {"low": -0.2, "value": -0.1, "high": 0, "n": 4},
+        "before_s": 1.0,
+    }
     cut = json.dumps(done) + '\n{"id": "tiny'  # as a call that was killed leaves it
     (tmp_path / "natural_parts.jsonl").write_text(cut + "\n")
     assert call("measure", "--minutes", "-1") == 1

@@ -26,8 +26,15 @@ def _row(what: str, rate: float, **facts: Any) -> dict[str, Any]:
         "tokens_per_s": {"value": rate, "low": rate - 10, "high": rate + 10, "unit": "tokens/s"},
         "peak_memory": {"value": 2**31, "low": 2**31, "high": 2**31, "unit": "bytes"},
     }
-    return {"peer": what, "shape": "160m", "hardware": "GPU", "commit": "abc", "n": 5,
-            "metrics": metrics, **facts}  # fmt: skip
+    return {
+        "peer": what,
+        "shape": "160m",
+        "hardware": "GPU",
+        "commit": "abc",
+        "n": 5,
+        "metrics": metrics,
+        **facts,
+    }
 
 
 def _render(folder: Path, rows: list[dict[str, Any]], *flags: str) -> tuple[int, str]:
@@ -78,14 +85,17 @@ def test_the_home_page_links_to_every_page_of_the_guide() -> None:
 
 
 def test_the_readme_is_not_behind_the_receipts() -> None:
-    told = subprocess.run([sys.executable, str(PROGRAM), "--check"], capture_output=True,
-                          text=True, check=False)  # fmt: skip
+    told = subprocess.run(
+        [sys.executable, str(PROGRAM), "--check"], capture_output=True, text=True, check=False
+    )
     assert told.returncode == 0, told.stderr
 
 
 def test_a_technique_has_its_own_rows(tmp_path: Path) -> None:
-    one, other = (_row("", rate, technique=name, base="recipe") for name, rate in
-                  (("muon", 1_000), ("lora", 2_000)))  # fmt: skip
+    one, other = (
+        _row("", rate, technique=name, base="recipe")
+        for name, rate in (("muon", 1_000), ("lora", 2_000))
+    )
     (tmp_path / "techniques.jsonl").write_text(f"{json.dumps(one)}\n{json.dumps(other)}\n")
     found = of_techniques(tmp_path)
     assert found.keys() == {"muon", "lora"}
@@ -168,11 +178,16 @@ def test_a_gap_is_time_less_work_at_the_ceiling() -> None:
         {"family": "products", "what": "bf16", "flops": 7.95e12},  # 10 ms
         {"family": "products", "what": "fp8", "flops": 15.17e12},  # 10 ms
         {"family": "attention", "what": "cudnn", "flops": 16 * forward, "sizes": SIZES},
-        {"family": "attention", "what": "cudnn", "flops": 40 * forward, "sizes": SIZES,
-         "backward": True},
+        {
+            "family": "attention",
+            "what": "cudnn",
+            "flops": 40 * forward,
+            "sizes": SIZES,
+            "backward": True,
+        },
         {"family": "elementwise", "what": "norm", "bytes": 0.427e10},  # 1 ms
         {"family": "elementwise", "what": "streams", "bytes": 0.854e10},  # 2 ms
-    ]  # fmt: skip
+    ]
     families = {"products": 25.0, "attention": 100.0, "elementwise": 4.0, "copies": 0.5, "idle": 2}
     told = gap_table(_profile(130.0, families, work=json.loads(json.dumps(work))))
     mixing_ms = forward * 1e3 * (16 / 444e12 + 40 / 385e12)
@@ -182,8 +197,15 @@ def test_a_gap_is_time_less_work_at_the_ceiling() -> None:
     assert {name: row[-1] for name, row in cells.items()} == {
         n: f"{v:.2f}" for n, v in lost.items()
     }
-    assert cells["products"] == ["25.00", "19.0%", "23.12 TFLOP", "924.8 TFLOP/s", "1156 TFLOP/s",
-                                 "80.0%", "5.00"]  # fmt: skip
+    assert cells["products"] == [
+        "25.00",
+        "19.0%",
+        "23.12 TFLOP",
+        "924.8 TFLOP/s",
+        "1156 TFLOP/s",
+        "80.0%",
+        "5.00",
+    ]
     assert cells["elementwise"][2:6] == ["12.81 GB", "3.203 TB/s", "4.27 TB/s", "75.0%"]
     assert cells["attention"][5] == f"{mixing_ms:.1f}%"
     assert cells["copies"][2:6] == cells["idle"][2:6] == ["-"] * 4
@@ -198,13 +220,17 @@ def test_a_plan_that_became_another_is_told_and_not_computed() -> None:
     for one, why in ((row, "another fingerprint"), (gone, "no shape 9b"), (silent, "not say")):
         told = gap_table(one)
         assert why in told and "is not known" in told
-        assert _cells(told) == {"products": ["1.50", "75.0%", *"-----"],
-                                "idle": ["0.50", "25.0%", *"-----"]}  # fmt: skip
+        assert _cells(told) == {
+            "products": ["1.50", "75.0%", *"-----"],
+            "idle": ["0.50", "25.0%", *"-----"],
+        }
 
 
 def test_work_that_nothing_tells_is_left_out_of_what_is_lost() -> None:
-    work = [{"family": "attention", "what": "flex", "flops": 1.0, "sizes": SIZES, "unknown": "why"},
-            {"family": "products", "what": "bf16", "flops": 7.95e11}]  # fmt: skip
+    work = [
+        {"family": "attention", "what": "flex", "flops": 1.0, "sizes": SIZES, "unknown": "why"},
+        {"family": "products", "what": "bf16", "flops": 7.95e11},
+    ]
     told = gap_table(_profile(3.0, {"attention": 1.0, "products": 2.0}, work=work))
     assert _cells(told)["attention"][2:] == ["-"] * 5
     assert "1.0 ms, 33.3%, are above the ceilings: products 1.0. Not told: attention: why." in told
@@ -220,8 +246,9 @@ def test_a_row_of_before_gets_its_plans_work() -> None:
     found = pieces(row)
     blocks, head, tokens = 16 * 2048 * (3072 + 2048 + 3 * 8192), 128256 * 2048, 32768
     assert {p.what: p.flops for p in found if p.family == "products"} == {
-        "fp8": 6 * tokens * blocks, "bf16": 6 * tokens * head
-    }  # fmt: skip
+        "fp8": 6 * tokens * blocks,
+        "bf16": 6 * tokens * head,
+    }
     scores = 16 * 2 * 8 * 32 * 4096**2 * 64
     assert sum(p.flops for p in found if p.family == "attention") == scores * 3.5
     assert {p.what: p.family for p in found}["norm"] == "other"
@@ -264,9 +291,11 @@ def test_without_profiles_no_gap_is_claimed(tmp_path: Path) -> None:
 
 def test_a_base_is_named_with_what_the_technique_changes_of_it() -> None:
     row = {
-        "technique": "dynamic_batch", "base": "recipe", "knobs": "batch.micro_sequences=0",
+        "technique": "dynamic_batch",
+        "base": "recipe",
+        "knobs": "batch.micro_sequences=0",
         "overrides": ["data.sources=DIR", "batch.micro_sequences=1", "-bf16_parameters"],
-    }  # fmt: skip
+    }
     changes = "(-bf16_parameters batch.micro_sequences=1)"
     assert subject(row) == (
         f"dynamic_batch (batch.micro_sequences=0) added to the recipe {changes}"
@@ -305,8 +334,13 @@ def test_rows_of_another_batch_hide_none_of_the_shapes_own(tmp_path: Path) -> No
 
 def test_what_was_not_read_hides_nothing(tmp_path: Path) -> None:
     known = _row("", 1_000, technique="muon", base="trunk")
-    late = {**_row("", 1, technique="muon", base="trunk"), "n": 0, "metrics": {},
-            "refused": "no time left", "commit": "later"}  # fmt: skip
+    late = {
+        **_row("", 1, technique="muon", base="trunk"),
+        "n": 0,
+        "metrics": {},
+        "refused": "no time left",
+        "commit": "later",
+    }
     (tmp_path / "techniques.jsonl").write_text(f"{json.dumps(known)}\n{json.dumps(late)}\n")
     found = of_techniques(tmp_path)["muon"]
     assert "1,000" in found and "no time left" not in found

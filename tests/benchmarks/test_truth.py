@@ -106,14 +106,25 @@ def test_what_stands_beside_the_values(tmp_path: Path) -> None:
 
 
 def test_severities_are_counted_as_they_were_asked_for(tmp_path: Path) -> None:
-    rows = [fault("item", "launch", severity=s, wanted=w)
-            for s, w in ((0.21, 0.2), (0.22, 0.2), (0.43, 0.4))]  # fmt: skip
+    rows = [
+        fault("item", "launch", severity=s, wanted=w)
+        for s, w in ((0.21, 0.2), (0.22, 0.2), (0.43, 0.4))
+    ]
     assert compute(write(tmp_path, {"doctor": rows}))["doctor_top1"]["severities"] == 2
 
 
 def test_repeats_of_an_overhead_count_by_their_precision(tmp_path: Path) -> None:
-    wide = metric("overhead", -0.003, 0.002, 0.007, measurement="with_bursts", shape="a",
-                   hardware="GPU", every_steps=1000, n=8)  # fmt: skip
+    wide = metric(
+        "overhead",
+        -0.003,
+        0.002,
+        0.007,
+        measurement="with_bursts",
+        shape="a",
+        hardware="GPU",
+        every_steps=1000,
+        n=8,
+    )
     narrow = {**wide, **metric("overhead", 0.0, 0.001, 0.002), "n": 40}
     path = write(tmp_path, {"overhead": [wide, narrow]})
     found = compute(path)["overhead_with_bursts"]
@@ -138,10 +149,14 @@ def test_repeats_of_an_overhead_count_by_their_precision(tmp_path: Path) -> None
 def test_verdicts_are_told_apart_by_device(tmp_path: Path) -> None:
     cpu, gpu = {"hardware": "Xeon (R), 2 cores"}, {"hardware": "NVIDIA H200"}
     more = {"hardware": "Other, 8 cores"}
-    rows = [fault("item", "input", **cpu), fault("item", "launch", **cpu),
-            fault("item", "input", **more), fault("item", "input", **gpu),
-            fault("item", "input", severity=0.01, **gpu),
-            {**healthy("launch"), **gpu}]  # fmt: skip
+    rows = [
+        fault("item", "input", **cpu),
+        fault("item", "launch", **cpu),
+        fault("item", "input", **more),
+        fault("item", "input", **gpu),
+        fault("item", "input", severity=0.01, **gpu),
+        {**healthy("launch"), **gpu},
+    ]
     found = compute(write(tmp_path, {"doctor": rows}))
     top1, alarms = found["doctor_top1"], found["doctor_false_alarms"]
     by = {name: (part["value"], part["n"]) for name, part in top1["by_hardware"].items()}
@@ -170,8 +185,18 @@ def test_rows_that_do_not_count(tmp_path: Path) -> None:
     for rows in topics.values():
         rows.insert(0, {**rows[0], "kind": "tune"})
         rows.append({"refused": "out of memory", "metrics": {}})
-        rows.append({**rows[1], "id": "z", "nonsense": True, "held_out": "no", "forecast": None,
-                     "tier": 3, "candidates": [], "metrics": None})  # fmt: skip
+        rows.append(
+            {
+                **rows[1],
+                "id": "z",
+                "nonsense": True,
+                "held_out": "no",
+                "forecast": None,
+                "tier": 3,
+                "candidates": [],
+                "metrics": None,
+            }
+        )
         rows.append({"retracts": len(rows), "reason": "written wrong", "metrics": {}})
     after = compute(write(tmp_path, topics))
     assert {n: (f["value"], f["n"]) for n, f in before.items()} == {
@@ -189,9 +214,10 @@ def test_a_healthy_run_is_blamed_by_every_bottleneck(tmp_path: Path, name: str) 
 
 def test_a_retracted_prediction_is_told_beside_an_outcome_that_stands(tmp_path: Path) -> None:
     rows: list[Row] = [
-        prediction("a", "no_gpu", 1.0, 100, True), outcome("a", 1.5, 100, True),
+        prediction("a", "no_gpu", 1.0, 100, True),
+        outcome("a", 1.5, 100, True),
         {"retracts": 1, "reason": "a wrong probe"},
-    ]  # fmt: skip
+    ]
     assert [why for *_, why in retracted(write(tmp_path, {"plans": rows}))] == ["a wrong probe"]
     rows.append({"retracts": 2, "reason": "another plan"})
     assert retracted(write(tmp_path, {"plans": rows})) == []
@@ -211,13 +237,19 @@ def test_a_prediction_after_its_outcome_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"date": "2026-11-24"}, {"commit": "def5678"}, {"of": "run"}, {"remedy": "fused_rope"},
-        {"workload": "long"}, {"baseline_sha256": "0"},
-        *({"forecast": {"low": 0.1, "value": 0.2, "high": 0.3, key: v}}
-          for key, v in (("low", 0.05), ("value", 0.25), ("high", 0.5))),
+        {"date": "2026-11-24"},
+        {"commit": "def5678"},
+        {"of": "run"},
+        {"remedy": "fused_rope"},
+        {"workload": "long"},
+        {"baseline_sha256": "0"},
+        *(
+            {"forecast": {"low": 0.1, "value": 0.2, "high": 0.3, key: v}}
+            for key, v in (("low", 0.05), ("value", 0.25), ("high", 0.5))
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_forecast_that_was_not_said_by_then_is_late(tmp_path: Path, other: Row) -> None:
     rows = [forecast(0.1, 0.2, 0.3, 0.2), {**forecast(0.1, 0.2, 0.4, 0.9), "remedy": "x"}]
     told: Topics = {"forecasts": rows, "forecasts_said": [said(row) for row in rows]}

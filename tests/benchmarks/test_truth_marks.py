@@ -30,22 +30,34 @@ def test_faults_at_few_severities_are_named(tmp_path: Path) -> None:
         ("forecast_median_error", {"value": 0.15, "n": 39}, "too few: 39 of 40 wanted"),
         ("forecast_coverage", {"value": 0.95, "n": 40, "width": 0.1}, "not met"),
         ("forecast_coverage", {"value": 0.85, "n": 40, "width": 0.59}, "met"),
-        ("forecast_coverage", {"value": 0.85, "n": 40, "width": 0.7},
-         "not met: their median width, 70% of the gain, is above 60%"),
+        (
+            "forecast_coverage",
+            {"value": 0.85, "n": 40, "width": 0.7},
+            "not met: their median width, 70% of the gain, is above 60%",
+        ),
         ("false_fits", {"value": 0, "n": 200, "risky_run": 30, "risky_not_run": 0}, "met"),
         ("false_fits", {"value": 1, "n": 900, "risky_run": 30, "risky_not_run": 0}, "not met"),
-        ("false_fits", {"value": 0, "n": 200, "risky_run": 0, "risky_not_run": 0},
-         "too few: 0 of 1 wanted runs of risky ones"),
-        ("false_fits", {"value": 0, "n": 200, "risky_run": 9, "risky_not_run": 1},
-         "not met: 1 of the risky ones not run"),
+        (
+            "false_fits",
+            {"value": 0, "n": 200, "risky_run": 0, "risky_not_run": 0},
+            "too few: 0 of 1 wanted runs of risky ones",
+        ),
+        (
+            "false_fits",
+            {"value": 0, "n": 200, "risky_run": 9, "risky_not_run": 1},
+            "not met: 1 of the risky ones not run",
+        ),
         ("tuner_ratio", {"value": 1.03, "n": 4, "workloads": 4}, "aim met"),
         ("tuner_ratio", {"value": 0.96, "n": 4, "workloads": 4}, "not met"),
         ("kendall_tau", {"value": 0.89, "n": 1}, "not met"),
         ("overhead_always_on", {"value": -0.0001, "high": 0.0005, "n": 1}, "aim met"),
-        ("overhead_with_bursts", {"value": 0.00346, "high": 0.00759, "n": 1},
-         "not met: its upper end, 0.759%, is above 0.5%"),
+        (
+            "overhead_with_bursts",
+            {"value": 0.00346, "high": 0.00759, "n": 1},
+            "not met: its upper end, 0.759%, is above 0.5%",
+        ),
     ],
-)  # fmt: skip
+)
 def test_marks(name: str, found: Row, verdict: str) -> None:
     assert judge(name, found) == verdict
 
@@ -68,15 +80,23 @@ def test_the_table_says_what_must_be_beside_what_is(tmp_path: Path) -> None:
     rows = dict(zip(MARKS, table(found), strict=True))
     assert {len(row) for row in rows.values()} == {len(HEAD)}
     assert rows["forecast_coverage"][1:] == [
-        "66.7% (20.8% to 93.9%)", "80% to 90%", "3/40", "", "not met",
-    ]  # fmt: skip
+        "66.7% (20.8% to 93.9%)",
+        "80% to 90%",
+        "3/40",
+        "",
+        "not met",
+    ]
     assert rows["false_fits"][1:] == ["1", "0", "7/200", "all", "not met"]
     assert rows["tuner_ratio"][2:] == [">= 97% (102%)", "2/4", "", "too few"]
     assert rows["overhead_always_on"][2] == "<= 0.3% (0.1%)"
     assert rows["doctor_top1"][4] == "50% of 2"
     assert rows["step_time_error_after_20_steps"][1:] == [
-        "-", "<= 1.5% (1.9%)", "0/40", "-", "not measured yet",
-    ]  # fmt: skip
+        "-",
+        "<= 1.5% (1.9%)",
+        "0/40",
+        "-",
+        "not measured yet",
+    ]
     told = notes(found)
     left_out = "1 abstained; 1 more took under 10% of the step: not counted"
     assert f"planted faults named: {left_out}" in told

@@ -53,16 +53,27 @@ MUCH: Measured = [(GRAPHS, 0.30), (ROWS, -0.2)]
         (COMPILE, True, [(COMPILE, 0.09), *LITTLE], "healthy was said", False),
         (None, True, [(COMPILE, 0.05), *LITTLE], "healthy, and it is", False),
         (None, True, [(COMPILE, 0.051), *LITTLE], "healthy was said", False),
-        (None, True, [(COMPILE, "no room"), (GRAPHS, -0.1), (ROWS, -0.2)], "healthy, and it is",
-         False),
+        (
+            None,
+            True,
+            [(COMPILE, "no room"), (GRAPHS, -0.1), (ROWS, -0.2)],
+            "healthy, and it is",
+            False,
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_first_remedy_is_right_by_what_was_measured(
-    tmp_path: Path, first: list[str] | None, healthy: bool, measured: Measured, why: str,
+    tmp_path: Path,
+    first: list[str] | None,
+    healthy: bool,
+    measured: Measured,
+    why: str,
     healthy_wrong: bool,
-) -> None:  # fmt: skip
-    topics = {"natural_said": [natural_said("a", first, healthy=healthy)],
-              "natural": [natural("a", first, *measured)]}  # fmt: skip
+) -> None:
+    topics = {
+        "natural_said": [natural_said("a", first, healthy=healthy)],
+        "natural": [natural("a", first, *measured)],
+    }
     (run,) = read(write(tmp_path, topics)).scored
     assert run.why == why
     found = compute(tmp_path)
@@ -79,8 +90,10 @@ def test_a_best_of_too_few_changes_makes_nothing_right_and_hides_no_loss(tmp_pat
         natural("loss", COMPILE, (COMPILE, -0.5)),
         natural("wronged", None, (COMPILE, 0.5)),
     ]
-    said = [natural_said(row["id"], row["first_change"], healthy=row["first_change"] is None)
-            for row in alone]  # fmt: skip
+    said = [
+        natural_said(row["id"], row["first_change"], healthy=row["first_change"] is None)
+        for row in alone
+    ]
     found = compute(write(tmp_path, {"natural": alone, "natural_said": said}))
     near = found["doctor_first_remedy_near_best"]
     assert (near["value"], near["n"], near["thin"]) == (0, 2, 3)
@@ -92,12 +105,15 @@ def test_a_best_of_too_few_changes_makes_nothing_right_and_hides_no_loss(tmp_pat
 @pytest.mark.parametrize(
     "other",
     [
-        {"date": "2026-11-26"}, {"hardware": "NVIDIA H200"}, {"id": "b"}, {"first": None},
+        {"date": "2026-11-26"},
+        {"hardware": "NVIDIA H200"},
+        {"id": "b"},
+        {"first": None},
         {"commit": "def5678"},
         {"first": {"change": GRAPHS, "gain": None}},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_run_counts_only_as_it_was_said_before(tmp_path: Path, other: Row) -> None:
     said, came = natural_said("a", COMPILE, 0.4), natural("a", COMPILE, (COMPILE, 0.4), *LITTLE)
     topics = {"natural_said": [said], "natural": [came]}
@@ -135,7 +151,7 @@ def test_natural_runs_are_told_apart_by_device(tmp_path: Path) -> None:
         + [natural_said("waits", None)],
         "natural": [natural(name, COMPILE, (COMPILE, gain), *MUCH, **o) for name, gain, o in runs]
         + [{**natural("broke", None), "refused": "out of memory"}],
-    }  # fmt: skip
+    }
     found = compute(write(tmp_path, topics))
     near, held = found["doctor_first_remedy_near_best"], found["forecast_natural_coverage"]
     told = [near[key] for key in ("n", "workloads", "kinds", "devices", "open", "refused")]
@@ -156,20 +172,27 @@ def test_natural_runs_are_told_apart_by_device(tmp_path: Path) -> None:
 def test_a_first_remedy_without_a_forecast_or_a_gain_covers_nothing(tmp_path: Path) -> None:
     topics = {
         "natural_said": [natural_said("a", COMPILE), natural_said("b", COMPILE, 0.4)],
-        "natural": [natural("a", COMPILE, (COMPILE, 0.4), *MUCH),
-                    natural("b", COMPILE, (COMPILE, "no room"), *MUCH)],
-    }  # fmt: skip
+        "natural": [
+            natural("a", COMPILE, (COMPILE, 0.4), *MUCH),
+            natural("b", COMPILE, (COMPILE, "no room"), *MUCH),
+        ],
+    }
     assert compute(write(tmp_path, topics))["forecast_natural_coverage"]["n"] == 0
 
 
 def test_the_page_shows_every_run_and_the_wrong_ones_first(tmp_path: Path) -> None:
     topics = {
-        "natural_said": [natural_said("a <fine>", COMPILE, 0.4), natural_said("b lost", ROWS),
-                         natural_said("c well", None, healthy=True)],
-        "natural": [natural("a <fine>", COMPILE, (COMPILE, 0.4), *MUCH, left=[["+tf32"]]),
-                    natural("b lost", ROWS, (COMPILE, 0.4), *MUCH),
-                    natural("c well", None, *LITTLE)],
-    }  # fmt: skip
+        "natural_said": [
+            natural_said("a <fine>", COMPILE, 0.4),
+            natural_said("b lost", ROWS),
+            natural_said("c well", None, healthy=True),
+        ],
+        "natural": [
+            natural("a <fine>", COMPILE, (COMPILE, 0.4), *MUCH, left=[["+tf32"]]),
+            natural("b lost", ROWS, (COMPILE, 0.4), *MUCH),
+            natural("c well", None, *LITTLE),
+        ],
+    }
     files = render(write(tmp_path, topics))
     _, _, part = files["page"].partition("## The doctor's verdicts on natural runs\n")
     lines = part.partition("\n## ")[0].splitlines()
@@ -188,8 +211,10 @@ def test_the_page_shows_every_run_and_the_wrong_ones_first(tmp_path: Path) -> No
     svg = "{http://www.w3.org/2000/svg}"
     titles = {e.findtext(svg + "title", "")[:6]: e.tag for e in drawn.iter()}
     assert (titles["a <fin"], titles["b lost"], titles["c well"]) == (
-        svg + "circle", svg + "rect", svg + "polygon",
-    )  # fmt: skip
+        svg + "circle",
+        svg + "rect",
+        svg + "polygon",
+    )
 
 
 # --- the tuner's trials, short tunings and steps on a CPU -------------------------------------
@@ -199,7 +224,8 @@ def test_every_rejected_exact_change_and_every_loser_counts(tmp_path: Path) -> N
     rows = [
         *[trial("exact", verdict) for verdict in ("kept", "lost", "not shown")],
         trial("exact", "cut"),  # no verdict
-        trial("exact", "rejected", for_loss=True), trial("exact", "kept"),  # a second try hides no
+        trial("exact", "rejected", for_loss=True),
+        trial("exact", "kept"),  # a second try hides no
         {**trial("exact", "kept"), "refused": "no GPU"},
         trial("approximate", "rejected", for_loss=True),  # it may be
         trial("approximate", "lost", nats=9.0, steps=1000),  # not kept
@@ -207,7 +233,7 @@ def test_every_rejected_exact_change_and_every_loser_counts(tmp_path: Path) -> N
         trial("approximate", "kept", change=ROWS, nats=0.01, steps=1000),
         trial("approximate", "kept", change=GRAPHS, nats=0.5, steps=400),  # not long enough
         trial("learning", "kept", nats=9.0, steps=1000),
-    ]  # fmt: skip
+    ]
     found = compute(write(tmp_path, {"tuner_trials": rows}))
     exact, losers = found["tuner_exact_rejected"], found["tuner_losers_kept"]
     assert (exact["value"], exact["n"], exact["refused"]) == (1, 5, 1)
@@ -230,10 +256,14 @@ def test_only_short_tunings_on_a_gpu_count_as_such(tmp_path: Path) -> None:
 
     rows = [
         row("small", 0.5, minutes=3.0),  # the newest stands
-        row("small", 0.97, minutes=3.0), row("demo", 0.99, minutes=2.0),
-        row("160m", 0.1, minutes=5.5), row("1b", 0.2), row("long", 0.3, minutes=1.0),
-        row("demo", 2.0, minutes=2.0, hardware="Xeon, 2 cores"), row("1b", 0.4, minutes=8.0),
-    ]  # fmt: skip
+        row("small", 0.97, minutes=3.0),
+        row("demo", 0.99, minutes=2.0),
+        row("160m", 0.1, minutes=5.5),
+        row("1b", 0.2),
+        row("long", 0.3, minutes=1.0),
+        row("demo", 2.0, minutes=2.0, hardware="Xeon, 2 cores"),
+        row("1b", 0.4, minutes=8.0),
+    ]
     rows[-1]["metrics"]["tuning"] = {"low": 900.0, "value": 900.0, "high": 900.0}  # in two calls
     found = compute(write(tmp_path, {"tuner": rows}))["tuner_small_ratio"]
     assert (found["value"], found["n"], [*found["of"]]) == (0.97, 2, ["small", "demo"])

@@ -18,18 +18,47 @@ from headrace.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
-SAID = {"workload": "a", "forecast": {"low": 0.1, "value": 0.15, "high": 0.25},
-        "baseline_sha256": "1330a4f"}  # fmt: skip
+SAID = {
+    "workload": "a",
+    "forecast": {"low": 0.1, "value": 0.15, "high": 0.25},
+    "baseline_sha256": "1330a4f",
+}
 BASE = {"date": "2026-11-20", "hardware": "GPU <A>", "metrics": {}}
 ROWS: dict[str, list[dict[str, Any]]] = {
     "doctor": [
-        *({"measurement": "fault", "fault": "slow_loader", "severity": s, "workload": "a",
-           "held_out": False, "expected": "input", "verdict": "input", "abstained": False}
-          for s in (0.1, 0.2, 0.4)),
-        {"measurement": "fault", "fault": "spikes", "severity": 0.2, "workload": "a",
-         "held_out": True, "expected": "instability", "verdict": "launch", "abstained": False},
-        {"measurement": "fault", "fault": "spikes", "severity": 0.05, "workload": "a",
-         "held_out": True, "expected": "instability", "verdict": "launch", "abstained": False},
+        *(
+            {
+                "measurement": "fault",
+                "fault": "slow_loader",
+                "severity": s,
+                "workload": "a",
+                "held_out": False,
+                "expected": "input",
+                "verdict": "input",
+                "abstained": False,
+            }
+            for s in (0.1, 0.2, 0.4)
+        ),
+        {
+            "measurement": "fault",
+            "fault": "spikes",
+            "severity": 0.2,
+            "workload": "a",
+            "held_out": True,
+            "expected": "instability",
+            "verdict": "launch",
+            "abstained": False,
+        },
+        {
+            "measurement": "fault",
+            "fault": "spikes",
+            "severity": 0.05,
+            "workload": "a",
+            "held_out": True,
+            "expected": "instability",
+            "verdict": "launch",
+            "abstained": False,
+        },
         {"measurement": "healthy", "workload": "a", "verdict": "computation", "abstained": False},
         {"measurement": "healthy", "workload": "a", "verdict": None, "abstained": True},
     ],
@@ -43,23 +72,44 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {**SAID, "remedy": "two & <more>", "commit": "abc1234"},
     ],
     "plans": [
-        {"kind": "prediction", "id": "p", "tier": "no_gpu", "step_s": 0.11,
-         "allocated_bytes": 2**30, "reserved_bytes": None, "fits": True},
-        {"kind": "outcome", "id": "p", "step_s": 0.1, "allocated_bytes": 2**30,
-         "reserved_bytes": 2**31, "fits": True, "risky": False},
+        {
+            "kind": "prediction",
+            "id": "p",
+            "tier": "no_gpu",
+            "step_s": 0.11,
+            "allocated_bytes": 2**30,
+            "reserved_bytes": None,
+            "fits": True,
+        },
+        {
+            "kind": "outcome",
+            "id": "p",
+            "step_s": 0.1,
+            "allocated_bytes": 2**30,
+            "reserved_bytes": 2**31,
+            "fits": True,
+            "risky": False,
+        },
         {"kind": "prediction", "id": "p", "tier": "after_probes", "step_s": 0.1},  # too late
         {"kind": "prediction", "id": "c", "tier": "after_probes", "step_s": 0.1, "device": "cpu"},
         {"kind": "outcome", "id": "c", "step_s": 0.1, "risky": False, "device": "cpu"},
     ],
     "natural_said": [natural_said("one <run>", COMPILE, 0.4), natural_said("well", None)],
-    "natural": [natural("one <run>", COMPILE, (COMPILE, -0.4), (GRAPHS, 0.3), (["+tf32"], 0.1)),
-                natural("well", None, (COMPILE, 0.01), (GRAPHS, 0.02))],
+    "natural": [
+        natural("one <run>", COMPILE, (COMPILE, -0.4), (GRAPHS, 0.3), (["+tf32"], 0.1)),
+        natural("well", None, (COMPILE, 0.01), (GRAPHS, 0.02)),
+    ],
     "tuner_trials": [trial("exact", "kept")],
-    "picks": [{"workload": "a", "candidates": [
-        {"id": "x", "predicted_s": 1.0, "measured_s": 1.1},
-        {"id": "y", "predicted_s": 2.0, "measured_s": 1.0},
-    ]}],
-}  # fmt: skip
+    "picks": [
+        {
+            "workload": "a",
+            "candidates": [
+                {"id": "x", "predicted_s": 1.0, "measured_s": 1.1},
+                {"id": "y", "predicted_s": 2.0, "measured_s": 1.0},
+            ],
+        }
+    ],
+}
 
 
 def _results(folder: Path, *topics: str) -> Path:
@@ -127,15 +177,20 @@ def test_verdicts_are_counted_as_the_numbers_are(tmp_path: Path) -> None:
 def test_times_are_of_the_device_that_outcomes_ran_on(tmp_path: Path) -> None:
     cpu, gpu = {"hardware": "Xeon, 2 cores"}, {"hardware": "GPU"}
     said, came, *_ = ROWS["plans"]
-    pick = {**ROWS["picks"][0], "candidates": [
-        {"id": name, "predicted_s": 1.0, "measured_s": 1.0 + 0.1 * i} for i, name in
-        enumerate("pq")]}  # fmt: skip
+    pick = {
+        **ROWS["picks"][0],
+        "candidates": [
+            {"id": name, "predicted_s": 1.0, "measured_s": 1.0 + 0.1 * i}
+            for i, name in enumerate("pq")
+        ],
+    }
     topics = {
         "plans": [{**said, **cpu}, {**came, **gpu}, {**came, "id": "z", "hardware": "not asked"}],
         "picks": [{**pick, **cpu, "tier": tier} for tier in ("no_gpu", "after_20_steps")],
-        "doctor": [{**row, **(gpu if row["severity"] == 0.1 else cpu)}
-                   for row in ROWS["doctor"][:3]],
-    }  # fmt: skip
+        "doctor": [
+            {**row, **(gpu if row["severity"] == 0.1 else cpu)} for row in ROWS["doctor"][:3]
+        ],
+    }
     results = _results(tmp_path / "results")
     for topic, rows in topics.items():
         text = "".join(json.dumps({**BASE, **row}) + "\n" for row in rows)
@@ -167,18 +222,26 @@ def test_each_list_has_its_own_errors_and_retracted_ones_are_told(tmp_path: Path
     one, two = "foresight.py", "foresight.py --list plans/held_out_2.toml --part 1/2"
     three = "foresight.py --list plans/held_out_3.toml"
     rows = [
-        _predicted("a", "no_gpu", 1.1, one), _predicted("b", "no_gpu", 1.3, one),
-        _predicted("a", "after_probes", 1.5, one), _predicted("b", "after_probes", 1.4, one),
-        _ran("a", 1.0, one), _ran("b", 1.0, one),
+        _predicted("a", "no_gpu", 1.1, one),
+        _predicted("b", "no_gpu", 1.3, one),
+        _predicted("a", "after_probes", 1.5, one),
+        _predicted("b", "after_probes", 1.4, one),
+        _ran("a", 1.0, one),
+        _ran("b", 1.0, one),
         _predicted("a", "after_20_steps", 9.0, one),  # 7: too late, and retracted
-        _predicted("c", "no_gpu", 2.2, two), _predicted("c", "after_probes", 2.1, two),
-        _predicted("d", "after_probes", 3.0, two), _predicted("d", "after_20_steps", -1.0, two),
-        _ran("c", 2.0, two), _ran("d", 2.0, two),
-        _predicted("e", "no_gpu", 1.0, three), _ran("e", None, three),  # not timed
+        _predicted("c", "no_gpu", 2.2, two),
+        _predicted("c", "after_probes", 2.1, two),
+        _predicted("d", "after_probes", 3.0, two),
+        _predicted("d", "after_20_steps", -1.0, two),
+        _ran("c", 2.0, two),
+        _ran("d", 2.0, two),
+        _predicted("e", "no_gpu", 1.0, three),
+        _ran("e", None, three),  # not timed
         _predicted("f", "no_gpu", 1.0, three),  # not run
         *({"retracts": number, "reason": "a wrong probe"} for number in (3, 4, 7)),
-        {"retracts": 10, "reason": "another"}, {"retracts": 11, "reason": "no time is negative"},
-    ]  # fmt: skip
+        {"retracts": 10, "reason": "another"},
+        {"retracts": 11, "reason": "no time is negative"},
+    ]
     assert _by_list(tmp_path / "results", rows) == [
         "| list | timed configurations | without a GPU | after probes | after 20 steps |",
         "|---|---|---|---|---|",
@@ -204,9 +267,10 @@ def test_without_retractions_and_commands_the_lists_say_so(tmp_path: Path) -> No
 
 def test_the_list_that_a_row_tells_holds_its_configuration() -> None:
     timed = [
-        row for row in PLANS.read(ROOT / "results").rows
+        row
+        for row in PLANS.read(ROOT / "results").rows
         if isinstance(row, Outcome) and row.step_s is not None
-    ]  # fmt: skip
+    ]
     assert timed
     held: dict[str, set[str]] = {}
     plans = ROOT / "benchmarks" / "plans"
@@ -240,8 +304,9 @@ def test_points_are_marked_by_what_came_of_them(tmp_path: Path) -> None:
     gains = ElementTree.fromstring(files["pictures/forecasts.svg"])
     titles = [e.text or "" for e in gains.iter(SVG + "title")]
     assert sorted(titles) == [
-        "one, a: 15% forecast, 20% measured", "two & <more>, a: 15% forecast, 50% measured",
-    ]  # fmt: skip
+        "one, a: 15% forecast, 20% measured",
+        "two & <more>, a: 15% forecast, 50% measured",
+    ]
     shapes = {e.findtext(SVG + "title", "")[:3]: e.tag for e in gains.iter()}
     assert (shapes["one"], shapes["two"]) == (SVG + "circle", SVG + "rect")  # inside, outside
     steps = files["pictures/step_time.svg"]
@@ -271,9 +336,16 @@ def test_a_picture_stands_alone_and_reads_in_light_and_dark(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("values", "log", "fewest"),
-    [([0.2], False, 1), ([0.0, 0.0], False, 1), ([-3e-5, 4e-5], False, 3), ([0.1], True, 1),
-     ([0.06, 1.4], True, 3), ([1e-3, 1e3], True, 3), ([99.0, 101.0], True, 1)],
-)  # fmt: skip
+    [
+        ([0.2], False, 1),
+        ([0.0, 0.0], False, 1),
+        ([-3e-5, 4e-5], False, 3),
+        ([0.1], True, 1),
+        ([0.06, 1.4], True, 3),
+        ([1e-3, 1e3], True, 3),
+        ([99.0, 101.0], True, 1),
+    ],
+)
 def test_an_axis_holds_its_values_and_few_round_ticks(
     values: list[float], log: bool, fewest: int
 ) -> None:

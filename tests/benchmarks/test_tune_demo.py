@@ -25,19 +25,32 @@ def row(tuning: str, part: str, aim: str, minutes: float = 3.0, **more: Any) -> 
 def test_the_summary_counts_what_was_measured_apart() -> None:
     """A tuning that kept nothing is 1; one whose runs missed the target counts for nothing."""
     fast, soon = ({"speed_ratio": {"value": 1.3}}, {"target_ratio": {"value": 1.7}})
-    found = tune_demo.summary([
-        row("a", "tuned", "time", changes=["+torch_compile"]),
-        row("a", "steps", "time", metrics=fast),
-        row("b", "tuned", "time", changes=[]),
-        row("c", "tuned", "quality", 10.0, changes=["+muon"]),
-        row("c", "target", "quality", 10.0, metrics=soon),
-        row("d", "tuned", "quality", 10.0, changes=["+muon"], interrupted=True),
-        row("d", "target", "quality", 10.0, metrics=soon), row("d", "target", "quality", 10.0),
-        {"tuning": "e", "part": "tuned", "minutes": 3.0, "metrics": {}, "refused": "exit code 1"},
-    ])  # fmt: skip
+    found = tune_demo.summary(
+        [
+            row("a", "tuned", "time", changes=["+torch_compile"]),
+            row("a", "steps", "time", metrics=fast),
+            row("b", "tuned", "time", changes=[]),
+            row("c", "tuned", "quality", 10.0, changes=["+muon"]),
+            row("c", "target", "quality", 10.0, metrics=soon),
+            row("d", "tuned", "quality", 10.0, changes=["+muon"], interrupted=True),
+            row("d", "target", "quality", 10.0, metrics=soon),
+            row("d", "target", "quality", 10.0),
+            {
+                "tuning": "e",
+                "part": "tuned",
+                "minutes": 3.0,
+                "metrics": {},
+                "refused": "exit code 1",
+            },
+        ]
+    )
     three, ten = found["3 min, steps"], found["10 min, target"]
-    assert three == {"ratios": [1.3, 1.0], "kept": ["+torch_compile", ""], "interrupted": 0,
-                     "enough": 1}  # fmt: skip
+    assert three == {
+        "ratios": [1.3, 1.0],
+        "kept": ["+torch_compile", ""],
+        "interrupted": 0,
+        "enough": 1,
+    }
     assert ten == {"ratios": [1.7], "kept": ["+muon", "+muon"], "interrupted": 1, "enough": 1}
 
 
@@ -45,10 +58,19 @@ def test_the_summary_counts_what_was_measured_apart() -> None:
 def job(tmp_path: Path, corpus: Path) -> dict[str, Any]:
     words = [f"data.sources={corpus}", "data.vocab=320", "model.dim=16", "model.heads=2"]
     return {
-        "tuning": "demo-3-0", "workload": "demo", "recipe": "demo", "set": words, "minutes": 3.0,
-        "folder": str(tmp_path / "a"), "results": str(tmp_path), "cores": "0", "tunes": False,
-        "ends_s": 9e12, "only": False, "command": "python tune_demo.py",
-    }  # fmt: skip
+        "tuning": "demo-3-0",
+        "workload": "demo",
+        "recipe": "demo",
+        "set": words,
+        "minutes": 3.0,
+        "folder": str(tmp_path / "a"),
+        "results": str(tmp_path),
+        "cores": "0",
+        "tunes": False,
+        "ends_s": 9e12,
+        "only": False,
+        "command": "python tune_demo.py",
+    }
 
 
 def test_what_a_tuning_kept_is_measured_apart_and_only_once(
@@ -80,8 +102,13 @@ def test_what_a_tuning_kept_is_measured_apart_and_only_once(
     assert [one["part"] for one in rows] == ["tuned", "steps", "target", "target"]
     assert tune_demo.summary(rows)["3 min, target"]["ratios"] == [2.0]
     args = argparse.Namespace(
-        measure=True, results=tmp_path, folder=tmp_path, until=9.0, only=False, pairs=["0"],
-    )  # fmt: skip
+        measure=True,
+        results=tmp_path,
+        folder=tmp_path,
+        until=9.0,
+        only=False,
+        pairs=["0"],
+    )
     (again,) = tune_demo.jobs_of(args)
     assert again["tuning"] == job["tuning"] and not again["tunes"]
 
@@ -93,12 +120,30 @@ def test_a_tuning_is_written_down_as_its_files_say(
     """And one that left none with its last words."""
     step = {"changes": ["+torch_compile"], "verdict": "kept", "ratio": None}
     told = {
-        "aim": "time", "aim_why": None, "changes": ["+torch_compile"], "interrupted": False,
-        "tuning_s": 9.0, "target": None, "path": [step | dict.fromkeys((
-            "reason", "stage", "predicted_speed", "compile_s", "break_even_steps", "worth",
-            "bought", "steps", "seconds"))],
+        "aim": "time",
+        "aim_why": None,
+        "changes": ["+torch_compile"],
+        "interrupted": False,
+        "tuning_s": 9.0,
+        "target": None,
+        "path": [
+            step
+            | dict.fromkeys(
+                (
+                    "reason",
+                    "stage",
+                    "predicted_speed",
+                    "compile_s",
+                    "break_even_steps",
+                    "worth",
+                    "bought",
+                    "steps",
+                    "seconds",
+                )
+            )
+        ],
         "ratio": {"low": 1.1, "value": 1.2, "high": None, "n": 1},
-    }  # fmt: skip
+    }
 
     def begun(words: list[str], stdout: Any, stderr: Any) -> Any:
         assert words[3:5] == ["tune", "demo"] and words[-2:] == ["--minutes", "3"]

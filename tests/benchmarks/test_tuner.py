@@ -49,8 +49,22 @@ def test_a_naive_plan_is_tuned_and_stands_beside_the_best(
 
     monkeypatch.setattr(command, "sources", few)
     monkeypatch.setattr(tuner, "rates_here", lambda device: Machine.assumed("cpu"))
-    words = ["mine", "--plan", files[0], "--best", files[1], "--minutes", 0.06, "--steps", 2,
-             "--here", "--results", tmp_path, "--folder", tmp_path]  # fmt: skip
+    words = [
+        "mine",
+        "--plan",
+        files[0],
+        "--best",
+        files[1],
+        "--minutes",
+        0.06,
+        "--steps",
+        2,
+        "--here",
+        "--results",
+        tmp_path,
+        "--folder",
+        tmp_path,
+    ]
     monkeypatch.setattr(sys, "argv", ["tuner.py", *map(str, words)])
     tuner.main()
     (row,) = [json.loads(line) for line in (tmp_path / "tuner.jsonl").read_text().splitlines()]
@@ -98,8 +112,9 @@ def test_the_best_is_the_candidate_that_is_fastest_beside_the_tuned_plan(
 
     def tuned(first: Plan, **how: object) -> Tuned:
         tunings.append(how["minutes"])
-        return Tuned("time", first, first, (), (), None, True, None, None, None, 170.0, (), True,
-                     False)  # fmt: skip
+        return Tuned(
+            "time", first, first, (), (), None, True, None, None, None, 170.0, (), True, False
+        )
 
     def compared(first: Plan, second: Plan, *rest: object, limit_s: float, **how: object) -> Any:
         asked.append(sorted(first.techniques))
@@ -108,8 +123,14 @@ def test_the_best_is_the_candidate_that_is_fastest_beside_the_tuned_plan(
             return Compared("cut", "not done within")
         if "full_checkpoint" in first.techniques:
             return Compared("refused", "no room")
-        return Compared("worse", "", ratio=Interval(value - 0.01, value, value + 0.01, 6),
-                        before_s=0.1, after_s=0.1, steps=54)  # fmt: skip
+        return Compared(
+            "worse",
+            "",
+            ratio=Interval(value - 0.01, value, value + 0.01, 6),
+            before_s=0.1,
+            after_s=0.1,
+            steps=54,
+        )
 
     few = {"small": ("tiny", "", ("+chunked_cross_entropy", "", "+full_checkpoint"))}
     monkeypatch.setattr(tuner, "WORKLOADS", few)

@@ -34,9 +34,11 @@ def tiny(
 
     def few(*given: Any) -> Sources:
         whole = sources(*given)
-        return Sources(lambda plan: (whole.whole(plan)[0], []), lambda plan: [
-            c for c in whole.single(plan) if c.plan.techniques == plan.techniques
-        ], lambda plan: [])  # fmt: skip
+        return Sources(
+            lambda plan: (whole.whole(plan)[0], []),
+            lambda plan: [c for c in whole.single(plan) if c.plan.techniques == plan.techniques],
+            lambda plan: [],
+        )
 
     monkeypatch.setattr(program, "SHAPES", {"tiny": (file, "")})
     monkeypatch.setattr(program, "sources", few)
@@ -45,8 +47,24 @@ def tiny(
 
 
 def _run(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: object) -> list[dict[str, Any]]:
-    words = ["--device", "cpu", "--shapes", "tiny", "--minutes", 2, "--here", "--results", folder,
-             "--folder", folder / "kept", "--least-s", 0, "--ready-s", 0, *more]  # fmt: skip
+    words = [
+        "--device",
+        "cpu",
+        "--shapes",
+        "tiny",
+        "--minutes",
+        2,
+        "--here",
+        "--results",
+        folder,
+        "--folder",
+        folder / "kept",
+        "--least-s",
+        0,
+        "--ready-s",
+        0,
+        *more,
+    ]
     monkeypatch.setattr(sys, "argv", ["tuner_trials.py", *map(str, words)])
     program.main()
     file = folder / "tuner_trials.jsonl"

@@ -10,21 +10,42 @@ Topics = dict[str, list[Row]]
 
 def fault(fault: str, verdict: str | None, **other: Any) -> Row:
     return {
-        "measurement": "fault", "fault": fault, "severity": 0.2, "workload": "dense",
-        "held_out": False, "expected": "input", "verdict": verdict, "abstained": False,
-        "thresholds": "abc1234", "metrics": {}, **other,
-    }  # fmt: skip
+        "measurement": "fault",
+        "fault": fault,
+        "severity": 0.2,
+        "workload": "dense",
+        "held_out": False,
+        "expected": "input",
+        "verdict": verdict,
+        "abstained": False,
+        "thresholds": "abc1234",
+        "metrics": {},
+        **other,
+    }
 
 
 def healthy(verdict: str | None, abstained: bool = False) -> Row:
-    return {"measurement": "healthy", "fault": None, "severity": 0, "workload": "dense",
-            "verdict": verdict, "abstained": abstained}  # fmt: skip
+    return {
+        "measurement": "healthy",
+        "fault": None,
+        "severity": 0,
+        "workload": "dense",
+        "verdict": verdict,
+        "abstained": abstained,
+    }
 
 
 def forecast(low: float, value: float, high: float, measured: float) -> Row:
     told = {"low": low, "value": value, "high": high}
-    return {"remedy": "torch_compile", "workload": "dense", "forecast": told, "measured": measured,
-            "baseline_sha256": "1330a4f", "said": "abc1234", "date": "2026-11-23"}  # fmt: skip
+    return {
+        "remedy": "torch_compile",
+        "workload": "dense",
+        "forecast": told,
+        "measured": measured,
+        "baseline_sha256": "1330a4f",
+        "said": "abc1234",
+        "date": "2026-11-23",
+    }
 
 
 def said(row: Row) -> Row:
@@ -40,15 +61,30 @@ def metric(name: str, low: float, value: float, high: float, **facts: Any) -> Ro
 def prediction(
     name: str, tier: str, step_s: float | None, bytes_: int | None, fits: bool | None
 ) -> Row:
-    return {"kind": "prediction", "id": name, "tier": tier, "step_s": step_s,
-            "allocated_bytes": bytes_, "reserved_bytes": bytes_, "fits": fits}  # fmt: skip
+    return {
+        "kind": "prediction",
+        "id": name,
+        "tier": tier,
+        "step_s": step_s,
+        "allocated_bytes": bytes_,
+        "reserved_bytes": bytes_,
+        "fits": fits,
+    }
 
 
-def outcome(name: str, step_s: float | None, allocated: int | None, fits: bool | None,
-          risky: bool = False) -> Row:  # fmt: skip
+def outcome(
+    name: str, step_s: float | None, allocated: int | None, fits: bool | None, risky: bool = False
+) -> Row:
     reserved = allocated and 2 * allocated
-    return {"kind": "outcome", "id": name, "step_s": step_s, "allocated_bytes": allocated,
-            "reserved_bytes": reserved, "fits": fits, "risky": risky}  # fmt: skip
+    return {
+        "kind": "outcome",
+        "id": name,
+        "step_s": step_s,
+        "allocated_bytes": allocated,
+        "reserved_bytes": reserved,
+        "fits": fits,
+        "risky": risky,
+    }
 
 
 def pick(*times: tuple[float, float]) -> Row:
@@ -61,19 +97,35 @@ COMPILE, GRAPHS, ROWS = ["+torch_compile"], ["+cuda_graphs"], ["batch.micro_sequ
 
 
 def natural_said(
-    name: str, first: list[str] | None, said: float | None = None, *, healthy: bool = False,
+    name: str,
+    first: list[str] | None,
+    said: float | None = None,
+    *,
+    healthy: bool = False,
     **other: Any,
-) -> Row:  # fmt: skip
+) -> Row:
     """What the doctor said of a run; `said` is the forecast of its first remedy, 20% wide."""
     gain = None if said is None else {"low": said - 0.1, "value": said, "high": said + 0.1}
     return {
-        "id": name, "device": "cuda", "hardware": "NVIDIA H100", "date": "2026-11-25",
-        "workload": "60m", "precision": "fp32", "compiled": False, "parameters": 60_000_000,
-        "plan_sha256": "1330a4f", "words": [], "verdict": None if healthy else "launch",
-        "share": 0.5, "said": "a sentence", "healthy": healthy,
+        "id": name,
+        "device": "cuda",
+        "hardware": "NVIDIA H100",
+        "date": "2026-11-25",
+        "workload": "60m",
+        "precision": "fp32",
+        "compiled": False,
+        "parameters": 60_000_000,
+        "plan_sha256": "1330a4f",
+        "words": [],
+        "verdict": None if healthy else "launch",
+        "share": 0.5,
+        "said": "a sentence",
+        "healthy": healthy,
         "first": first and {"change": first, "gain": gain, "forecast_from": "measured"},
-        "remedies": [], "commit": "abc1234", **other,
-    }  # fmt: skip
+        "remedies": [],
+        "commit": "abc1234",
+        **other,
+    }
 
 
 def natural(
@@ -81,20 +133,41 @@ def natural(
 ) -> Row:
     """What each change of a run gained, or why it was refused."""
     told: list[Row] = [
-        {"change": change, "refused": gain} if isinstance(gain, str) else
-        {"change": change, "gain": {"low": gain - 0.01, "value": gain, "high": gain + 0.01, "n": 6}}
+        {"change": change, "refused": gain}
+        if isinstance(gain, str)
+        else {
+            "change": change,
+            "gain": {"low": gain - 0.01, "value": gain, "high": gain + 0.01, "n": 6},
+        }
         for change, gain in measured
-    ]  # fmt: skip
-    return {"id": name, "device": "cuda", "hardware": "NVIDIA H100", "date": "2026-11-25",
-            "before_s": 0.1, "steps": 54, "measured": told, "first_change": first,
-            "said": "abc1234", **other}  # fmt: skip
+    ]
+    return {
+        "id": name,
+        "device": "cuda",
+        "hardware": "NVIDIA H100",
+        "date": "2026-11-25",
+        "before_s": 0.1,
+        "steps": 54,
+        "measured": told,
+        "first_change": first,
+        "said": "abc1234",
+        **other,
+    }
 
 
 def trial(equality: str, verdict: str, *, for_loss: bool = False, **other: Any) -> Row:
-    return {"workload": "small", "hardware": "NVIDIA H100", "change": COMPILE,
-            "equality": equality, "verdict": verdict, "for_loss": for_loss,
-            "ratio": {"low": 1.0, "value": 1.1, "high": 1.2, "n": 6}, "nats": None, "steps": 0,
-            **other}  # fmt: skip
+    return {
+        "workload": "small",
+        "hardware": "NVIDIA H100",
+        "change": COMPILE,
+        "equality": equality,
+        "verdict": verdict,
+        "for_loss": for_loss,
+        "ratio": {"low": 1.0, "value": 1.1, "high": 1.2, "n": 6},
+        "nats": None,
+        "steps": 0,
+        **other,
+    }
 
 
 def all_topics() -> Topics:

@@ -65,14 +65,22 @@ def cut(file: Path) -> None:
 def rank(number: int | None, name: str) -> None:
     """Write a trace of one rank: some kernels, and what launched them."""
     events = [
-        {"ph": "X", "cat": cat, "name": what, "pid": pid, "tid": 7, "ts": ts, "dur": 50.0,
-         "args": {"correlation": at}}
+        {
+            "ph": "X",
+            "cat": cat,
+            "name": what,
+            "pid": pid,
+            "tid": 7,
+            "ts": ts,
+            "dur": 50.0,
+            "args": {"correlation": at},
+        }
         for at in range(1, 9)
         for cat, what, pid, ts in (
             ("cuda_runtime", "cudaLaunchKernel", 0, 100.0 * at),
             ("kernel", "gemm", 1, 100.0 * at + 20),
         )
-    ]  # fmt: skip
+    ]
     told = {} if number is None else {"distributedInfo": {"rank": number, "world_size": 2}}
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text(json.dumps({"traceEvents": events, **told}))
@@ -120,16 +128,22 @@ RUNS = {
         "doctor demo", rewritten("report.json", lambda r: r.update(format=9)), whole=True
     ),
     "doctor/run:check_report#2": Case(
-        "doctor demo", rewritten("report.json", lambda r: r["phase_s"].update(input=None)),
+        "doctor demo",
+        rewritten("report.json", lambda r: r["phase_s"].update(input=None)),
         whole=True,
     ),
     "doctor/run:check_report#3": Case(
-        "doctor demo", rewritten("report.json", lambda r: r["phase_s"].update(forward=-3.0)),
+        "doctor demo",
+        rewritten("report.json", lambda r: r["phase_s"].update(forward=-3.0)),
         whole=True,
     ),
-    "doctor/run:_numbers#1": Case("doctor loop.json", watched_and(
-        lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | {"rows": [3]}))
-    ), does=SAVES),
+    "doctor/run:_numbers#1": Case(
+        "doctor loop.json",
+        watched_and(
+            lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | {"rows": [3]}))
+        ),
+        does=SAVES,
+    ),
     "doctor/run:_numbers#2": Case(
         "doctor demo", rewritten("metrics.jsonl", lambda row: row.update(loss="low")), whole=True
     ),
@@ -147,7 +161,7 @@ RUNS = {
         "doctor demo", spoiled("metrics.jsonl", '{"step": 1\n{}\n'), whole=True
     ),
     "train/run_folder:RunFolder.read#1": Case("doctor demo", a_folder("report.json"), whole=True),
-}  # fmt: skip
+}
 """Files of a run."""
 LOOPS = {
     "doctor/run:read_watched#1": Case("doctor loop.json", watched_and(cut), does=SAVES),

@@ -18,8 +18,16 @@ from headrace.cli.app import app
 
 SHELL = re.compile(r"(mv|rm|cp|cat|ln|ls|sed|chmod|iconv|gzip) \S")
 AND_KEY = re.compile(r", and [a-z_]+\.[a-z_.]+=\S+$")
-USAGE = ("no key", "is not an override", "nput should be", "is not one of", "No such option",
-         "Missing argument", "no such verb", "needs a value")  # fmt: skip
+USAGE = (
+    "no key",
+    "is not an override",
+    "nput should be",
+    "is not one of",
+    "No such option",
+    "Missing argument",
+    "no such verb",
+    "needs a value",
+)
 
 
 @dataclass(frozen=True)
@@ -97,9 +105,12 @@ def after(argv: list[str], words: list[str]) -> list[str]:
             found += ["--without", word]
         elif last == "--with":
             if "--without" in found:  # it is asked for now
-                found = [w for n, w in enumerate(found)
-                         if (w, *found[n + 1 : n + 2]) != ("--without", word)
-                         and (*found[n - 1 : n], w) != ("--without", word)]  # fmt: skip
+                found = [
+                    w
+                    for n, w in enumerate(found)
+                    if (w, *found[n + 1 : n + 2]) != ("--without", word)
+                    and (*found[n - 1 : n], w) != ("--without", word)
+                ]
             found += ["--with", word]
         elif last.startswith("--"):
             if last in found:

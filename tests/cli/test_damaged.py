@@ -63,11 +63,14 @@ def test_a_damaged_report_is_named_and_written_anew(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("phase_s", {"input": "x"}), ("message", None), ("val", [None]),
+        ("phase_s", {"input": "x"}),
+        ("message", None),
+        ("val", [None]),
         ("peak_memory_bytes", {"method": "tracker", "reserved": 0, "predicted": 0}),
-        ("memory_lines", [{}]), ("signals", "x"),
+        ("memory_lines", [{}]),
+        ("signals", "x"),
     ],
-)  # fmt: skip
+)
 def test_a_value_of_another_kind_is_told(key: str, value: Any, run: Path, call: Call) -> None:
     rewritten(run / "report.json", lambda report: report.update({key: value}))
     told = call("doctor", str(run), code=1)
@@ -85,10 +88,13 @@ def test_numbers_beyond_any_float_are_none(run: Path, call: Call) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "shown"),
     [
-        ("step_s", None, "None"), ("input_s", [], "[]"), ("loss", "3.5", "'3.5'"),
-        ("step_s", 10**400, f"1{WHOLE}"[:40]), ("session", {}, "{}"),
+        ("step_s", None, "None"),
+        ("input_s", [], "[]"),
+        ("loss", "3.5", "'3.5'"),
+        ("step_s", 10**400, f"1{WHOLE}"[:40]),
+        ("session", {}, "{}"),
     ],
-)  # fmt: skip
+)
 def test_a_row_with_no_number_is_named(
     key: str, value: Any, shown: str, run: Path, call: Call
 ) -> None:
@@ -134,8 +140,14 @@ def test_a_damaged_plan_of_a_run_is_named(run: Path, call: Call) -> None:
 
 
 def test_a_finding_that_changes_nothing_is_damaged(run: Path, call: Call) -> None:
-    remedy = {"change": [""], "what": "", "gain": None, "memory_bytes": 0, "costs": "",
-              "equality": "exact"}  # fmt: skip
+    remedy = {
+        "change": [""],
+        "what": "",
+        "gain": None,
+        "memory_bytes": 0,
+        "costs": "",
+        "equality": "exact",
+    }
     for wrong in ({}, {"change": ["+lora"], "equality": "else"}):
         finding = {"sentence": "", "remedies": [remedy | wrong]}
         (run / "findings.json").write_text(json.dumps([finding]))
@@ -158,10 +170,12 @@ def test_what_is_empty_is_no_trace(tmp_path: Path, call: Call) -> None:
 @pytest.mark.parametrize(
     "saved",
     [
-        [{"watched": True}], {"watched": True}, {"watched": True, "rows": 3},
+        [{"watched": True}],
+        {"watched": True},
+        {"watched": True, "rows": 3},
         {"watched": True, "rows": [{"step_s": "x"}]},
     ],
-)  # fmt: skip
+)
 def test_a_damaged_watch_is_saved_again(saved: Any, tmp_path: Path, call: Call) -> None:
     file = tmp_path / "watched.json"
     file.write_text(json.dumps(saved))

@@ -14,10 +14,17 @@ from headrace.plan.gentler import gentler, usual_rate
 from headrace.plan.plan import Plan
 
 TINY = (
-    "model={dim = 64, layers = 2, heads = 2}", "data.sequence_length=64", "data.vocab=512",
-    "batch.tokens=512", "goal.steps=30", "schedule.steps=30", "eval={every_steps = 10}",
-    "checkpoint.every_steps=0", "guard=false", "optimizer.lr=4e-3",
-)  # fmt: skip
+    "model={dim = 64, layers = 2, heads = 2}",
+    "data.sequence_length=64",
+    "data.vocab=512",
+    "batch.tokens=512",
+    "goal.steps=30",
+    "schedule.steps=30",
+    "eval={every_steps = 10}",
+    "checkpoint.every_steps=0",
+    "guard=false",
+    "optimizer.lr=4e-3",
+)
 WILD: dict[str, tuple[str, ...]] = {
     "a rate 1,000 times too high, with warmup": ("optimizer.lr=4", "schedule.warmup_steps=3"),
     "the same in a warmup of the whole run": ("optimizer.lr=4", "schedule.warmup_steps=30"),
@@ -34,9 +41,12 @@ QUICK = "the same in a warmup of the whole run"
 
 
 @pytest.mark.parametrize(
-    "wild", [pytest.param(keys, marks=[pytest.mark.slow] * (name != QUICK), id=name)
-             for name, keys in WILD.items()],
-)  # fmt: skip
+    "wild",
+    [
+        pytest.param(keys, marks=[pytest.mark.slow] * (name != QUICK), id=name)
+        for name, keys in WILD.items()
+    ],
+)
 def test_the_printed_remedy_learns(
     wild: tuple[str, ...], plan_file: Path, tmp_path: Path, zygote: Any
 ) -> None:
@@ -83,15 +93,18 @@ def test_given_weights_that_are_no_numbers_are_named(
     [
         (["optimizer.lr=1e6"], ["optimizer.lr=0.001", "schedule.warmup_steps=10"]),
         (["optimizer.lr=3e-4"], ["optimizer.lr=3e-05", "schedule.warmup_steps=10"]),
-        (["optimizer.lr=1", "model.dim=1024", "schedule.warmup_steps=5"],
-         ["optimizer.lr=0.00025"]),
+        (["optimizer.lr=1", "model.dim=1024", "schedule.warmup_steps=5"], ["optimizer.lr=0.00025"]),
         (["optimizer.weight_decay=1e6", "schedule.warmup_steps=5"], ["optimizer.weight_decay=0.1"]),
-        (["optimizer.betas=[0.5,0.1]", "schedule.warmup_steps=60"],
-         ["optimizer.betas=[0.9,0.95]", "schedule.warmup_steps=10"]),
-        (["optimizer.lr=1", "model.pretrained=there"],
-         ["optimizer.lr=0.0001", "schedule.warmup_steps=10"]),
+        (
+            ["optimizer.betas=[0.5,0.1]", "schedule.warmup_steps=60"],
+            ["optimizer.betas=[0.9,0.95]", "schedule.warmup_steps=10"],
+        ),
+        (
+            ["optimizer.lr=1", "model.pretrained=there"],
+            ["optimizer.lr=0.0001", "schedule.warmup_steps=10"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_all_that_is_far_off_is_mended_at_once(keys: list[str], learns: list[str]) -> None:
     plan = Plan.read("", catalogue(), overrides=["goal.steps=100", *keys])
     assert [*gentler(plan)] == learns

@@ -139,16 +139,22 @@ def test_a_document_of_failure_has_the_exit_code(verb: str, call: Call) -> None:
 @pytest.mark.parametrize("verb", ["tune", "ablate"])
 @pytest.mark.usefixtures("quick")
 def test_what_measures_and_is_interrupted_prints_one_document(
-    verb: str, name: str, code: int, call: Call, tiny_demo: list[str], tmp_path: Path,
+    verb: str,
+    name: str,
+    code: int,
+    call: Call,
+    tiny_demo: list[str],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     def interrupted(*given: Any, **how: Any) -> None:
         os.kill(os.getpid(), getattr(signal, name))
 
     for room in (ablate, command):
         monkeypatch.setattr(room, "measure_with", lambda worker: interrupted)
-    document = call(*words(verb, VERBS[verb], tiny_demo, tmp_path), f"name={verb}-{name}",
-                    code=code)  # fmt: skip
+    document = call(
+        *words(verb, VERBS[verb], tiny_demo, tmp_path), f"name={verb}-{name}", code=code
+    )
     assert document["exit_code"] == code
     assert document.get("interrupted") or document["error"].startswith("interrupted")
 
@@ -171,8 +177,10 @@ def test_numbers_that_are_none_are_null(capsys: pytest.CaptureFixture[str]) -> N
 
     show_json({"loss": float("nan"), "rates": [float("inf")]})
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
-        "loss": None, "rates": [None], "exit_code": 0
-    }  # fmt: skip
+        "loss": None,
+        "rates": [None],
+        "exit_code": 0,
+    }
 
 
 @pytest.mark.slow
@@ -198,9 +206,11 @@ def test_the_runner_of_tests_sees_both_outputs() -> None:
 
 @pytest.mark.parametrize("argv", [("eval", RUN), ("list",), ("eval", "nothing-here")])
 def test_a_reader_that_is_gone_is_no_traceback(
-    argv: tuple[str, ...], workshop: Path, monkeypatch: pytest.MonkeyPatch,
+    argv: tuple[str, ...],
+    workshop: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """As under `headrace ... --json | head -0`."""
     monkeypatch.chdir(workshop)
     reader, writer = os.pipe()

@@ -101,11 +101,14 @@ def test_validation_that_is_trained_on_is_told(invoke: Run, tmp_path: Path, shar
     ]
 
 
-@pytest.mark.parametrize(("copied", "line"), [
-    (100, "ALL validation lines of 32 or more characters are trained on, too"),
-    (40, "40.0% of the validation lines of 32 or more characters are trained on, too"),
-    (10, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("copied", "line"),
+    [
+        (100, "ALL validation lines of 32 or more characters are trained on, too"),
+        (40, "40.0% of the validation lines of 32 or more characters are trained on, too"),
+        (10, ""),
+    ],
+)
 def test_lines_of_other_documents_are_compared(
     invoke: Run, tmp_path: Path, copied: int, line: str
 ) -> None:

@@ -72,9 +72,11 @@ def test_an_evaluation_compiles_again_without_gradients(
 
 @pytest.mark.parametrize("fullgraph", ["true", "false"])
 def test_a_planted_break_is_named(
-    fullgraph: str, call: Callable[..., Any], tiny_demo: list[str],
+    fullgraph: str,
+    call: Callable[..., Any],
+    tiny_demo: list[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """By its file, its line, its cause and torch's hint; every one, though fullgraph forbids it."""
     plant(monkeypatch, Breaking)
     knob = f"techniques.torch_compile.fullgraph={fullgraph}"
@@ -89,9 +91,11 @@ def test_a_planted_break_is_named(
 
 
 def test_a_planted_recompile_is_told_to_a_person(
-    say: Callable[..., tuple[str, str]], call: Callable[..., Any], tiny_demo: list[str],
+    say: Callable[..., tuple[str, str]],
+    call: Callable[..., Any],
+    tiny_demo: list[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     plant(monkeypatch, Counting)
     asked = ("explain", *tiny_demo, *COMPILED, "--graph")
     again = [r for r in call(*asked)["recompiles"] if r["when"] == "step 2"]

@@ -34,13 +34,23 @@ def utf_8_json(raw: bytes) -> Any:
 
 
 def test_a_run_tells_what_was_left_out(notes: Path, tiny_demo: list[str], tmp_path: Path) -> None:
-    own = [*tiny_demo, "data.sources=notes", f"data.directory={tmp_path / 'prepared'}",
-           "goal.steps=2", "guard=false", f"directory={tmp_path / 'runs'}"]  # fmt: skip
+    own = [
+        *tiny_demo,
+        "data.sources=notes",
+        f"data.directory={tmp_path / 'prepared'}",
+        "goal.steps=2",
+        "guard=false",
+        f"directory={tmp_path / 'runs'}",
+    ]
     line = "left out: 1 file of a kind that is not read (notes/\\xff<i>.png)"
-    expected = [{
-        "reason": "ending", "count": 1, "examples": ["notes/\\xff<i>.png"],
-        "words": "file of a kind that is not read",
-    }]  # fmt: skip
+    expected = [
+        {
+            "reason": "ending",
+            "count": 1,
+            "examples": ["notes/\\xff<i>.png"],
+            "words": "file of a kind that is not read",
+        }
+    ]
     ended = CliRunner().invoke(app, ["data", "ingest", *own])
     assert ended.exit_code == 0 and line in ended.stderr, ended.output
     ended = CliRunner().invoke(app, ["data", "ingest", *own, "--json"])

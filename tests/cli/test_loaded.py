@@ -37,9 +37,13 @@ finally:
 def loaded(*argv: str, cwd: Path) -> dict[str, list[str]]:
     """Run a command, and return the modules that it had loaded at its first step and its end."""
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *argv], cwd=cwd, env=os.environ, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", PROGRAM, *argv],
+        cwd=cwd,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.rpartition("loaded")[2])
 

@@ -43,9 +43,11 @@ def metaspace(file: Path) -> Path:
 
 @pytest.fixture(scope="module", params=["probe", "text"])
 def lossy(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
-    workshop: Path, tiny_demo: list[str],
-) -> tuple[Path, list[str], str]:  # fmt: skip
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    workshop: Path,
+    tiny_demo: list[str],
+) -> tuple[Path, list[str], str]:
     """A trained run, its words, and what is told of its tokenizer."""
     folder = tmp_path_factory.mktemp("lossy")
     file, lost = folder / "tokenizer.json", "e\u0301" if request.param == "probe" else "\u2581"
@@ -61,9 +63,12 @@ def lossy(
     for number in range(8):
         (text / f"{number}.txt").write_text(f"caf{lost} {number} a mill\n" * 40)
     words = [
-        *tiny_demo, f"data.sources={text}", f"data.tokenizer={file}",
-        f"data.directory={folder / 'shards'}", "name=lossy",
-    ]  # fmt: skip
+        *tiny_demo,
+        f"data.sources={text}",
+        f"data.tokenizer={file}",
+        f"data.directory={folder / 'shards'}",
+        "name=lossy",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         refused = spoken("train", *words, code=2)

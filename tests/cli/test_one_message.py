@@ -34,9 +34,13 @@ def ranks(zygote: Any, agent: TCPStore, tmp_path: Path) -> Any:
 
     def run(*argv: str) -> list[Any]:
         agent.delete_key("headrace/told")  # as a store of its own
-        shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1",
-                  "MASTER_PORT": str(agent.port), "WORLD_SIZE": "2",
-                  "TORCHELASTIC_RUN_ID": "one"}  # fmt: skip
+        shared = {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(agent.port),
+            "WORLD_SIZE": "2",
+            "TORCHELASTIC_RUN_ID": "one",
+        }
         worlds = [{**shared, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(2)]
         return [c.wait() for c in [zygote.start(tmp_path, *argv, env=env) for env in worlds]]
 
@@ -77,10 +81,13 @@ def test_an_error_that_one_rank_alone_has_is_told(
     """Even by a rank that is not the first; whoever comes later is silent."""
     agent.delete_key("headrace/told")
     for name, value in {
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "RANK": "1",
-        "MASTER_PORT": str(agent.port), "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "RANK": "1",
+        "MASTER_PORT": str(agent.port),
+        "WORLD_SIZE": "2",
         "TORCHELASTIC_RUN_ID": "one",
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setenv(name, value)
     for expected in (1, 0):
         with pytest.raises(typer.Exit), exit_codes(as_json=True, together=True):
@@ -168,9 +175,14 @@ def test_a_second_ctrl_c_changes_no_message(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(
     ("number", "as_json"),
-    [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False),
-     (signal.SIGHUP, True), (signal.SIGUSR1, False)],
-)  # fmt: skip
+    [
+        (signal.SIGINT, False),
+        (signal.SIGINT, True),
+        (signal.SIGTERM, False),
+        (signal.SIGHUP, True),
+        (signal.SIGUSR1, False),
+    ],
+)
 def test_a_signal_during_imports_is_one_message(
     number: signal.Signals, as_json: bool, tmp_path: Path
 ) -> None:

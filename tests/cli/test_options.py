@@ -175,10 +175,18 @@ def test_a_second_export_is_led_to_a_folder_of_its_own(call: Call, tmp_path: Pat
 
 def test_every_number_that_an_option_takes_is_looked_at() -> None:
     assert {*numbers()} == {
-        "sample tokens", "sample temperature", "sample top_k", "sample top_p", "sample seed",
-        "eval tokens", "probe seconds", "tune seeds", "tune minutes", "ablate minutes",
+        "sample tokens",
+        "sample temperature",
+        "sample top_k",
+        "sample top_p",
+        "sample seed",
+        "eval tokens",
+        "probe seconds",
+        "tune seeds",
+        "tune minutes",
+        "ablate minutes",
         "ablate loss_steps",
-    }  # fmt: skip
+    }
 
 
 ARRIVES = [
@@ -221,9 +229,15 @@ class ArrivedError(HeadraceError):
 
 @pytest.mark.parametrize(("words", "called", "option", "name", "value"), ARRIVES)
 def test_the_value_of_an_option_arrives(
-    words: str, called: str, option: str, name: str, value: Any, call: Call,
-    tiny_demo: list[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    words: str,
+    called: str,
+    option: str,
+    name: str,
+    value: Any,
+    call: Call,
+    tiny_demo: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whatever the default is: what is typed is another value."""
     seen: dict[str, Any] = {}
 

@@ -12,12 +12,22 @@ from headrace.data.sources import read_documents
 from headrace.plan.plan import Plan
 
 WRONG = (
-    ("mdel.dim=32",), ("optimiser.lr=0.1",), ("model.dim=-3",), ("model.norm=rms",),
-    ("optimizer.weight_decay=1e300",), ("batch.tokens=0",), ("data.workers=99999",),
-    ("name=two words",), ("schedule.kind=cos",), ("data.vocab=3",), ("goal.minutes=-1",),
-    ("techniques.muon.lr=5",), ("techniques.lora.rank=0",),
-    ("techniques.mixture_of_experts.expert_ffn=9223372036854775807",), ("mesh.data=0",),
-)  # fmt: skip
+    ("mdel.dim=32",),
+    ("optimiser.lr=0.1",),
+    ("model.dim=-3",),
+    ("model.norm=rms",),
+    ("optimizer.weight_decay=1e300",),
+    ("batch.tokens=0",),
+    ("data.workers=99999",),
+    ("name=two words",),
+    ("schedule.kind=cos",),
+    ("data.vocab=3",),
+    ("goal.minutes=-1",),
+    ("techniques.muon.lr=5",),
+    ("techniques.lora.rank=0",),
+    ("techniques.mixture_of_experts.expert_ffn=9223372036854775807",),
+    ("mesh.data=0",),
+)
 
 
 def outcome(*overrides: str) -> str:

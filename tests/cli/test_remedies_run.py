@@ -128,8 +128,12 @@ def without_remedy(call: ast.Call) -> bool:
 
 def test_an_empty_remedy_is_seen() -> None:
     for text, bare in (
-        ("E('a')", True), ("E('a', '')", True), ("E('a', 'b' if c else '')", True),
-        ("E('a', 'b')", False), ("E('a', remedy='b')", False), ("E(*both)", False),
-    ):  # fmt: skip
+        ("E('a')", True),
+        ("E('a', '')", True),
+        ("E('a', 'b' if c else '')", True),
+        ("E('a', 'b')", False),
+        ("E('a', remedy='b')", False),
+        ("E(*both)", False),
+    ):
         call = ast.parse(text, mode="eval").body
         assert isinstance(call, ast.Call) and without_remedy(call) is bare, text

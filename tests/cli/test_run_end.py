@@ -60,9 +60,12 @@ def broken(*args: Any, **kwargs: Any) -> Any:
     [("advise", "findings"), ("closing_verdict", "findings"), ("sample_of", "sample")],
 )
 def test_what_cannot_be_made_is_told_and_the_rest_is_there(
-    ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    name: str, what: str,
-) -> None:  # fmt: skip
+    ended: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    what: str,
+) -> None:
     (ended / "report.html").unlink()
     monkeypatch.setattr(ending, name, broken)
     report = conclude(ended).report
@@ -79,8 +82,14 @@ def test_the_end_is_told_with_the_runs_own_numbers(ended: Path) -> None:
     """Each of another size, so that none can stand in the place of another."""
     report = json.loads((ended / "report.json").read_text()) | {"not_made": {}}
     last = report["val"][-1] | {"bits_per_byte": 1.234, "share": 0.25}
-    goal = report["goal"] | {"step": 3, "tokens": 77, "wall_s": 11.0, "ended_by": "steps",
-                             "asked": {"bits_per_byte": 0.9}, "reached": False}  # fmt: skip
+    goal = report["goal"] | {
+        "step": 3,
+        "tokens": 77,
+        "wall_s": 11.0,
+        "ended_by": "steps",
+        "asked": {"bits_per_byte": 0.9},
+        "reached": False,
+    }
     report |= {"val": [last], "goal": goal, "tokens": 41_000, "wall_s": 700.0}
     told = words(ended, report | {"steady_tokens_per_s": 5_300.0}, own_text=True)
     assert "budget spent (steps): 1.234 bits per byte over 25.0% of the validation text" in told
@@ -93,9 +102,13 @@ def test_the_end_is_told_with_the_runs_own_numbers(ended: Path) -> None:
 @pytest.mark.parametrize("shut", [False, True])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_messages_that_nobody_takes_fail_no_run(
-    workshop: Path, tiny_demo: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    as_json: bool, shut: bool,
-) -> None:  # fmt: skip
+    workshop: Path,
+    tiny_demo: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    as_json: bool,
+    shut: bool,
+) -> None:
     """As under `2> log` on a disk that is full, or where standard error is shut."""
     monkeypatch.chdir(tmp_path)
     taken: Any = open("/dev/full", "w")  # noqa: SIM115 - it cannot be flushed, and so not closed
@@ -129,9 +142,13 @@ def signalled(number: signal.Signals) -> Callable[..., Any]:
     [("advise", {"findings", "sample", "page"}), ("sample_of", {"sample", "page"})],
 )
 def test_a_signal_while_it_is_made_leaves_out_the_rest(
-    ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    name: str, left_out: set[str], number: signal.Signals,
-) -> None:  # fmt: skip
+    ended: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    left_out: set[str],
+    number: signal.Signals,
+) -> None:
     monkeypatch.setattr(ending, name, signalled(number))
     with Closing() as closing:
         closing.begin()
@@ -197,8 +214,9 @@ def test_a_page_that_cannot_be_drawn_fails_no_run(
     assert report == json.loads((ended / "report.json").read_text())
     told = words(ended, report, own_text=True)
     assert "report.json" in told and "diverged" not in told
-    lost = outcome_of([{"loss_nats": 64.0, "step": 9}], 5.0, 64.0, step=9, vocab=300,
-                      ended_wild=False)  # fmt: skip
+    lost = outcome_of(
+        [{"loss_nats": 64.0, "step": 9}], 5.0, 64.0, step=9, vocab=300, ended_wild=False
+    )
     report["outcome"] = lost.to_dict()
     assert (
         words(ended, report, own_text=True)

@@ -40,9 +40,12 @@ def test_json_stays_one_document(
 
 
 def test_the_doctor_of_a_run_measures_and_its_closing_words_do_not(
-    call: Callable[..., Any], tiny_demo: list[str], new_user: Path, quick_probe: None,
+    call: Callable[..., Any],
+    tiny_demo: list[str],
+    new_user: Path,
+    quick_probe: None,
     workshop: Path,
-) -> None:  # fmt: skip
+) -> None:
     call("train", *tiny_demo, *LONGER, "name=closing")
     assert probes.cached(CPU) is None
     call("doctor", "closing")

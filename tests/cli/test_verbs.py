@@ -24,18 +24,40 @@ from headrace.report.compare import compare_reports
 from headrace.train import train as trainer
 
 REPORT_KEYS = {
-    "goal", "tokens", "wall_s", "steady_tokens_per_s", "model_flops_utilization",
-    "peak_memory_bytes", "phase_s", "wasted_token_fraction", "val", "dollars", "restarts",
-    "skipped_steps", "techniques", "stream_sha256", "seed", "narrowest", "sample",
-}  # fmt: skip
+    "goal",
+    "tokens",
+    "wall_s",
+    "steady_tokens_per_s",
+    "model_flops_utilization",
+    "peak_memory_bytes",
+    "phase_s",
+    "wasted_token_fraction",
+    "val",
+    "dollars",
+    "restarts",
+    "skipped_steps",
+    "techniques",
+    "stream_sha256",
+    "seed",
+    "narrowest",
+    "sample",
+}
 
 
 def test_train_prints_its_report(call: Callable[..., Any], tiny_demo: list[str]) -> None:
     told = call("train", *tiny_demo, "name=twin")
     assert set(told) >= REPORT_KEYS
     assert told["steps"] == 6 and told["goal"]["ended_by"] == "steps"
-    assert {"input", "forward", "backward", "optimizer", "communication_exposed", "checkpoint",
-            "eval", "compile"} == set(told["phase_s"])  # fmt: skip
+    assert {
+        "input",
+        "forward",
+        "backward",
+        "optimizer",
+        "communication_exposed",
+        "checkpoint",
+        "eval",
+        "compile",
+    } == set(told["phase_s"])
     assert {"allocated", "reserved", "predicted"} <= set(told["peak_memory_bytes"])
     first = call("doctor", "demo")
     assert first[0]["bottleneck"] and told["narrowest"]["station"]
@@ -59,8 +81,16 @@ def test_train_tells_a_person_what_to_do_next(
 
 def test_a_run_leaves_its_files(workshop: Path) -> None:
     left = {p.name for p in (workshop / "runs" / "demo").iterdir()}
-    assert {"plan.toml", "environment.json", "metrics.jsonl", "findings.json", "report.json",
-            "report.html", "tokenizer.json", "checkpoints"} <= left  # fmt: skip
+    assert {
+        "plan.toml",
+        "environment.json",
+        "metrics.jsonl",
+        "findings.json",
+        "report.json",
+        "report.html",
+        "tokenizer.json",
+        "checkpoints",
+    } <= left
     rows = (workshop / "runs" / "demo" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
 
@@ -80,8 +110,13 @@ def test_eval_repeats_the_reports_loss(call: Callable[..., Any], workshop: Path)
     assert told["tokens"] == pytest.approx(whole["tokens"] * told["share"])
     assert told["bits_per_byte"] == pytest.approx(best["bits_per_byte"], rel=1e-6)
     assert set(told) - {"exit_code"} == {
-        "run", "loss_nats", "bits_per_byte", "tokens", "bytes", "share"
-    }  # fmt: skip
+        "run",
+        "loss_nats",
+        "bits_per_byte",
+        "tokens",
+        "bytes",
+        "share",
+    }
 
 
 def test_sample_is_the_same_for_the_same_seed(call: Callable[..., Any]) -> None:
@@ -265,9 +300,13 @@ PLAN_MISTAKES = [
 
 @pytest.mark.parametrize(("override", "found", "works"), PLAN_MISTAKES)
 def test_a_wrong_plan_is_one_message_and_2(
-    override: str, found: str, works: str, call: Callable[..., Any],
-    say: Callable[..., tuple[str, str]], tiny_demo: list[str],
-) -> None:  # fmt: skip
+    override: str,
+    found: str,
+    works: str,
+    call: Callable[..., Any],
+    say: Callable[..., tuple[str, str]],
+    tiny_demo: list[str],
+) -> None:
     told = call("train", *tiny_demo, override, code=2)
     assert told["exit_code"] == 2 and found in told["error"]
     assert works in told["error"] + told["remedy"]
@@ -292,9 +331,12 @@ USAGE_MISTAKES = [
 
 @pytest.mark.parametrize(("argv", "found", "works"), USAGE_MISTAKES)
 def test_a_wrong_command_line_is_one_message_and_2(
-    argv: tuple[str, ...], found: str, works: str,
-    call: Callable[..., Any], say: Callable[..., tuple[str, str]],
-) -> None:  # fmt: skip
+    argv: tuple[str, ...],
+    found: str,
+    works: str,
+    call: Callable[..., Any],
+    say: Callable[..., tuple[str, str]],
+) -> None:
     """As JSON with --json, and else in the words of typer."""
     told = call(*argv, code=2)
     assert set(told) == {"error", "remedy", "exit_code"} and told["exit_code"] == 2
@@ -306,10 +348,12 @@ def test_a_wrong_command_line_is_one_message_and_2(
 @pytest.mark.parametrize(
     "argv",
     [
-        ("plan", "demo", "--after"), ("plan", "demo", "--with"), ("export", "demo", "--to"),
+        ("plan", "demo", "--after"),
+        ("plan", "demo", "--with"),
+        ("export", "demo", "--to"),
         ("sample", "demo", "--prompt"),
     ],
-)  # fmt: skip
+)
 def test_json_is_no_options_value(argv: tuple[str, ...], call: Callable[..., Any]) -> None:
     told = call(*argv, code=2)
     assert told["error"] == f"{argv[-1]} needs a value, and --json is none"

@@ -73,9 +73,17 @@ def test_edits_leave_the_ledger_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (-2048, "-2.0 KiB"), (5 * 2**20, "5.0 MiB"),
-     (3 * 2**30, "3.0 GiB"), (7 * 2**40, "7.0 TiB"), (5000 * 2**40, "5000.0 TiB")],
-)  # fmt: skip
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (-2048, "-2.0 KiB"),
+        (5 * 2**20, "5.0 MiB"),
+        (3 * 2**30, "3.0 GiB"),
+        (7 * 2**40, "7.0 TiB"),
+        (5000 * 2**40, "5000.0 TiB"),
+    ],
+)
 def test_bytes(count: float, text: str) -> None:
     assert format_bytes(count) == text
 
@@ -90,9 +98,15 @@ def test_counts(count: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0123, "12.3 ms"), (1, "1.0 s"), (119.9, "119.9 s"), (120, "2 min"), (3725, "62 min"),
-     (7260, "2 h 01 min")],
-)  # fmt: skip
+    [
+        (0.0123, "12.3 ms"),
+        (1, "1.0 s"),
+        (119.9, "119.9 s"),
+        (120, "2 min"),
+        (3725, "62 min"),
+        (7260, "2 h 01 min"),
+    ],
+)
 def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
@@ -116,17 +130,32 @@ def test_nearest() -> None:
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(HeadraceError("x"), 1), (RunError("x"), 1), (ConfigError("x"), 2), (UnsupportedError("x"), 3),
-     (Stopped("x", "", 75), 75)],
-)  # fmt: skip
+    [
+        (HeadraceError("x"), 1),
+        (RunError("x"), 1),
+        (ConfigError("x"), 2),
+        (UnsupportedError("x"), 3),
+        (Stopped("x", "", 75), 75),
+    ],
+)
 def test_errors_have_their_exit_code(error: HeadraceError, code: int) -> None:
     assert error.exit_code == code and str(error) == "x"
     assert str(ConfigError("wrong", "right")) == "wrong\n  try: right"
 
 
 def test_stages_stand_in_the_order_of_the_design() -> None:
-    after = [Stage.MODEL, Stage.LINEAR, Stage.TENSOR, Stage.FREEZE, Stage.CHECKPOINT,
-             Stage.COMPILE, Stage.GATE, Stage.MATERIALIZE, Stage.OPTIMIZER, Stage.STEP]  # fmt: skip
+    after = [
+        Stage.MODEL,
+        Stage.LINEAR,
+        Stage.TENSOR,
+        Stage.FREEZE,
+        Stage.CHECKPOINT,
+        Stage.COMPILE,
+        Stage.GATE,
+        Stage.MATERIALIZE,
+        Stage.OPTIMIZER,
+        Stage.STEP,
+    ]
     assert after == sorted(after) and min(Stage) == Stage.DESIGN
 
 

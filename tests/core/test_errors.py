@@ -36,13 +36,18 @@ def test_a_full_gpu_is_told_with_what_lay_free_in_pieces(pools: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "free", "pieces", "would_fit"),
     [
-        ("12.28 GiB", "8.32 GiB", "11.60 GiB", True), ("8.00 GiB", "343.06 MiB", "7.67 GiB", True),
-        ("1.00 GiB", "24.00 MiB", "1000 MiB", True), ("1.00 GiB", "23.00 MiB", "1000 MiB", False),
-        ("2.00 MiB", "1.00 MiB", "1024 KiB", True), ("2.00 MiB", "1.00 MiB", "1023 KiB", False),
-        ("1.00 KiB", "0 bytes", "1024 bytes", True), ("1.00 KiB", "0 bytes", "1023 bytes", False),
-        ("1.00 GiB", "0 bytes", "9 parsecs", False), ("1.00 GiB", "2.00 GiB", "9.00 GiB", False),
+        ("12.28 GiB", "8.32 GiB", "11.60 GiB", True),
+        ("8.00 GiB", "343.06 MiB", "7.67 GiB", True),
+        ("1.00 GiB", "24.00 MiB", "1000 MiB", True),
+        ("1.00 GiB", "23.00 MiB", "1000 MiB", False),
+        ("2.00 MiB", "1.00 MiB", "1024 KiB", True),
+        ("2.00 MiB", "1.00 MiB", "1023 KiB", False),
+        ("1.00 KiB", "0 bytes", "1024 bytes", True),
+        ("1.00 KiB", "0 bytes", "1023 bytes", False),
+        ("1.00 GiB", "0 bytes", "9 parsecs", False),
+        ("1.00 GiB", "2.00 GiB", "9.00 GiB", False),
     ],
-)  # fmt: skip
+)
 def test_segments_that_grow_are_a_remedy_where_pieces_and_what_is_left_would_do(
     asked: str, free: str, pieces: str, would_fit: bool
 ) -> None:

@@ -80,8 +80,12 @@ def test_every_place_says_first_that_a_run_diverged(
 
 def test_a_run_that_ended_on_no_number_diverged(train: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(Diverged):
-        train("optimizer.lr=1e18", "optimizer.clip_norm=0", "eval.every_steps=1000",
-              "schedule.kind=constant")  # fmt: skip
+        train(
+            "optimizer.lr=1e18",
+            "optimizer.clip_norm=0",
+            "eval.every_steps=1000",
+            "schedule.kind=constant",
+        )
     run = tmp_path / "runs" / "tiny"
     assert json.loads((run / "report.json").read_text())["outcome"]["kind"] == "not finite"
     assert verdict(read_run(run).report).badge == "Diverged"

@@ -58,8 +58,9 @@ def test_a_long_run_has_a_line_an_interval() -> None:
     endless.row({**ROW, "step": 7}, None)
     endless.task("tokenizing", 1, 4)
     assert log.flushed.splitlines()[-2:] == [
-        "step 7  loss 2.5000  12,346 tokens/s  time left unknown", "tokenizing 25%",
-    ]  # fmt: skip
+        "step 7  loss 2.5000  12,346 tokens/s  time left unknown",
+        "tokenizing 25%",
+    ]
 
 
 def test_a_log_that_cannot_be_written_fails_no_run() -> None:

@@ -28,11 +28,19 @@ INF = math.inf
 @pytest.mark.parametrize(
     ("level", "freedom", "t"),
     [  # printed tables of Student's t
-        (0.95, 1, 12.706), (0.95, 2, 4.303), (0.95, 3, 3.182), (0.95, 4, 2.776),
-        (0.95, 10, 2.228), (0.95, 30, 2.042), (0.99, 5, 4.032), (0.80, 7, 1.415),
-        (0.999, 1, 636.619), (0.95, 1000, 1.962), (0.5, 2, math.sqrt(2 / 3)),
+        (0.95, 1, 12.706),
+        (0.95, 2, 4.303),
+        (0.95, 3, 3.182),
+        (0.95, 4, 2.776),
+        (0.95, 10, 2.228),
+        (0.95, 30, 2.042),
+        (0.99, 5, 4.032),
+        (0.80, 7, 1.415),
+        (0.999, 1, 636.619),
+        (0.95, 1000, 1.962),
+        (0.5, 2, math.sqrt(2 / 3)),
     ],
-)  # fmt: skip
+)
 def test_t_is_that_of_the_tables(level: float, freedom: int, t: float) -> None:
     assert t_two_sided(level, freedom) == pytest.approx(t, rel=3e-4)
 
@@ -221,10 +229,14 @@ def accepted_share(
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "hour", "most"),
-    [(0.1, 0.1, 0.0, 0.01), (0.03, 0.12, 0.0, 0.01), (0.05, 0.05, 0.1, 0.01),
-     (0.3, 0.05, 0.0, 0.01)],
+    [
+        (0.1, 0.1, 0.0, 0.01),
+        (0.03, 0.12, 0.0, 0.01),
+        (0.05, 0.05, 0.1, 0.01),
+        (0.3, 0.05, 0.0, 0.01),
+    ],
     ids=["alike", "four times as wide", "the machine drifts", "six times as wide"],
-)  # fmt: skip
+)
 def test_what_does_nothing_is_shown_once_in_a_hundred_at_most(
     ours: float, theirs: float, hour: float, most: float
 ) -> None:
@@ -235,9 +247,13 @@ def test_what_does_nothing_is_shown_once_in_a_hundred_at_most(
 
 @pytest.mark.parametrize(
     ("ratio", "spread", "least", "seeds"),
-    [(1.75, 0.04, 0.999, 2.6), (1.75, 0.08, 0.997, 3.4), (1.2, 0.04, 0.95, 4.7),
-     (1.1, 0.04, 0.6, 7.0)],
-)  # fmt: skip
+    [
+        (1.75, 0.04, 0.999, 2.6),
+        (1.75, 0.08, 0.997, 3.4),
+        (1.2, 0.04, 0.95, 4.7),
+        (1.1, 0.04, 0.6, 7.0),
+    ],
+)
 def test_few_seeds_show_a_large_effect(
     ratio: float, spread: float, least: float, seeds: float
 ) -> None:

@@ -48,9 +48,15 @@ def test_attention_of_an_h200_is_as_measured(
     for kernel, (forward, backward) in rates.items():
         for way, work, measured in ((False, 1.0, forward), (True, 2.5, backward)):
             seconds = H200.attention_s(
-                kernel, rows=rows, heads=heads, kv_heads=kv_heads, length=length,
-                features=features, causal=True, backward=way,
-            )  # fmt: skip
+                kernel,
+                rows=rows,
+                heads=heads,
+                kv_heads=kv_heads,
+                length=length,
+                features=features,
+                causal=True,
+                backward=way,
+            )
             assert work * teraflops / seconds == pytest.approx(measured, rel=0.1), (kernel, way)
 
 
@@ -83,8 +89,11 @@ def test_more_work_never_takes_less_time(machine: Machine) -> None:
     assert machine.link_s(1000, True) < machine.link_s(10**9, True)
     for kernel, backward, causal in product(machine.kernels(False), (False, True), (False, True)):
         for name, values in {
-            "length": SIZES, "rows": SIZES, "heads": SIZES, "features": (16, 64, 128, 256)
-        }.items():  # fmt: skip
+            "length": SIZES,
+            "rows": SIZES,
+            "heads": SIZES,
+            "features": (16, 64, 128, 256),
+        }.items():
             shape = {"rows": 2, "heads": 8, "kv_heads": 8, "length": 512, "features": 64}
             times = [
                 machine.attention_s(
@@ -134,9 +143,15 @@ def test_measured_points_are_met_and_lie_between_their_neighbours() -> None:
     mixed = replace(H200, attention=(replace(H200.attention[0], points=both),)).fitted()
     for causal, seconds in ((True, 1e-3), (False, 1.4e-3)):
         assert mixed.attention_s(
-            mixed.attention[0].kernel, rows=1, heads=8, kv_heads=8, length=1024, features=64,
-            causal=causal, backward=mixed.attention[0].backward,
-        ) == pytest.approx(seconds)  # fmt: skip
+            mixed.attention[0].kernel,
+            rows=1,
+            heads=8,
+            kv_heads=8,
+            length=1024,
+            features=64,
+            causal=causal,
+            backward=mixed.attention[0].backward,
+        ) == pytest.approx(seconds)
 
 
 def test_a_stream_meets_its_points_rises_and_goes_on_at_its_rate() -> None:
@@ -201,15 +216,26 @@ def test_what_a_device_lacks_is_refused_and_never_guessed() -> None:
     with pytest.raises(UnsupportedError, match="no products in fp8: its datasheet"):
         a100.matmul_s("fp8", 512, 512, 512)
     with pytest.raises(UnsupportedError, match="attention by flash4"):
-        a100.attention_s("flash4", rows=1, heads=1, kv_heads=1, length=128, features=64,
-                         causal=True, backward=False)  # fmt: skip
+        a100.attention_s(
+            "flash4",
+            rows=1,
+            heads=1,
+            kv_heads=1,
+            length=128,
+            features=64,
+            causal=True,
+            backward=False,
+        )
     for name in ("Tesla T4", "Tesla V100-SXM2-32GB"):
         with pytest.raises(UnsupportedError, match="no products in bf16: its datasheet"):
             Machine.assumed(name).matmul_s("bf16", 512, 512, 512)
     for name, near in {
-        "Riva TNT2": PROBE, "NVIDIA GeForce RTX 4090 Laptop GPU": "RTX 4090",
-        "4080 Supr": "4080 SUPER", "NVIDIA A100-SXM4-40GB MIG 1g.5gb": PROBE, "L4S": "L40S",
-    }.items():  # fmt: skip
+        "Riva TNT2": PROBE,
+        "NVIDIA GeForce RTX 4090 Laptop GPU": "RTX 4090",
+        "4080 Supr": "4080 SUPER",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb": PROBE,
+        "L4S": "L40S",
+    }.items():
         with pytest.raises(UnsupportedError, match="nothing is published here of") as error:
             Machine.assumed(name)
         assert near in error.value.remedy.text, (name, error.value.remedy.text)
@@ -229,36 +255,60 @@ def test_what_is_assumed_says_so(name: str) -> None:
 
 def test_a_devices_row_is_found_by_the_name_that_its_driver_says() -> None:
     bf16 = {
-        "NVIDIA H200": 989, "NVIDIA H200 NVL": 835.5, "NVIDIA GH200 480GB": 990,
-        "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835.5,
-        "NVIDIA B200": 2250, "NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100 80GB PCIe": 312,
-        "NVIDIA A10": 125, "NVIDIA A10G": 70, "NVIDIA L4": 121, "NVIDIA L40S": 362,
-        "NVIDIA RTX A6000": 154.8, "NVIDIA RTX 6000 Ada Generation": 364.2,
-        "NVIDIA GeForce RTX 3090": 71.2, "NVIDIA GeForce RTX 4070 Ti SUPER": 88.2,
-        "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA GeForce RTX 5090": 209.6,
-    }  # fmt: skip
+        "NVIDIA H200": 989,
+        "NVIDIA H200 NVL": 835.5,
+        "NVIDIA GH200 480GB": 990,
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA H100 NVL": 835.5,
+        "NVIDIA B200": 2250,
+        "NVIDIA A100-SXM4-40GB": 312,
+        "NVIDIA A100 80GB PCIe": 312,
+        "NVIDIA A10": 125,
+        "NVIDIA A10G": 70,
+        "NVIDIA L4": 121,
+        "NVIDIA L40S": 362,
+        "NVIDIA RTX A6000": 154.8,
+        "NVIDIA RTX 6000 Ada Generation": 364.2,
+        "NVIDIA GeForce RTX 3090": 71.2,
+        "NVIDIA GeForce RTX 4070 Ti SUPER": 88.2,
+        "NVIDIA GeForce RTX 4090": 165.2,
+        "NVIDIA GeForce RTX 5090": 209.6,
+    }
     for name, teraflops in bf16.items():
         assert lookup(name).peak_bf16_flops == pytest.approx(teraflops * 1e12), name
     memory = {
-        "NVIDIA A100-SXM4-40GB": (1.555, 40), "NVIDIA A100 80GB PCIe": (1.935, 80),
-        "NVIDIA A100-SXM4-80GB": (2.039, 80), "Tesla V100-SXM2-32GB": (0.9, 32),
-        "Tesla V100-PCIE-16GB": (0.9, 16), "NVIDIA GH200 480GB": (4.0, 96),
-        "NVIDIA GH200 144G HBM3e": (4.9, 144), "NVIDIA H100 80GB HBM3": (3.35, 80),
-    }  # fmt: skip
+        "NVIDIA A100-SXM4-40GB": (1.555, 40),
+        "NVIDIA A100 80GB PCIe": (1.935, 80),
+        "NVIDIA A100-SXM4-80GB": (2.039, 80),
+        "Tesla V100-SXM2-32GB": (0.9, 32),
+        "Tesla V100-PCIE-16GB": (0.9, 16),
+        "NVIDIA GH200 480GB": (4.0, 96),
+        "NVIDIA GH200 144G HBM3e": (4.9, 144),
+        "NVIDIA H100 80GB HBM3": (3.35, 80),
+    }
     for name, (rate, size) in memory.items():
         found = lookup(name)
         assert found.memory_bandwidth_bytes_per_s == pytest.approx(rate * 1e12), name
         assert found.memory_bytes == size * 10**9, name
-    for other in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40", "NVIDIA A10-24Q", "A1000",
-                  "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4060 Ti D"):  # fmt: skip
+    for other in (
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA L40",
+        "NVIDIA A10-24Q",
+        "A1000",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4060 Ti D",
+    ):
         assert not lookup(other).family, other
 
 
 def test_only_devices_with_units_for_bf16_have_a_peak_of_it() -> None:
     t4 = lookup("Tesla T4")
     assert (t4.peak_flops("bf16"), t4.peak_flops("fp16"), t4.peak_flops("fp32")) == (
-        None, 65e12, 8.1e12,
-    )  # fmt: skip
+        None,
+        65e12,
+        8.1e12,
+    )
     assert all(
         lookup(name).peak_bf16_flops for name in NAMES if not name.startswith(("T4", "V100"))
     )
@@ -278,9 +328,19 @@ def test_what_is_assumed_of_an_h100_is_near_what_its_probes_told() -> None:
     assert assumed.traffic_s(2**31) == pytest.approx(probed.traffic_s(2**31), rel=0.03)
     for known in probed.attention:
         if known.kernel != "math":
-            ratios = [assumed.attention_s(
-                known.kernel, rows=p.rows, heads=p.heads, kv_heads=p.kv_heads, length=p.length,
-                features=p.features, causal=p.causal, backward=known.backward,
-            ) / p.seconds for p in known.points]  # fmt: skip
+            ratios = [
+                assumed.attention_s(
+                    known.kernel,
+                    rows=p.rows,
+                    heads=p.heads,
+                    kv_heads=p.kv_heads,
+                    length=p.length,
+                    features=p.features,
+                    causal=p.causal,
+                    backward=known.backward,
+                )
+                / p.seconds
+                for p in known.points
+            ]
             assert sum(ratios) / len(ratios) == pytest.approx(1, abs=0.06), known.what
     assert assumed.context_bytes == probed.context_bytes

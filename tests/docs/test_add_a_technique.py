@@ -25,9 +25,15 @@ from headrace.model.head import IGNORED, Vocabulary
 from headrace.recipes import recipes
 
 NEEDED = (
-    "headrace", "tests", "docs", "benchmarks", "results", "mkdocs.yml", "pyproject.toml",
+    "headrace",
+    "tests",
+    "docs",
+    "benchmarks",
+    "results",
+    "mkdocs.yml",
+    "pyproject.toml",
     "README.md",
-)  # fmt: skip
+)
 """What of the repository the suite and the documentation are made from."""
 
 
@@ -50,9 +56,13 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _module(copy: Path, *arguments: str) -> str:
     """`python -m ARGUMENTS` on the copy; returns what it said."""
     ended = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=copy, capture_output=True, text=True, check=False,
+        [sys.executable, "-m", *arguments],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     return ended.stdout
 
@@ -100,9 +110,17 @@ def test_the_planner_counts_it(max_z_loss: type[Any], plan_file: Path) -> None:
 def test_the_shared_suite_takes_it(copy: Path) -> None:
     """Every kind of its tests, and what it asks of all techniques at once."""
     said = _module(
-        copy, "pytest", "tests/contract", "-v", "-k", "max_z_loss or is_complete",
-        "-m", "not slow and not gpu", "-p", "no:cacheprovider",
-    )  # fmt: skip
+        copy,
+        "pytest",
+        "tests/contract",
+        "-v",
+        "-k",
+        "max_z_loss or is_complete",
+        "-m",
+        "not slow and not gpu",
+        "-p",
+        "no:cacheprovider",
+    )
     passed = {line.split("::")[0] for line in said.splitlines() if " PASSED" in line}
     kinds = ("trains", "equal", "predicts", "touches", "deletion")
     assert passed >= {f"tests/contract/test_{kind}.py" for kind in kinds}
@@ -114,9 +132,15 @@ def test_it_is_equal_where_the_model_is_split(copy: Path) -> None:
     """The page says that it needs nothing for that."""
     splits = " or ".join(f"{kind}_parallel" for kind in ("tensor", "pipeline", "context"))
     said = _module(
-        copy, "pytest", "tests/distributed/test_matrix.py", "-v", "-p", "no:cacheprovider",
-        "-k", f"max_z_loss and ({splits} or fsdp)",
-    )  # fmt: skip
+        copy,
+        "pytest",
+        "tests/distributed/test_matrix.py",
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        f"max_z_loss and ({splits} or fsdp)",
+    )
     assert said.count(" PASSED") == 4
 
 
@@ -169,9 +193,15 @@ def test_it_trains_predicts_and_proves_itself(
     }
     assert grown["allocated"] == pytest.approx(grown["predicted"], rel=0.05)
     resumed = _json(
-        "train", str(plan_file), *big_head, "--with", "max_z_loss", "name=held",
-        "goal.steps=3", "--resume",
-    )  # fmt: skip
+        "train",
+        str(plan_file),
+        *big_head,
+        "--with",
+        "max_z_loss",
+        "name=held",
+        "goal.steps=3",
+        "--resume",
+    )
     assert resumed["steps"] == 3
 
 

@@ -25,14 +25,24 @@ def base(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     made = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     train_tokenizer([file.read_text() for file in corpus.iterdir()], vocab=300).save(made)
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(made), eos_token="<|endoftext|>", pad_token="<|endoftext|>",
-        chat_template=TEMPLATE, model_max_length=4096,
-    )  # fmt: skip
+        tokenizer_file=str(made),
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        chat_template=TEMPLATE,
+        model_max_length=4096,
+    )
     config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=4096, initializer_range=0.05,
-        bos_token_id=1, eos_token_id=[299, 7], pad_token_id=5,
-    )  # fmt: skip
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.05,
+        bos_token_id=1,
+        eos_token_id=[299, 7],
+        pad_token_id=5,
+    )
     model = transformers.LlamaForCausalLM(config)
     model.generation_config.update(temperature=0.6, top_p=0.9, do_sample=True)
     model.save_pretrained(folder)
@@ -162,9 +172,12 @@ def test_a_scaled_rotation_is_the_plan_s(here: Path, plan_file: Path, zygote: An
     """The refusal of a scaled folder says how a plan does it; the export then says it again."""
     file = here / "base" / "config.json"
     scaling = {
-        "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64,
-        "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    }  # fmt: skip
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     plain = read(file)
     file.write_text(json.dumps(plain | {"rope_parameters": None, "rope_scaling": scaling}))
     told = zygote.run(here, "train", str(plan_file), *WORDS, "name=far")
@@ -193,9 +206,17 @@ def test_positions_are_the_longer_ones_unless_the_rotation_says_its_own() -> Non
 
 def test_gpt2_keeps_its_dropout_and_a_folder_of_another_class_its_ids_alone() -> None:
     config = ModelConfig(
-        vocab=320, dim=32, layers=2, heads=4, norm="layer_norm", activation="gelu_tanh",
-        position="learned", context=64, bias=True, tied_embeddings=True,
-    )  # fmt: skip
+        vocab=320,
+        dim=32,
+        layers=2,
+        heads=4,
+        norm="layer_norm",
+        activation="gelu_tanh",
+        position="learned",
+        context=64,
+        bias=True,
+        tied_embeddings=True,
+    )
     ours = config_to_hf(config, sequence_length=16)
     theirs = {"model_type": "gpt2", "resid_pdrop": 0.1, "pad_token_id": 3, "eos_token_id": [4, 5]}
     merged = merged_config(ours, theirs, {})

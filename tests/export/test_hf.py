@@ -40,9 +40,12 @@ def test_what_is_written_reads_back(
     out = tmp_path / "new" / "exported"
     export_hf(state, CONFIG, tokenizer_path, out, sequence_length=77)
     assert sorted(file.name for file in out.iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
         "tokenizer_config.json",
-    ]  # fmt: skip
+    ]
     assert [file.name for file in out.parent.iterdir()] == ["exported"]
     assert (out / "tokenizer.json").read_bytes() == tokenizer_path.read_bytes()
     values = json.loads((out / "config.json").read_text())
@@ -55,9 +58,14 @@ def test_what_is_written_reads_back(
 def test_shards_and_dtype(state: dict[str, Tensor], tokenizer_path: Path, tmp_path: Path) -> None:
     out = tmp_path / "exported"
     export_hf(
-        state, CONFIG, tokenizer_path, out,
-        sequence_length=77, dtype=torch.bfloat16, shard_bytes=20_000,
-    )  # fmt: skip
+        state,
+        CONFIG,
+        tokenizer_path,
+        out,
+        sequence_length=77,
+        dtype=torch.bfloat16,
+        shard_bytes=20_000,
+    )
     index = json.loads((out / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert files == [

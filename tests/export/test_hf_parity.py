@@ -21,10 +21,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"kv_heads": 2, "ffn": 50, "rope_theta": 50_000.0},
     "Qwen3ForCausalLM": {"qk_norm": True, "head_dim": 12, "kv_heads": 1, "tied_embeddings": True},
     "GPT2LMHeadModel": {
-        "norm": "layer_norm", "activation": "gelu_tanh", "position": "learned", "context": 48,
-        "bias": True, "tied_embeddings": True,
+        "norm": "layer_norm",
+        "activation": "gelu_tanh",
+        "position": "learned",
+        "context": 48,
+        "bias": True,
+        "tied_embeddings": True,
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -50,9 +54,13 @@ def test_transformers_reads_what_we_write(family: str, ours: Decoder, tmp_path: 
     tokenizer.save(tmp_path / "tokenizer.json")
     out = tmp_path / "exported"
     export_hf(
-        dict(ours.named_parameters()), ours.config, tmp_path / "tokenizer.json", out,
-        sequence_length=48, shard_bytes=30_000,
-    )  # fmt: skip
+        dict(ours.named_parameters()),
+        ours.config,
+        tmp_path / "tokenizer.json",
+        out,
+        sequence_length=48,
+        shard_bytes=30_000,
+    )
     theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(
         out, output_loading_info=True
     )

@@ -24,9 +24,17 @@ def test_a_trained_run_generates_the_same_greedy_text_in_transformers(
     ended = zygote.run(tmp_path, "export", "trained", "--to", "hf", "--output", "out")
     assert ended.code == 0
     ours = zygote.run(
-        tmp_path, "sample", "trained", "--temperature", "0", "--tokens", "12", "--prompt", "the",
+        tmp_path,
+        "sample",
+        "trained",
+        "--temperature",
+        "0",
+        "--tokens",
+        "12",
+        "--prompt",
+        "the",
         "--json",
-    )  # fmt: skip
+    )
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
@@ -48,8 +56,9 @@ def test_training_goes_on_from_an_exported_folder(
     starts = ["model.pretrained=out"]
     still = [*starts, "optimizer.lr=1e-12", "goal.steps=1", "schedule.warmup_steps=0"]
     assert zygote.run(tmp_path, "train", "on.toml", "name=second", *still).code == 0
-    reports = [json.loads((tmp_path / "runs" / n / "report.json").read_text())
-               for n in ("first", "second")]  # fmt: skip
+    reports = [
+        json.loads((tmp_path / "runs" / n / "report.json").read_text()) for n in ("first", "second")
+    ]
     before, after = (r["val"][-1]["loss_nats"] for r in reports)
     assert after == pytest.approx(before, rel=1e-6)
     told = zygote.run(tmp_path, "explain", "on.toml", *still, "--json")

@@ -46,10 +46,15 @@ def test_every_number_has_both_bounds() -> None:
     found = every_number()
     assert len(found) > 100
     for key, field in found.items():
-        said = [*field.metadata, *(
-            m for kind in get_args(field.annotation) for m in getattr(kind, "__metadata__", ())
-            for m in getattr(m, "metadata", [m])
-        )]  # fmt: skip
+        said = [
+            *field.metadata,
+            *(
+                m
+                for kind in get_args(field.annotation)
+                for m in getattr(kind, "__metadata__", ())
+                for m in getattr(m, "metadata", [m])
+            ),
+        ]
         for bound in (LEAST, MOST):
             assert any(isinstance(m, bound) for m in said), f"{key} lacks a bound"
 
@@ -110,10 +115,15 @@ def bounds(field: FieldInfo) -> list[float]:
     """The nearest numbers to both bounds of a field that it takes."""
     kinds = {field.annotation, *get_args(field.annotation)}
     step = 1e-9 if float in kinds else 1
-    said = [*field.metadata, *(
-        m for kind in get_args(field.annotation) for m in getattr(kind, "__metadata__", ())
-        for m in getattr(m, "metadata", [m])
-    )]  # fmt: skip
+    said = [
+        *field.metadata,
+        *(
+            m
+            for kind in get_args(field.annotation)
+            for m in getattr(kind, "__metadata__", ())
+            for m in getattr(m, "metadata", [m])
+        ),
+    ]
     found: dict[float, None] = {}
     for m in said:
         for name, over in (("ge", 0), ("le", 0), ("gt", step), ("lt", -step)):
@@ -173,19 +183,31 @@ def test_every_number_at_its_bounds_is_planned_soon(predicted: bool) -> None:
 @pytest.mark.parametrize(
     ("on", "overrides"),
     [
-        ("pipeline_parallel", ("mesh.pipeline=7", "batch.tokens=68719476736",
-                               "techniques.pipeline_parallel.schedule=interleaved",
-                               "techniques.pipeline_parallel.chunks=2")),
+        (
+            "pipeline_parallel",
+            (
+                "mesh.pipeline=7",
+                "batch.tokens=68719476736",
+                "techniques.pipeline_parallel.schedule=interleaved",
+                "techniques.pipeline_parallel.chunks=2",
+            ),
+        ),
         ("dynamic_batch", ("batch.tokens=68719476736", "data.sequence_length=2")),
         ("gqa", ("model.dim=16777216", "model.heads=8388608", "techniques.gqa.queries_per_key=7")),
-        ("sequence_length_schedule", ("data.sequence_length=16777216", "model.context=16777216",
-                                      "techniques.sequence_length_schedule.start=1000003")),
+        (
+            "sequence_length_schedule",
+            (
+                "data.sequence_length=16777216",
+                "model.context=16777216",
+                "techniques.sequence_length_schedule.start=1000003",
+            ),
+        ),
         ("tensor_parallel", ("mesh.tensor=1000003", "model.heads=8")),
         ("adamw_8bit", ("mesh.tensor=1000003", "model.dim=16777216")),
         ("", ("batch.tokens=68719476736", "data.sequence_length=2", "batch.micro_sequences=7")),
         ("", ("mesh.pipeline=65536", "mesh.data=3")),
     ],
-)  # fmt: skip
+)
 def test_numbers_that_go_together_are_planned_soon(on: str, overrides: tuple[str, ...]) -> None:
     plan_on_a_gpu(*overrides, on=on)
 

@@ -21,26 +21,31 @@ DUBIOUS = {
     "a rate beyond any": (["optimizer.lr=1"], "1,000 times the default"),
     "warmup to the end": (["schedule.warmup_steps=40"], "100% of the run's 40 steps"),
     "warmup beyond the end": (
-        ["schedule.warmup_steps=400", "schedule.steps=4000"], "comes to 10% of optimizer.lr",
+        ["schedule.warmup_steps=400", "schedule.steps=4000"],
+        "comes to 10% of optimizer.lr",
     ),
     "no rate after the schedule": (
-        ["schedule.steps=30", "schedule.final_fraction=0"], "10 steps after schedule.steps = 30",
+        ["schedule.steps=30", "schedule.final_fraction=0"],
+        "10 steps after schedule.steps = 30",
     ),
     "weights that fade": (["optimizer.weight_decay=1e4"], "takes away 100% of every weight"),
     "a long memory": (["optimizer.betas=[0.999, 0.9999]"], "gradients of 1,000 steps"),
     "a memory just too long": (["optimizer.betas=[0.99, 0.9999]"], "gradients of 100 steps"),
     "a divisor without memory": (["optimizer.betas=[0.9, 0.0]"], "the size of those of 1"),
     "a goal that is no goal": (
-        ["goal.bits_per_byte=20", "eval.every_steps=9"], "before anything is learned",
+        ["goal.bits_per_byte=20", "eval.every_steps=9"],
+        "before anything is learned",
     ),
     "no validation on the way": (["eval.every_steps=50"], "it is validated once, at its end"),
     "a target seen too late": (["goal.bits_per_byte=2"], "it is validated once, at its end"),
     "no save on the way": (["checkpoint.every_steps=50"], "it is saved once, at its end"),
     "a base of the family": (
-        [MINI, "techniques.mup.base_dim=128"], "has heads of 32, and this model of 64",
+        [MINI, "techniques.mup.base_dim=128"],
+        "has heads of 32, and this model of 64",
     ),
     "a base of unknown heads": (
-        ["model={dim = 128, heads = 4}", "techniques.mup.base_dim=64"], "nothing says",
+        ["model={dim = 128, heads = 4}", "techniques.mup.base_dim=64"],
+        "nothing says",
     ),
     "random rows": (["techniques.yarn={}"], "the weights of this run are random"),
     "no rest of a run": (["schedule.warmup_steps=30"], "takes 75% of the run's 40 steps"),
@@ -55,10 +60,11 @@ DUBIOUS = {
     "attention to all": (["techniques.logit_soft_cap.cap=0.01"], "at most 1.02 times as much"),
     "attention to itself": (["techniques.sliding_window.window=1"], "a token itself alone"),
     "experts without a choice": (
-        ["techniques.mixture_of_experts={experts = 4, top_k = 4}"], "to all 4 experts",
+        ["techniques.mixture_of_experts={experts = 4, top_k = 4}"],
+        "to all 4 experts",
     ),
     "no whole row": (["techniques.sequence_length_schedule.until=100"], "no step sees the 256"),
-}  # fmt: skip
+}
 AT_THE_BORDER = (
     "optimizer.lr=5.01e-7",
     "optimizer.lr=0.0015625",

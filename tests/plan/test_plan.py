@@ -29,14 +29,16 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "above a range": (("data.validation=1.5",), ("data.validation",), ""),
     "at an open end": (("optimizer.lr=0",), ("optimizer.lr = 0", "greater than 0"), ""),
     "a wrong choice": (
-        ("schedule.kind=cosin",), ("schedule.kind = 'cosin'", "warmup_stable_decay"),
+        ("schedule.kind=cosin",),
+        ("schedule.kind = 'cosin'", "warmup_stable_decay"),
         "schedule.kind=cosine",
     ),
     "a wrong device": (("device=gpu",), ("device = 'gpu'", "cuda"), "device="),
     "a wrong family": (("model.family=lama3",), ("'lama3'", "llama3"), "model.family=llama3"),
     "a wrong technique": (("techniques.muno.lr=0.1",), ("'muno'", "muon"), "[techniques.muon]"),
     "a wrong knob": (
-        ("techniques.muon.momentun=0.1",), ("'techniques.muon.momentun'",),
+        ("techniques.muon.momentun=0.1",),
+        ("'techniques.muon.momentun'",),
         "techniques.muon.momentum",
     ),
     "a knob of none": (
@@ -46,51 +48,71 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     ),
     "a knob's range": (("techniques.muon.lr=-1",), ("techniques.muon.lr = -1",), ""),
     "a knob's choice": (
-        ("techniques.torch_compile.scope=blok",), ("techniques.torch_compile.scope", "block"),
+        ("techniques.torch_compile.scope=blok",),
+        ("techniques.torch_compile.scope", "block"),
         "techniques.torch_compile.scope=block",
     ),
     "techniques that are no tables": (("techniques=3",), ("techniques must be tables",), ""),
     "heads that do not divide": (
-        ("model.dim=100", "model.heads=3"), ("dim = 100", "heads = 3", "model.dim=102"), "",
+        ("model.dim=100", "model.heads=3"),
+        ("dim = 100", "heads = 3", "model.dim=102"),
+        "",
     ),
     "groups that do not divide": (
-        ("model.heads=6", "model.dim=48", "model.kv_heads=4"), ("kv_heads = 4", "kv_heads=3"), "",
+        ("model.heads=6", "model.dim=48", "model.kv_heads=4"),
+        ("kv_heads = 4", "kv_heads=3"),
+        "",
     ),
     "groups beyond all counting": (
-        ("model.heads=8", "model.kv_heads=100000"), ("heads = 8", "model.kv_heads=8"), "",
+        ("model.heads=8", "model.kv_heads=100000"),
+        ("heads = 8", "model.kv_heads=8"),
+        "",
     ),
     "heads beyond all counting": (
-        ("model.heads=100000000000",), ("model.heads = 100000000000",), "model.heads=100000",
+        ("model.heads=100000000000",),
+        ("model.heads = 100000000000",),
+        "model.heads=100000",
     ),
     "rope on an odd head": (
-        ("model.dim=21", "model.heads=3"), ("even head_dim", "7", "model.head_dim=8"), "",
+        ("model.dim=21", "model.heads=3"),
+        ("even head_dim", "7", "model.head_dim=8"),
+        "",
     ),
     "a batch that is no rows": (
-        ("batch.tokens=1000", "data.sequence_length=256"), ("1000", "256", "batch.tokens=1024"), "",
+        ("batch.tokens=1000", "data.sequence_length=256"),
+        ("1000", "256", "batch.tokens=1024"),
+        "",
     ),
     "micro-batches that do not divide": (
         ("batch.tokens=2048", "data.sequence_length=256", "batch.micro_sequences=3"),
-        ("micro_sequences = 3", "8 rows", "batch.micro_sequences=2"), "",
+        ("micro_sequences = 3", "8 rows", "batch.micro_sequences=2"),
+        "",
     ),
     "a micro-batch beyond the batch": (
         ("batch.tokens=512", "data.sequence_length=256", "batch.micro_sequences=5"),
-        ("2 rows", "batch.micro_sequences=2"), "",
+        ("2 rows", "batch.micro_sequences=2"),
+        "",
     ),
     "weights for other sources": (
-        ('data.sources=["a", "b"]', "data.weights=[1.0]"), ("1 numbers for 2",), "",
+        ('data.sources=["a", "b"]', "data.weights=[1.0]"),
+        ("1 numbers for 2",),
+        "",
     ),
     "a word near none": (("attention=fast",), ("not one of plan, measured",), "attention=plan"),
     "a negative weight": (("data.weights=[-1.0]",), ("data.weights",), ""),
     "dollars without a price": (("goal.dollars=3",), ("hardware.dollars_per_hour",), ""),
     "warmup past the end": (
-        ("schedule.warmup_steps=11",), ("11", "step 10", "schedule.warmup_steps=10"), "",
+        ("schedule.warmup_steps=11",),
+        ("11", "step 10", "schedule.warmup_steps=10"),
+        "",
     ),
     "a name that is a path": (("name=../x",), ("name = '../x'", "A-Z"), ""),
     "no finite number": (("optimizer.lr=inf",), ("optimizer.lr = inf", "finite"), ""),
     "minutes without an end": (("goal.minutes=inf",), ("goal.minutes = inf", "finite"), ""),
     "no override": (("model.dim",), ("'model.dim' is not an override",), "key=value"),
     "more digits than Python reads": (
-        (f"batch.tokens={'1' * 5000}",), ("batch.tokens has a number of more than 64 bits",),
+        (f"batch.tokens={'1' * 5000}",),
+        ("batch.tokens has a number of more than 64 bits",),
         "leave out batch.tokens",
     ),
     "more bits than a number has": (("seed=0x8" + "0" * 5000,), ("seed has", "64 bits"), ""),
@@ -98,7 +120,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "lists too deep": (("seed=" + "[" * 5000 + "]" * 5000,), ("seed has", "too deep"), ""),
     "lists less deep": (("seed=" + "[" * 99 + "]" * 99,), ("seed has", "too deep"), ""),
     "a key far too deep": (("seed" + ".a" * 5000 + "=1",), ("seed.a", "too deep"), ""),
-}  # fmt: skip
+}
 
 
 def read(text: str = BASE, *overrides: str, **how: tuple[str, ...]) -> Plan:
@@ -190,10 +212,14 @@ def test_two_mistakes_are_both_told() -> None:
 
 def test_a_resolved_plan_reads_back_equal() -> None:
     plan = read(
-        BASE, "model.family=qwen3-0.6b", 'data.sources=["a", "b"]', "data.weights=[1, 2.5]",
+        BASE,
+        "model.family=qwen3-0.6b",
+        'data.sources=["a", "b"]',
+        "data.weights=[1, 2.5]",
         "hardware.dollars_per_hour=2",
-        "techniques.selective_checkpoint.every=2", with_=("muon", "document_packing"),
-    )  # fmt: skip
+        "techniques.selective_checkpoint.every=2",
+        with_=("muon", "document_packing"),
+    )
     again = read(plan.to_toml())
     assert again == plan and again.to_toml() == plan.to_toml()
     assert type(again.techniques["muon"]) is CATALOGUE.find("muon")

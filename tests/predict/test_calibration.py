@@ -18,8 +18,15 @@ from headrace.predict.prediction import LAUNCHES, after, at, calibrated, predict
 
 
 def test_measured_phases_are_met_and_carried_over() -> None:
-    time = StepTime({("forward", "product"): 1.0, ("recompute", "stream"): 0.5,
-                     ("backward", "product"): 1.5, ("optimizer", "stream"): 0.25}, 0.1)  # fmt: skip
+    time = StepTime(
+        {
+            ("forward", "product"): 1.0,
+            ("recompute", "stream"): 0.5,
+            ("backward", "product"): 1.5,
+            ("optimizer", "stream"): 0.25,
+        },
+        0.1,
+    )
     phases = {"forward": 1.1, "backward": 2.6, "optimizer": 0.25, "input": 0.0}
     found = Calibration.of(time, Measured(3.95 + EDGE_S, phases), "one")
     assert found.factors == pytest.approx(
@@ -44,16 +51,23 @@ def test_a_run_sets_the_model_for_other_plans(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no steady steps"):
         after(tmp_path, catalogue(), context, H200)
     phases = {"input": 0.0, "forward": 9.0, "backward": 18.0, "optimizer": 0.4}
-    report = {"steady_tokens_per_s": plan.batch.tokens / (1.1 * before.time.step_s), "steps": 30,
-              "tokens": 30 * plan.batch.tokens, "phase_s": phases}  # fmt: skip
+    report = {
+        "steady_tokens_per_s": plan.batch.tokens / (1.1 * before.time.step_s),
+        "steps": 30,
+        "tokens": 30 * plan.batch.tokens,
+        "phase_s": phases,
+    }
     (tmp_path / "report.json").write_text(json.dumps(report))
     found = after(tmp_path, catalogue(), context, H200)
     assert predict(plan, context, H200, found).time.step_s == pytest.approx(
         1.1 * before.time.step_s
     )
     steps = [1.2 * before.time.step_s] * 20
-    rows = [{"step_s": 9.0, "compile_s": 0.0}, {"step_s": 0.0, "compile_s": 5.0},
-            *({"step_s": s, "compile_s": 0.0} for s in steps)]  # fmt: skip
+    rows = [
+        {"step_s": 9.0, "compile_s": 0.0},
+        {"step_s": 0.0, "compile_s": 5.0},
+        *({"step_s": s, "compile_s": 0.0} for s in steps),
+    ]
     lines = "".join(json.dumps(r) + "\n" for r in rows)
     odd = '[]\n{"step_s": "0.1"}\n{"step_s": NaN}\n{"step_s": -1}\n{"step_s": null}\n'
     (tmp_path / "metrics.jsonl").write_text(lines + odd + '{"step_s": 0.')  # is being written
@@ -77,9 +91,14 @@ def test_a_run_sets_the_model_for_other_plans(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("same", "words"),
-    [(True, "-torch_compile +full_checkpoint"), (True, "batch.micro_sequences=2"),
-     (False, "batch.tokens=65536"), (False, "data.sequence_length=2048"), (False, "model.ffn=512")],
-)  # fmt: skip
+    [
+        (True, "-torch_compile +full_checkpoint"),
+        (True, "batch.micro_sequences=2"),
+        (False, "batch.tokens=65536"),
+        (False, "data.sequence_length=2048"),
+        (False, "model.ffn=512"),
+    ],
+)
 def test_the_measured_workload_has_its_own_interval(tmp_path: Path, same: bool, words: str) -> None:
     ran, context = on_h200("1b", "model.vocab=4096")  # a run writes what a plan left open
     (tmp_path / "plan.toml").write_text(ran.to_toml())

@@ -23,11 +23,14 @@ from headrace.tuner.effects import learns_otherwise, runs_otherwise
         (["goal.dollars=8"], "step 24", None),
         (["goal.dollars=8", "goal.steps=10000000"], "$8.00", 2.0),
         (["goal.tokens=3276800", "goal.steps=1000"], "step 100", None),
-        (["goal.bits_per_byte=1.1", "goal.minutes=6", "goal.steps=10000000"],
-         f"1.1 bits per byte, nobody knows when: no loss curve is measured yet ({TELLS}); at the "
-         "latest 6 minutes", 0.1),
+        (
+            ["goal.bits_per_byte=1.1", "goal.minutes=6", "goal.steps=10000000"],
+            f"1.1 bits per byte, nobody knows when: no loss curve is measured yet ({TELLS}); at "
+            "the latest 6 minutes",
+            0.1,
+        ),
     ],
-)  # fmt: skip
+)
 def test_when_a_run_ends(goal: list[str], until: str, hours: float | None) -> None:
     plan, context = on_h200("1b", "hardware.dollars_per_hour=4", *goal)
     found = predict(plan, context, H200)
@@ -57,14 +60,17 @@ def test_a_target_alone_has_no_hours() -> None:
     [
         ("goal.bits_per_byte=1.25 eval.every_steps=50", "step 150, 1.25 bits per byte as in ran"),
         ("goal.bits_per_byte=1.25 eval.every_steps=50 batch.micro_sequences=2", "step 150, 1.25 "),
-        ("goal.bits_per_byte=1.25 -bf16_parameters -cudnn_attention +flex_attention "
-         "model.precision=fp32", "ran, nobody knows"),
+        (
+            "goal.bits_per_byte=1.25 -bf16_parameters -cudnn_attention +flex_attention "
+            "model.precision=fp32",
+            "ran, nobody knows",
+        ),
         ("goal.bits_per_byte=1.1", "nobody knows when: ran came down to 1.2 only"),
         ("goal.bits_per_byte=1.25 optimizer.lr=1e-5", "ran learned otherwise (optimizer.lr)"),
         ("goal.bits_per_byte=1.25 +stochastic_depth", "ran learned otherwise (other techniques)"),
         ("goal.bits_per_byte=1.25 schedule.steps=7", "a schedule of 200 steps, this one of 7"),
     ],
-)  # fmt: skip
+)
 def test_a_run_tells_when_a_target_is_reached(tmp_path: Path, words: str, until: str) -> None:
     ran, context = on_h200("1b", "goal.steps=200", "model.vocab=4096")
     told_of = ((100, 1.3), (120, None), (200, 1.2), (220, 1.21), (230, 1.2))
@@ -105,18 +111,25 @@ OTHERWISE = f"a step's time is not predicted, and ran ran otherwise (eval.every_
     [
         ("goal.bits_per_byte=1.28", "step 200, 1.28 bits per byte as in ran, on the clock", 606.0),
         ("goal.bits_per_byte=1.1", "ran came down to 1.2 only, after 15 min", 1059.0),
-        ("goal.bits_per_byte=1.28 goal.minutes=10",
-         "step 200, 1.28 bits per byte as in ran, which takes 10 min; at the latest 10 minutes",
-         600.0),
+        (
+            "goal.bits_per_byte=1.28 goal.minutes=10",
+            "step 200, 1.28 bits per byte as in ran, which takes 10 min; at the latest 10 minutes",
+            600.0,
+        ),
         ("goal.steps=400", "step 400, on the clock of ran", 1209.0),
-        ("goal.bits_per_byte=1.28 eval.every_steps=50",
-         f"step 350 or step 150, 1.28 bits per byte as in ran, nobody knows when: {OTHERWISE}",
-         None),
-        ("eval.every_steps=50 goal.minutes=6",
-         f"step 350, nobody knows when: {OTHERWISE}; at the latest 6 minutes", 360.0),
+        (
+            "goal.bits_per_byte=1.28 eval.every_steps=50",
+            f"step 350 or step 150, 1.28 bits per byte as in ran, nobody knows when: {OTHERWISE}",
+            None,
+        ),
+        (
+            "eval.every_steps=50 goal.minutes=6",
+            f"step 350, nobody knows when: {OTHERWISE}; at the latest 6 minutes",
+            360.0,
+        ),
         ("goal.bits_per_byte=1.28 optimizer.lr=1e-5", "(optimizer.lr)", 1059.0),
     ],
-)  # fmt: skip
+)
 def test_the_clock_of_a_run_tells_where_no_step_is_foreseen(
     tmp_path: Path, words: str, until: str, seconds: float | None
 ) -> None:

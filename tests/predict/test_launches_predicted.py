@@ -50,9 +50,12 @@ def plan_of(*words: str) -> Plan:
     text = (ROOT / "benchmarks" / "plans" / "160m.toml").read_text()
     more = [w[1:] for w in words if w[0] == "+"]
     return Plan.read(
-        text, catalogue(), overrides=[w for w in words if w[0] != "+"], with_=more,
+        text,
+        catalogue(),
+        overrides=[w for w in words if w[0] != "+"],
+        with_=more,
         without=[w[1:] for w in TRUNK.split() if w[1:] not in more],
-    )  # fmt: skip
+    )
 
 
 def ledger_of(*words: str) -> Ledger:
@@ -142,9 +145,10 @@ def test_python_sees_what_an_eager_block_saves_and_a_compiled_one_does_not(
     """Beside it, what runs again is launched again."""
     trunk, on = launches(ledger_of()), launches(ledger_of(f"+{name}"))
     forward = sum(
-        p.launches(1) for n, p in ledger_of().work.items()
+        p.launches(1)
+        for n, p in ledger_of().work.items()
         if p.phase == "forward" and not n.startswith(("head", "loss", "embedding"))
-    )  # fmt: skip
+    )
     again = on - trunk - LAYERS * each
     assert 0.5 * forward < again < forward
     every = f"techniques.{name}.every=2"

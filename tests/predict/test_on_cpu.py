@@ -54,12 +54,14 @@ def test_a_step_is_the_sum_of_its_operations() -> None:
     ledger = make_ledger(plan, make_context(plan, torch.device("cpu")))
     flops = sum(
         2 * p.count * p.sizes[0] * p.sizes[1] * p.sizes[2]
-        for p in ledger.work.values() if p.kind == "product"
-    )  # fmt: skip
+        for p in ledger.work.values()
+        if p.kind == "product"
+    )
     moved = {
         n: p.count * (BEGIN_S + p.bytes / BYTES_PER_S)
-        for n, p in ledger.work.items() if p.kind == "stream" and p.count and p.bytes
-    }  # fmt: skip
+        for n, p in ledger.work.items()
+        if p.kind == "stream" and p.count and p.bytes
+    }
     found = seen()
     assert found.time.parts_s["matrix products"] == pytest.approx(flops / FLOPS, rel=0.02)
     update_s = moved.pop("clip/optimizer") + moved.pop("update/optimizer")
@@ -218,8 +220,9 @@ def test_other_norms_and_activations_are_priced_by_their_own() -> None:
     slow = tuple(StreamPoint(p.bytes, 10 * p.seconds) for p in named["norms/forward"].points)
     others = tuple(
         replace(named["norms/forward"], name=f"{what}/{way}", points=slow)
-        for what in ("layer_norms", "plain_activation") for way in ("forward", "backward")
-    )  # fmt: skip
+        for what in ("layer_norms", "plain_activation")
+        for way in ("forward", "backward")
+    )
     machine = replace(machine, pieces=(*machine.pieces, *others))
     gated = seen(machine=machine).time.parts_s["memory traffic"]
     keys = ("model.norm=layer_norm", "model.activation=gelu")
@@ -237,7 +240,7 @@ def test_a_width_of_a_cpu_is_told_once_there_is_one(monkeypatch: pytest.MonkeyPa
     products = tuple(
         MatmulRates(precision, FLOPS, (MatmulPoint(256, 256, 256, 1e-3),))
         for precision in ("fp32", "bf16")
-    )  # fmt: skip
+    )
     half = seen("model.precision=bf16", machine=replace(probed_cpu(), products=products))
     assert half.time.step_s and half.time.no_interval == FEW and half.time.step_between is None
 

@@ -79,14 +79,16 @@ def test_intervals_are_wider_on_a_gpu_that_no_step_was_measured_on() -> None:
 @pytest.mark.parametrize(
     ("name", "source", "basis", "times"),
     [
-        ("NVIDIA H200", "datasheet", "no_gpu", 1.0), ("h200", "probes", "after_probes", 1.0),
+        ("NVIDIA H200", "datasheet", "no_gpu", 1.0),
+        ("h200", "probes", "after_probes", 1.0),
         ("NVIDIA H200 NVL", "datasheet", "no_gpu", SAME_CHIP),
         ("NVIDIA H100 80GB HBM3", "datasheet", "no_gpu", SAME_CHIP),
         ("NVIDIA H100 80GB HBM3", "probes", "after_probes", PROBED),
-        ("L4", "datasheet", "no_gpu", ASSUMED), ("L4", "probes", "after_20_steps", STEPPED),
+        ("L4", "datasheet", "no_gpu", ASSUMED),
+        ("L4", "probes", "after_20_steps", STEPPED),
         ("cpu", "probes", "after_probes", PROBED),
     ],
-)  # fmt: skip
+)
 def test_an_interval_is_widened_by_what_is_not_known(
     name: str, source: Any, basis: Any, times: float
 ) -> None:
@@ -133,8 +135,9 @@ def test_the_shares_of_a_step_are_all_of_it() -> None:
     assert found.time.step_s
     slow = Calibration.of(
         StepTime({("forward", "product"): 1.0}, 0.1),
-        Measured(2.0, {"input": 0.5, "forward": 1.5}), "x",
-    )  # fmt: skip
+        Measured(2.0, {"input": 0.5, "forward": 1.5}),
+        "x",
+    )
     waited = predict(plan, context, H200, slow)
     assert sum(waited.time.parts_s.values()) == pytest.approx(waited.time.step_s)
     assert waited.time.parts_s[DATA] == pytest.approx(0.5 - EDGE_S)

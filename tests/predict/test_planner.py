@@ -88,9 +88,10 @@ def step_of(plan: Plan, context: Any) -> float | None:
 def test_peaks_of_an_h200_are_foreseen() -> None:
     off = {
         what: make_ledger(plan, context).peak()[1] / metrics["peak_memory"]["value"] - 1
-        for what, plan, context, metrics in measured() if "peak_memory" in metrics
+        for what, plan, context, metrics in measured()
+        if "peak_memory" in metrics
         and not (context.precision == "fp32" and plan.model.kv_heads)  # the planner adds scores
-    }  # fmt: skip
+    }
     assert len(off) > 150 and sum("fp16" in what for what in off) == 4
     assert max(map(abs, off.values())) < 0.005, max(off.items(), key=lambda item: abs(item[1]))
 
@@ -99,9 +100,14 @@ def test_peaks_of_an_h200_are_foreseen() -> None:
 def test_the_stream_is_fp32_beside_fp16_and_no_weight_that_is_bf16_is_cast(name: str) -> None:
     text = (ROOT / "benchmarks" / "plans" / "1b.toml").read_text()
     narrow = make_ledger(*on_h200(text, with_=[name]))
-    wide = make_ledger(*on_h200(
-        text, "model.precision=fp16", with_=[name, "fp16_loss_scaling"], without=["bf16_parameters"]
-    ))  # fmt: skip
+    wide = make_ledger(
+        *on_h200(
+            text,
+            "model.precision=fp16",
+            with_=[name, "fp16_loss_scaling"],
+            without=["bf16_parameters"],
+        )
+    )
     line = "3/residual"
     assert wide.memory[line].bytes == 2 * narrow.memory[line].bytes == 4 * 2048 * 32768
     assert "weight_cast/forward/again" in wide.work
@@ -111,24 +117,29 @@ def test_the_stream_is_fp32_beside_fp16_and_no_weight_that_is_bf16_is_cast(name:
 @pytest.mark.parametrize(
     ("recipe", "shape", "changes"),
     [
-        ("mfu: selective_rows2", "7b",
-         "+selective_checkpoint techniques.selective_checkpoint.wide_every=1 "
-         "batch.micro_sequences=2"),
+        (
+            "mfu: selective_rows2",
+            "7b",
+            "+selective_checkpoint techniques.selective_checkpoint.wide_every=1 "
+            "batch.micro_sequences=2",
+        ),
         ("context: long 262144", "1b", LONG),
     ],
-)  # fmt: skip
+)
 def test_peaks_of_large_plans_are_foreseen(recipe: str, shape: str, changes: str) -> None:
     rows = map(json.loads, (ROOT / "results" / "limits.jsonl").read_text().splitlines())
     (peak,) = {
         row["metrics"]["peak_memory"]["value"]
-        for row in rows if row.get("recipe") == recipe and row["metrics"]
-    }  # fmt: skip
+        for row in rows
+        if row.get("recipe") == recipe and row["metrics"]
+    }
     words = changes.split()
     plan, context = on_h200(
         (ROOT / "benchmarks" / "plans" / f"{shape}.toml").read_text(),
-        *(w for w in words if w[0] not in "+-"), with_=[w[1:] for w in words if w[0] == "+"],
+        *(w for w in words if w[0] not in "+-"),
+        with_=[w[1:] for w in words if w[0] == "+"],
         without=[w[1:] for w in words if w[0] == "-"],
-    )  # fmt: skip
+    )
     assert make_ledger(plan, context).peak()[1] == pytest.approx(peak, rel=0.005)
 
 
@@ -151,9 +162,11 @@ def test_steps_of_a_small_model_are_foreseen() -> None:
     for row in rows:
         if row["rows"] == 32 and "muon" not in row["techniques"]:
             plan, context = on_h200(
-                (ROOT / "benchmarks" / "plans" / "novels.toml").read_text(), "goal.steps=500",
-                f"batch.tokens={32 * 1024}", "model.vocab=16384",
-            )  # fmt: skip
+                (ROOT / "benchmarks" / "plans" / "novels.toml").read_text(),
+                "goal.steps=500",
+                f"batch.tokens={32 * 1024}",
+                "model.vocab=16384",
+            )
             seconds = plan.batch.tokens / row["metrics"]["tokens_per_s"]["value"]
             off[len(off)] = (step_of(plan, context) or 0.0) / seconds - 1
     assert len(off) > 5 and max(map(abs, off.values())) < 0.05, off
@@ -163,14 +176,16 @@ def test_a_long_row_is_foreseen() -> None:
     lines = (ROOT / "results" / "limits.jsonl").read_text().splitlines()
     (step_s,) = (
         row["metrics"]["step"]["value"]
-        for row in map(json.loads, lines) if row.get("recipe") == "context: long 262144"
-    )  # fmt: skip
+        for row in map(json.loads, lines)
+        if row.get("recipe") == "context: long 262144"
+    )
     words = LONG.split()
     plan, context = on_h200(
         (ROOT / "benchmarks" / "plans" / "1b.toml").read_text(),
-        *(w for w in words if w[0] not in "+-"), with_=[w[1:] for w in words if w[0] == "+"],
+        *(w for w in words if w[0] not in "+-"),
+        with_=[w[1:] for w in words if w[0] == "+"],
         without=[w[1:] for w in words if w[0] == "-"],
-    )  # fmt: skip
+    )
     assert step_of(plan, context) == pytest.approx(step_s, rel=0.05)
 
 
@@ -271,17 +286,27 @@ def flops(piece: Work) -> float:
 
 @pytest.mark.parametrize(
     "changes",
-    ["", "+chunked_mlp", "+full_checkpoint", "+full_checkpoint +chunked_mlp", "+memory_budget",
-     "+selective_checkpoint techniques.selective_checkpoint.every_matmul=2", "+short_convolution",
-     "+stochastic_depth", "-fused_cross_entropy +chunked_cross_entropy", "-bf16_parameters +lora"],
-)  # fmt: skip
+    [
+        "",
+        "+chunked_mlp",
+        "+full_checkpoint",
+        "+full_checkpoint +chunked_mlp",
+        "+memory_budget",
+        "+selective_checkpoint techniques.selective_checkpoint.every_matmul=2",
+        "+short_convolution",
+        "+stochastic_depth",
+        "-fused_cross_entropy +chunked_cross_entropy",
+        "-bf16_parameters +lora",
+    ],
+)
 def test_pieces_compute_what_the_ledger_counts(changes: str) -> None:
     words = changes.split()
     plan, context = on_h200(
         (ROOT / "benchmarks" / "plans" / "160m.toml").read_text(),
-        *(w for w in words if w[0] not in "+-"), with_=[w[1:] for w in words if w[0] == "+"],
+        *(w for w in words if w[0] not in "+-"),
+        with_=[w[1:] for w in words if w[0] == "+"],
         without=[w[1:] for w in words if w[0] == "-"],
-    )  # fmt: skip
+    )
     ledger = make_ledger(plan, context)
     counted = ledger.flops_per_token() * ledger.sizes["tokens"]
     assert sum(map(flops, ledger.work.values())) == pytest.approx(counted, rel=1e-3)

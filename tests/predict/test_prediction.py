@@ -125,9 +125,11 @@ def test_what_ran_fits_and_what_ran_out_of_memory_does_not(receipts: list[Any]) 
     assert {row.fits for row in receipts} <= {"yes", "tight"}
     every = residuals.standing("techniques", ROOT / "results", full=False)
     full = [  # tf32 holds what its base holds
-        row for row in every if "out of memory" in row.get("refused", "")
+        row
+        for row in every
+        if "out of memory" in row.get("refused", "")
         and (row["technique"] == "tf32" or row["refused"].startswith("out of memory"))
-    ]  # fmt: skip
+    ]
     assert len(full) >= 4
     for row in full:
         plan = residuals.plan_of(row)
@@ -207,9 +209,10 @@ def test_intervals_hold_80_percent_of_what_was_measured(receipts: list[Any]) -> 
 
 def test_steps_in_fp32_are_foreseen_and_claim_no_interval() -> None:
     rows = [
-        row for row in residuals.standing("techniques", ROOT / "results")
+        row
+        for row in residuals.standing("techniques", ROOT / "results")
         if row["technique"] == "tf32" and "speed_ratio" in row["metrics"]
-    ]  # fmt: skip
+    ]
     assert {(row["shape"], row["base"]) for row in rows} == {
         (shape, base) for shape in ("160m", "1b") for base in ("trunk", "recipe")
     }
@@ -232,9 +235,10 @@ def test_steps_that_few_rows_tell_are_foreseen_and_claim_no_interval(
     name: str, count: int, off: float
 ) -> None:
     rows = [
-        row for row in residuals.standing("techniques", ROOT / "results")
+        row
+        for row in residuals.standing("techniques", ROOT / "results")
         if row["technique"] == name and "tokens_per_s" in row["metrics"]
-    ]  # fmt: skip
+    ]
     assert len(rows) == count
     for row in rows:
         plan = residuals.plan_of(row)
@@ -374,9 +378,13 @@ def test_predictions_then_outcomes_then_picks(
     for file in tmp_path.glob("*.jsonl"):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         as_gpu = [
-            {**row, **{key: "a GPU" for key in ("hardware", "predicted_for") if row.get(key)},
-             **({"device": "cuda"} if "device" in row else {})} for row in rows
-        ]  # fmt: skip
+            {
+                **row,
+                **{key: "a GPU" for key in ("hardware", "predicted_for") if row.get(key)},
+                **({"device": "cuda"} if "device" in row else {}),
+            }
+            for row in rows
+        ]
         (gpu / file.name).write_text("".join(json.dumps(row) + "\n" for row in as_gpu))
     assert compute(tmp_path)["step_time_error_no_gpu"]["n"] == 0
     found = compute(gpu)

@@ -60,7 +60,7 @@ RANKS = {
     "mesh.tensor=2 mesh.data=2 +tensor_parallel +fsdp": ALONE,
     "mesh.context=4 +context_parallel": ALONE,
     "mesh.pipeline=4 batch.micro_sequences=2 +pipeline_parallel": ALONE,
-}  # fmt: skip
+}
 """Changes that lay a plan out along the mesh, with what must go for them."""
 
 
@@ -91,8 +91,9 @@ class Case:
         listed = _listed().get(self.base)
         text = (
             (ROOT / f"benchmarks/plans/{self.base}.toml").read_text()
-            if listed is None else listed.text
-        )  # fmt: skip
+            if listed is None
+            else listed.text
+        )
         words = [*(listed.words if listed else ()), *self.words.split()]
         return parse(words).plan(text, catalogue())
 
@@ -124,10 +125,12 @@ def _machine(on: str) -> Machine:
     steps = [
         MeasuredStep(128, 4, 4, 2048, 32, 128, compiled, keeps, threads, seconds)
         for compiled, keeps, threads, seconds in (
-            (False, False, 2, 0.31), (True, False, 2, 0.24), (False, True, 2, 0.27),
+            (False, False, 2, 0.31),
+            (True, False, 2, 0.24),
+            (False, True, 2, 0.27),
             (False, False, 1, 0.52),
         )
-    ]  # fmt: skip
+    ]
     steps.append(MeasuredStep(256, 4, 4, 4096, 16, 128, False, False, 2, 0.83))
     return replace(probed_cpu(*steps), memory_bytes=8 * 2**30)
 

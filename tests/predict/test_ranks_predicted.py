@@ -33,8 +33,12 @@ SHAPES = Path(__file__).parents[2] / "benchmarks" / "plans"
 EXPOSED, WAIT = KINDS["collective"], KINDS["wait"]
 FUNCTIONS = Path(__file__).parents[1] / "probe_ranks.py"
 ALONE = (
-    "bf16_parameters", "torch_compile", "fused_cross_entropy", "fused_swiglu", "cudnn_attention"
-)  # fmt: skip
+    "bf16_parameters",
+    "torch_compile",
+    "fused_cross_entropy",
+    "fused_swiglu",
+    "cudnn_attention",
+)
 
 
 def plan_of(shape: str, *overrides: str, with_: tuple[str, ...] = (), **how: Any) -> Plan:
@@ -77,9 +81,14 @@ def plan(request: pytest.FixtureRequest) -> Iterator[Plan]:
 
 @pytest.mark.parametrize(
     ("operation", "share"),
-    [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75),
-     ("send", 1.0)],
-)  # fmt: skip
+    [
+        ("all_reduce", 1.5),
+        ("all_gather", 0.75),
+        ("reduce_scatter", 0.75),
+        ("all_to_all", 0.75),
+        ("send", 1.0),
+    ],
+)
 def test_a_ring_sends_what_its_formula_says(operation: Any, share: float) -> None:
     assert sent(operation, 1000, 4) == 1000 * share
     assert sent(operation, 1000, 1) == (1000 if operation == "send" else 0)
@@ -121,8 +130,15 @@ def test_what_kernels_hide_counts_by_contention_alone() -> None:
 
     def step(share: float, beside: Any, micros: float = 3, **how: Any) -> float:
         """Of a transfer that takes a share of the compute's time, less what it would be alone."""
-        gather = collective(sizes, "shard", "forward", "all_gather",
-                            2 * share * compute_s * 360e9, beside=beside, **how)  # fmt: skip
+        gather = collective(
+            sizes,
+            "shard",
+            "forward",
+            "all_gather",
+            2 * share * compute_s * 360e9,
+            beside=beside,
+            **how,
+        )
         whole = step_time({"x": compute, "shards/x": gather}, machine, micros)
         assert whole.of("product") == pytest.approx(micros * compute_s)
         return whole.of("collective") / compute_s
@@ -212,9 +228,11 @@ def test_a_pipeline_waits_as_its_bubble_says() -> None:
     for rows, chunks in ((2, 1), (4, 1), (2, 2)):
         how = "interleaved" if chunks > 1 else "1f1b"
         plan = plan_of(
-            "160m", "mesh.pipeline=4", f"batch.micro_sequences={rows}",
+            "160m",
+            "mesh.pipeline=4",
+            f"batch.micro_sequences={rows}",
             f'techniques.pipeline_parallel={{schedule="{how}", chunks={chunks}}}',
-        )  # fmt: skip
+        )
         found, micros = seen(plan), plan.rows_per_step // rows
         assert found.time.step_s
         sent_s = found.time.parts_s[EXPOSED]
@@ -224,21 +242,27 @@ def test_a_pipeline_waits_as_its_bubble_says() -> None:
 
 
 def test_fsdp_hides_its_gathers_and_tensor_parallel_nothing() -> None:
-    fsdp, tensor = (seen(plan_of("1b", *PARALLEL[n][0], with_=PARALLEL[n][1]))
-                    for n in ("fsdp", "tensor"))  # fmt: skip
+    fsdp, tensor = (
+        seen(plan_of("1b", *PARALLEL[n][0], with_=PARALLEL[n][1])) for n in ("fsdp", "tensor")
+    )
     for found, name in ((fsdp, "fsdp"), (tensor, "tensor")):
         plan = plan_of("1b", *PARALLEL[name][0], with_=PARALLEL[name][1])
         ledger = ledger_of(plan)
         pieces = [w for w in ledger.work.values() if isinstance(w, Collective)]
-        whole_s = sum(w.seconds(H200) * (1 if w.last or w.phase == "optimizer" else
-                      ledger.sizes["micro_batches"]) for w in pieces)  # fmt: skip
+        whole_s = sum(
+            w.seconds(H200)
+            * (1 if w.last or w.phase == "optimizer" else ledger.sizes["micro_batches"])
+            for w in pieces
+        )
         share = found.time.parts_s[EXPOSED] / whole_s
         assert share == pytest.approx(1) if name == "tensor" else share < 0.45, (name, share)
 
 
 def test_buffers_of_communicators_are_told_and_taken_from_the_memory() -> None:
-    alone, plan = seen(plan_of("160m")), plan_of("160m", "mesh.tensor=2", "mesh.data=2",
-                                                  with_=("tensor_parallel",))  # fmt: skip
+    alone, plan = (
+        seen(plan_of("160m")),
+        plan_of("160m", "mesh.tensor=2", "mesh.data=2", with_=("tensor_parallel",)),
+    )
     found = seen(plan)
     assert not alone.memory.buffers_bytes and not alone.rates.between_ranks
     assert found.memory.buffers_bytes == 3 * COMMUNICATOR_BYTES  # the world's, data's and tensor's
@@ -247,8 +271,13 @@ def test_buffers_of_communicators_are_told_and_taken_from_the_memory() -> None:
         plan, found
     )
     full = replace(H200, memory_bytes=int(found.memory.peak_bytes + H200.context_bytes + 2**20))
-    assert seen(plan, full).memory.fits == "no" and seen(plan, replace(full, memory_bytes=int(
-        full.memory_bytes + found.memory.buffers_bytes))).memory.fits != "no"  # fmt: skip
+    assert (
+        seen(plan, full).memory.fits == "no"
+        and seen(
+            plan, replace(full, memory_bytes=int(full.memory_bytes + found.memory.buffers_bytes))
+        ).memory.fits
+        != "no"
+    )
 
 
 def test_nodes_that_nobody_joined_have_no_time() -> None:

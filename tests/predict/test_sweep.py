@@ -337,10 +337,12 @@ def test_the_first_rank_has_a_command_that_makes_it() -> None:
     assert (verb, name) == ("train", "my plan.toml") and "--with cudnn_attention" not in said
     pairs = list(pairwise(words))
     plan = Plan.read(
-        SHAPE.partition("[techniques")[0], of, overrides=[w for w in words if "=" in w],
+        SHAPE.partition("[techniques")[0],
+        of,
+        overrides=[w for w in words if "=" in w],
         with_=[b for a, b in pairs if a == "--with"],
         without=[b for a, b in pairs if a == "--without"],
-    )  # fmt: skip
+    )
     assert plan == found.ranked[0].plan and plan != found.start.plan
     full = replace(found, ranked=[found.start])
     assert command(full, "demo", [], [], []) == "headrace train demo"
@@ -390,10 +392,14 @@ def test_plans_that_were_measured_are_ranked_as_they_were() -> None:
 def test_changes_are_the_difference_of_two_plans() -> None:
     plan = Plan.read(SHAPE, known())
     words = (
-        "-bf16_parameters", "+fp16_loss_scaling", "+full_checkpoint", "batch.micro_sequences=4",
-        "model.precision=fp16", "techniques.full_checkpoint.every=2",
+        "-bf16_parameters",
+        "+fp16_loss_scaling",
+        "+full_checkpoint",
+        "batch.micro_sequences=4",
+        "model.precision=fp16",
+        "techniques.full_checkpoint.every=2",
         "techniques.torch_compile.scope=block",
-    )  # fmt: skip
+    )
     other = changed(plan, reversed(words), known())
     assert other.techniques["full_checkpoint"].every == 2  # type: ignore[attr-defined]
     assert difference(plan, other) == words

@@ -92,8 +92,16 @@ def test_no_time_leaves_the_most_important_and_says_what_it_left(
     assert machine.traffic.points and machine.to_host.points
     assert any(text.startswith("products in bf16 (") for text in machine.skipped)
     with pytest.raises(UnsupportedError, match="its probes tell no attention by flash"):
-        machine.attention_s("flash", rows=1, heads=1, kv_heads=1, length=64, features=64,
-                            causal=True, backward=False)  # fmt: skip
+        machine.attention_s(
+            "flash",
+            rows=1,
+            heads=1,
+            kv_heads=1,
+            length=64,
+            features=64,
+            causal=True,
+            backward=False,
+        )
 
 
 def test_the_shapes_of_a_plan_are_added(
@@ -103,10 +111,11 @@ def test_the_shapes_of_a_plan_are_added(
     before, shape = measured[0], (2, 2, 2, 96, 16)
     known = before.products[0].points[0].sizes
     after = probes.add(
-        before, CPU,
+        before,
+        CPU,
         products=[("fp32", 96, 80, 72), ("fp32", *known)],
         attention=[("flash", shape, True), ("cudnn", shape, True)],
-    )  # fmt: skip
+    )
     (new,) = set(after.products[0].points) - set(before.products[0].points)
     assert new.sizes == (96, 80, 72)
     assert after.matmul_s("fp32", *new.sizes) == pytest.approx(new.seconds, rel=1e-6)

@@ -126,9 +126,12 @@ def test_refuses_before_anything_is_made(make_tiny: Make) -> None:
 @pytest.mark.slow
 def test_a_second_process_compiles_nothing(tmp_path: Path, plan_file: Path, run_cli: Any) -> None:
     given = [
-        COMPILE, f"techniques.compile_cache.directory={tmp_path / 'cache'}", "goal.steps=1",
-        "schedule.steps=9", "checkpoint.every_steps=0",
-    ]  # fmt: skip
+        COMPILE,
+        f"techniques.compile_cache.directory={tmp_path / 'cache'}",
+        "goal.steps=1",
+        "schedule.steps=9",
+        "checkpoint.every_steps=0",
+    ]
     found = []
     for name in ("first", "second"):
         ended = run_cli(tmp_path, "train", str(plan_file), f"name={name}", *given, timeout_s=500)

@@ -114,7 +114,15 @@ def test_why_features_are_last() -> None:
     """With features first torch takes its one kernel in bf16, and cuDNN has nothing to choose."""
     weight = torch.zeros(64, 1, 3, device="cuda", dtype=torch.bfloat16)
     found = torch._C._select_conv_backend(
-        weight.new_zeros(2, 64, 34), weight, bias=None, stride=[1], padding=[0], dilation=[1],
-        transposed=False, output_padding=[0], groups=64, bias_sizes=None,
-    )  # fmt: skip
+        weight.new_zeros(2, 64, 34),
+        weight,
+        bias=None,
+        stride=[1],
+        padding=[0],
+        dilation=[1],
+        transposed=False,
+        output_padding=[0],
+        groups=64,
+        bias_sizes=None,
+    )
     assert str(found).endswith("CudaDepthwise2d")

@@ -42,9 +42,11 @@ def gradients(
 @pytest.mark.parametrize("micro_rows", [1, 2, 4])
 @pytest.mark.parametrize("shape", ["model.tied_embeddings=true", "model.qk_norm=true"])
 def test_gradients_equal_the_big_batchs(
-    tiny_plan: Callable[..., Plan], big: tuple[torch.Tensor, torch.Tensor], micro_rows: int,
+    tiny_plan: Callable[..., Plan],
+    big: tuple[torch.Tensor, torch.Tensor],
+    micro_rows: int,
     shape: str,
-) -> None:  # fmt: skip
+) -> None:
     plan = tiny_plan("optimizer.clip_norm=0", "model.layers=2", shape)
     whole, loss = gradients(plan, big, ROWS)
     parts, loss_of_parts = gradients(plan, big, micro_rows)

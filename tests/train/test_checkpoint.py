@@ -67,9 +67,17 @@ def test_a_pickle_planted_in_any_file_never_runs(train: Train, tmp_path: Path, h
     step = run / "checkpoints" / "step-12"
     planted = [p for p in run.rglob("*") if p.is_file() and p.parent.name != "step-8"]
     assert {p.name for p in planted} == {
-        "checkpoint.json", "rank-00000.safetensors", "metrics.jsonl", "plan.toml", "report.json",
-        "tokenizer.json", "environment.json", "data.json", ".lock", ".plan.toml",
-    }  # fmt: skip
+        "checkpoint.json",
+        "rank-00000.safetensors",
+        "metrics.jsonl",
+        "plan.toml",
+        "report.json",
+        "tokenizer.json",
+        "environment.json",
+        "data.json",
+        ".lock",
+        ".plan.toml",
+    }
     for path in planted:
         kept = path.read_bytes()
         index = (step / "checkpoint.json").read_bytes()

@@ -35,14 +35,19 @@ Train = Callable[..., Path]
 @pytest.mark.parametrize(
     "beside",
     [
-        ["techniques.lora.rank=2"], ["techniques.qlora={rank = 2, base = 'int8'}", "model.dim=32"],
-        ["techniques.z_loss={}"], ["techniques.sophia.every=4"],
+        ["techniques.lora.rank=2"],
+        ["techniques.qlora={rank = 2, base = 'int8'}", "model.dim=32"],
+        ["techniques.z_loss={}"],
+        ["techniques.sophia.every=4"],
     ],
-)  # fmt: skip
+)
 def test_evidence_waits_for_a_step_that_counted_a_target(
-    train: Train, given: Callable[..., str], monkeypatch: pytest.MonkeyPatch, beside: list[str],
+    train: Train,
+    given: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    beside: list[str],
     ignored: int,
-) -> None:  # fmt: skip
+) -> None:
     """The first steps have none: nothing has reached a weight, and nothing is wrong."""
     from headrace.train import session
 
@@ -76,8 +81,13 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_its_step(
     train: Train, tmp_path: Path
 ) -> None:
     with pytest.raises(RunError, match=r"step \d+ is not finite") as told:
-        train("optimizer.lr=1e18", "schedule.kind=constant", "optimizer.clip_norm=0",
-              "eval.every_steps=1000", "checkpoint.every_steps=1")  # fmt: skip
+        train(
+            "optimizer.lr=1e18",
+            "schedule.kind=constant",
+            "optimizer.clip_norm=0",
+            "eval.every_steps=1000",
+            "checkpoint.every_steps=1",
+        )
     run = tmp_path / "runs" / "tiny"
     assert report(run)["status"] == "failed"
     assert report(run)["message"].startswith(told.value.message)
@@ -126,9 +136,13 @@ def test_a_validation_that_is_not_finite_saves_nothing_after_it(
     ],
 )
 def test_a_full_memory_is_told_written_down_and_named_by_the_doctor(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    after: int, error: Exception, said: str,
-) -> None:  # fmt: skip
+    train: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    after: int,
+    error: Exception,
+    said: str,
+) -> None:
     step = training.step
 
     def full(build: Any, micros: Any, index: int, *rest: Any) -> Any:
@@ -212,9 +226,13 @@ def test_a_failed_run_that_goes_on_has_not_ended(
 
 def test_diverging_at_the_command_line(zygote: Any, plan_file: Path) -> None:
     ended = zygote.run(
-        plan_file.parent, "train", "tiny.toml", "optimizer.lr=1e18", "schedule.kind=constant",
+        plan_file.parent,
+        "train",
+        "tiny.toml",
+        "optimizer.lr=1e18",
+        "schedule.kind=constant",
         "optimizer.clip_norm=0",
-    )  # fmt: skip
+    )
     assert ended.code == 1
     assert "is not finite" in ended.err and "name=tiny-again" in ended.err
     assert "Traceback" not in ended.err

@@ -26,9 +26,13 @@ def run(precision: str, *techniques: Any, told: list[str] | None = None) -> Any:
     """A build of which the guard reads no more than this."""
     named = {f"t{i}": technique for i, technique in enumerate(techniques)}
     return left(
-        plan=left(techniques=named), run_notes=RunNotes(), optimizers={}, world=left(any=bool),
-        context=left(precision=precision), tell=(told if told is not None else []).append,
-    )  # fmt: skip
+        plan=left(techniques=named),
+        run_notes=RunNotes(),
+        optimizers={},
+        world=left(any=bool),
+        context=left(precision=precision),
+        tell=(told if told is not None else []).append,
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,9 +107,11 @@ def test_gradients_are_as_an_update_would_see_them() -> None:
     model = torch.nn.Linear(2, 1)
     model.weight.grad = torch.tensor([[3.0, 4.0]])
     build: Any = left(
-        model=model, device=torch.device("cpu"), routed={"mine": {"weight": model.weight}},
+        model=model,
+        device=torch.device("cpu"),
+        routed={"mine": {"weight": model.weight}},
         optimizers={"mine": left(gradient_factor=torch.tensor(0.5)), "other": left()},
-    )  # fmt: skip
+    )
     assert guard.norms_of(build) == {"weight": 2.5}, "a bias without a gradient has no norm"
     model.bias.grad = torch.zeros(1)
     assert guard.norms_of(build) == {"weight": 2.5, "bias": 0.0}
@@ -154,9 +160,12 @@ def test_memory_of_the_host_is_for_all_of_its_processes(monkeypatch: pytest.Monk
     monkeypatch.setattr(guard, "make_build", made)
     needs = left(without=lambda lines: left(peak=lambda: ("", 100.0)))
     build: Any = left(
-        model=torch.nn.Linear(1, 1), predicted=lambda plan: needs, world=World(ranks=1),
-        device=torch.device("cpu"), prepared=None,
-    )  # fmt: skip
+        model=torch.nn.Linear(1, 1),
+        predicted=lambda plan: needs,
+        world=World(ranks=1),
+        device=torch.device("cpu"),
+        prepared=None,
+    )
     with pytest.raises(RunError, match="it was built"):
         guard._first(build, lambda *given: torch.ones(()), 0, [])
     build.world = World(ranks=2)

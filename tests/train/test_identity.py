@@ -68,10 +68,33 @@ def commands(remedy: str) -> list[list[str]]:
 
 
 VALUES = [
-    1, 2.5, 1e-08, 1e30, True, "x", "", "1e5", "two words", "it's", 'a "b"', '"q"', "a#b", "x\ny",
-    [1, 2.0], ["a b", "c"], [], {"a": 1, "b": [1, 2], "c": "d e"}, {"a": {"b": False}}, {},
-    "\x7f", "\U0001f600", '"\U0001f600"', "[1]", "{a = 1}", "null",
-]  # fmt: skip
+    1,
+    2.5,
+    1e-08,
+    1e30,
+    True,
+    "x",
+    "",
+    "1e5",
+    "two words",
+    "it's",
+    'a "b"',
+    '"q"',
+    "a#b",
+    "x\ny",
+    [1, 2.0],
+    ["a b", "c"],
+    [],
+    {"a": 1, "b": [1, 2], "c": "d e"},
+    {"a": {"b": False}},
+    {},
+    "\x7f",
+    "\U0001f600",
+    '"\U0001f600"',
+    "[1]",
+    "{a = 1}",
+    "null",
+]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
@@ -95,14 +118,23 @@ def test_a_knob_of_none_is_said_by_its_table() -> None:
 
 def test_every_change_that_a_resume_takes_is_told(say: Say, home: Path) -> None:
     words = (
-        "goal.steps=5", "goal.minutes=60", "eval.every_steps=2", "schedule.warmup_steps=3",
-        "schedule.steps=30", "techniques.chunked_cross_entropy={chunk_tokens = 7}",
-    )  # fmt: skip
+        "goal.steps=5",
+        "goal.minutes=60",
+        "eval.every_steps=2",
+        "schedule.warmup_steps=3",
+        "schedule.steps=30",
+        "techniques.chunked_cross_entropy={chunk_tokens = 7}",
+    )
     done = say("train", "tiny.toml", "--resume", *words)
     told = "\n".join(done["told"])
-    for change in ("goal.steps 4 -> 5", "goal.minutes none -> 60.0", "eval.every_steps 4 -> 2",
-                   "schedule.warmup_steps 0 -> 3", "schedule.steps 40 -> 30",
-                   "+chunked_cross_entropy"):  # fmt: skip
+    for change in (
+        "goal.steps 4 -> 5",
+        "goal.minutes none -> 60.0",
+        "eval.every_steps 4 -> 2",
+        "schedule.warmup_steps 0 -> 3",
+        "schedule.steps 40 -> 30",
+        "+chunked_cross_entropy",
+    ):
         assert change in told, told
     assert re.search(r"the schedule changed: at step 4 the rate goes from 0.0099 to", told), told
     changed = report(home / "runs" / "tiny")["resumed"]["changed"]
@@ -117,12 +149,14 @@ REFUSED = {
     "data.weights=[1]": ("tiny", "data.weights was None and is now [1.0]"),
     "model.qk_norm=true": ("tiny", "model.qk_norm was False and is now True"),
     "techniques.mixture_of_experts.top_k=1": (
-        "moe", "techniques.mixture_of_experts.top_k was 2 and is now 1",
+        "moe",
+        "techniques.mixture_of_experts.top_k was 2 and is now 1",
     ),
     "techniques.mixture_of_experts.balance=0.5": (
-        "moe", "techniques.mixture_of_experts.balance was 0.01 and is now 0.5",
+        "moe",
+        "techniques.mixture_of_experts.balance was 0.01 and is now 0.5",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", REFUSED)

@@ -40,9 +40,12 @@ def whole(
 
 @signals
 def test_a_signal_saves_and_the_resume_equals_a_run_that_got_none(
-    zygote: Any, plan_file: Path, whole: Path, wait_until: Callable[..., None],
+    zygote: Any,
+    plan_file: Path,
+    whole: Path,
+    wait_until: Callable[..., None],
     number: signal.Signals,
-) -> None:  # fmt: skip
+) -> None:
     cwd, run = plan_file.parent, plan_file.parent / "runs" / "told"
     child = zygote.start(cwd, *COMMAND, "name=told")
     wait_until(lambda: lines(run / "metrics.jsonl") > 20)
@@ -104,8 +107,10 @@ def test_a_signal_to_the_real_command_line(
     cwd = plan_file.parent
     process = subprocess.Popen(
         [sys.executable, "-m", "headrace", "train", "tiny.toml", "goal.steps=100000"],
-        cwd=cwd, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=cwd,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     wait_until(lambda: lines(cwd / "runs/tiny/metrics.jsonl") > 20)
     process.send_signal(signal.SIGINT)
     assert "Traceback" not in process.communicate()[1]
@@ -141,9 +146,13 @@ def test_a_hangup_saves() -> None:
     [(4, []), (12, ["eval.every_steps=4"]), (12, ["checkpoint.every_steps=100"])],
 )
 def test_a_signal_in_the_midst_of_a_save_leaves_it_whole(
-    train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    at_step: int, words: list[str], number: signal.Signals,
-) -> None:  # fmt: skip
+    train: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at_step: int,
+    words: list[str],
+    number: signal.Signals,
+) -> None:
     """Also one that comes again; where the goal is reached and validated, the run is done."""
     write, last = checkpoint.save_file, at_step == 12
 

@@ -67,8 +67,10 @@ def test_killing_the_real_command_line(run_cli: Any, plan_file: Path, wait_until
         resume = ["--resume"] if attempt else []
         process = subprocess.Popen(
             [sys.executable, "-m", "headrace", *command, "name=killed", *resume],
-            cwd=cwd, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            cwd=cwd,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         wait_until(lambda step=80 * attempt: saved_step(killed) > step)
         process.kill()
         assert process.wait() == -signal.SIGKILL

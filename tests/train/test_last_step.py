@@ -30,9 +30,13 @@ STEPS = 4
     ],
 )
 def test_a_last_step_without_a_target_loses_nothing(
-    train: Train, given: Callable[..., str], monkeypatch: pytest.MonkeyPatch, beside: list[str],
-    blind: bool, within: int,
-) -> None:  # fmt: skip
+    train: Train,
+    given: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    beside: list[str],
+    blind: bool,
+    within: int,
+) -> None:
     """No gradient reached what is healthy; what can be seen is still looked at."""
     whole = Loader.step
 
@@ -55,10 +59,14 @@ def test_a_last_step_without_a_target_loses_nothing(
 
 def test_the_report_has_what_was_counted_until_the_end(train: Train) -> None:
     """And not what the first step showed: rows grow in the third."""
-    run = report(train(
-        "data.sequence_length=32", "techniques.sequence_length_schedule.start=16",
-        "techniques.sequence_length_schedule.until=2", f"goal.steps={STEPS}",
-    ))  # fmt: skip
+    run = report(
+        train(
+            "data.sequence_length=32",
+            "techniques.sequence_length_schedule.start=16",
+            "techniques.sequence_length_schedule.until=2",
+            f"goal.steps={STEPS}",
+        )
+    )
     (told,) = run["techniques"].values()
     assert told["active"] and "16 and 32" in told["detail"], told["detail"]
     assert told["numbers"]["micro_batches_of_16"] < told["numbers"]["micro_batches_of_32"] + 1

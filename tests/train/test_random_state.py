@@ -28,9 +28,11 @@ def drawn_by(folder: Path, data: dict[str, str], name: str, steps: int, resume: 
         found.append((build.world.rank, float(torch.rand(()))))
 
     noise = toy(
-        "noise", Stage.STEP, lambda build: build.after_update.append(draw),
+        "noise",
+        Stage.STEP,
+        lambda build: build.after_update.append(draw),
         composes=("after_update",),
-    )  # fmt: skip
+    )
     text = PLAN.format(**data).replace("steps = 12", f"steps = {steps}", 1)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     keys = [f"name={name}", f"directory={folder}", f"mesh.data={ranks}", "guard=false"]

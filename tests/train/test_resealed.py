@@ -49,9 +49,11 @@ def trained(
 def describe(part: Index, name: str, tensor: Tensor) -> None:
     """Let the index say of a tensor what the file does."""
     part["pieces"][name] |= {
-        "shape": list(tensor.shape), "size": list(tensor.shape), "offset": [0] * tensor.ndim,
+        "shape": list(tensor.shape),
+        "size": list(tensor.shape),
+        "offset": [0] * tensor.ndim,
         "dtype": str(tensor.dtype).removeprefix("torch."),
-    }  # fmt: skip
+    }
 
 
 def retyped(name: str, dtype: torch.dtype) -> Callable[[Tensors, Index], None]:

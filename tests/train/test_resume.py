@@ -78,8 +78,17 @@ def test_resuming_a_finished_run_trains_nothing_and_keeps_what_was_measured(trai
     after = report(run)
     assert metrics(run) == rows
     assert after["restarts"] == 1
-    for key in ("status", "steps", "tokens", "val", "stream_sha256", "memory_measured",
-                "peak_memory_bytes", "steady_tokens_per_s", "input_wait"):  # fmt: skip
+    for key in (
+        "status",
+        "steps",
+        "tokens",
+        "val",
+        "stream_sha256",
+        "memory_measured",
+        "peak_memory_bytes",
+        "steady_tokens_per_s",
+        "input_wait",
+    ):
         assert after[key] == before[key], key
 
 

@@ -50,8 +50,9 @@ def test_another_seed_is_another_stream(train: Train) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(zygote: Any, tmp_path_factory: pytest.TempPathFactory, corpus: Path,
-          prepared_folder: Path) -> Iterator[Path]:  # fmt: skip
+def alone(
+    zygote: Any, tmp_path_factory: pytest.TempPathFactory, corpus: Path, prepared_folder: Path
+) -> Iterator[Path]:
     """A folder with tiny.toml and the run of one process."""
 
     cwd = tmp_path_factory.mktemp("ranks")
@@ -85,9 +86,15 @@ def test_a_resume_under_other_ranks_continues_the_same_run(zygote: Any, alone: P
     for ranks, steps in ((1, 4), (2, 8), (4, 10), (1, 12)):
         resume = ["--resume"] if steps > 4 else []
         for ended in zygote.ranks(
-            ranks, alone, "train", "tiny.toml", "name=moving", f"mesh.data={ranks}",
-            f"goal.steps={steps}", *resume,
-        ):  # fmt: skip
+            ranks,
+            alone,
+            "train",
+            "tiny.toml",
+            "name=moving",
+            f"mesh.data={ranks}",
+            f"goal.steps={steps}",
+            *resume,
+        ):
             assert ended.code == 0, ended.err
     assert report(alone / "runs/moving")["restarts"] == 3
     assert_close_runs(alone / "runs/alone", alone / "runs/moving")
@@ -97,10 +104,18 @@ def test_a_signal_to_one_rank_ends_all_of_them(
     zygote: Any, alone: Path, wait_until: Callable[..., None]
 ) -> None:
     children = [
-        zygote.start(alone, "train", "tiny.toml", "name=told", "mesh.data=2", "goal.steps=100000",
-                     "eval.every_steps=100000", env=env)
+        zygote.start(
+            alone,
+            "train",
+            "tiny.toml",
+            "name=told",
+            "mesh.data=2",
+            "goal.steps=100000",
+            "eval.every_steps=100000",
+            env=env,
+        )
         for env in zygote.world(2)
-    ]  # fmt: skip
+    ]
     wait_until((alone / "runs/told/checkpoints/latest").exists)
     children[1].send(15)
     ended = [child.wait() for child in children]

@@ -82,8 +82,10 @@ class Alibi(Technique[Build]):
         if plan.mesh.tensor > 1:
             return Unsupported(
                 f"each head has its own slope, and mesh.tensor = {plan.mesh.tensor} ranks do not "
-                "know which heads they hold", context.whole("tensor"), RefusalKind.COMBINATION,
-            )  # fmt: skip
+                "know which heads they hold",
+                context.whole("tensor"),
+                RefusalKind.COMBINATION,
+            )
         if plan.mesh.context > 1:
             return Unsupported(
                 f"the ring of mesh.context = {plan.mesh.context} ranks has no bias",
