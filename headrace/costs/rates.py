@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -321,6 +321,8 @@ def place(*sizes: float) -> tuple[float, ...]:
 # --- files ------------------------------------------------------------------------------------
 
 MAY_BE_ZERO = frozenset({"context_bytes"})
+LATER = frozenset({"links", "linears", "pieces", "steps", "half"})
+"""Fields with defaults that files from before they were measured lack; any other must be there."""
 
 
 def checked(kind: type[T], value: Any, where: str = "") -> T:
@@ -362,9 +364,8 @@ def _table(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
         raise _wrong(where or "the whole", value, "a table")
     types = get_type_hints(kind)
     prefix = f"{where}." if where else ""
-    later = {one.name for one in fields(kind) if one.default is not MISSING}
     for name in value.keys() ^ types.keys():
-        if name in value or name not in later:
+        if name in value or name not in LATER:
             fault = "missing" if name in types else "not a key of it"
             raise ValueError(f"{prefix}{name} is {fault}")
     given = types.keys() & value.keys()

@@ -46,7 +46,7 @@ HOST_APART = 4.0
 """How many times too long or too short the host's part may be, where the device waits for it."""
 DRIFT = 1.5
 """Times as long as minutes before that a host takes for the same launches. On an H100's host eleven
-natural runs that wait for launches took 0.6 to 1.6 times as long when their remedies were timed
+natural runs that wait for launches took 0.7 to 1.7 times as long when their remedies were timed
 (natural_said.jsonl, natural.jsonl); on an H200's two plans took 0.9 and 1.16 times as long."""
 LATER = 1.15
 """Times as long as minutes before that a host takes for the same launches where it was not the
@@ -59,8 +59,8 @@ REST = 0.6
 """Share of `HOST_S` that a host takes beside launching a step. Nine small plans whose launches were
 recorded took 5.0 to 8.6 ms a step on an H100, 8.5 predicted (natural.jsonl)."""
 ON_CPU = 1.5
-"""How far off a probed CPU's rates of the work that a change moves may be: compiling took 0.80 to
-1.08 times as long as forecast in ten natural runs on two cores (natural.jsonl)."""
+"""How far off a probed CPU's rates of the work that a change moves may be: compiled steps were 0.80
+to 1.08 times as fast as forecast in eight natural runs on two cores (natural.jsonl)."""
 SHORTEST_S = 2.5e-3
 """Least seconds that a host's part is divided by: a shorter part decides no step, and a CPU, whose
 host is the device, has none."""

@@ -32,7 +32,7 @@ from headrace.plan.changes import flat, word
 from headrace.plan.changes import parse as parse_changes
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import BOTTLENECKS, parse, saves_memory
-from headrace.plan.technique import Catalogue, Context, Technique
+from headrace.plan.technique import EFFECTS, Catalogue, Context, Technique
 from headrace.predict.candidates import MICRO, Asking, Candidate, Words
 
 ALSO: Mapping[str, tuple[str, ...]] = {"computation": ("memory bandwidth", "kernel efficiency")}
@@ -62,8 +62,6 @@ HEALTHY = 0.05
 """Gain that no remedy of a healthy run is forecast to exceed. Chosen, not measured."""
 HALF = ("bf16", "fp16", "float8")
 """Parts of words that name a precision which a processor may only emulate, many times slower."""
-EQUALITIES = ("exact", "approximate", "learning")
-"""What a change may do to the gradients, the mildest first."""
 MOST = 8
 """Most remedies of one finding that are kept."""
 
@@ -236,7 +234,7 @@ class _Asker:
         def plainness(one: Remedy) -> tuple[int, int, int]:
             added = [self.asking.catalogue.find(w[1:]) for w in one.change if w[0] == "+"]
             places = sum(len(t.claims) + len(t.composes) for t in added)
-            return EQUALITIES.index(one.equality), len(one.change), places
+            return EFFECTS.index(one.equality), len(one.change), places
 
         least = NEARLY * _gained(ordered[0])
         plainest = min((one for one in ordered if _gained(one) >= least), key=plainness)
@@ -334,7 +332,7 @@ def _equality(catalogue: Catalogue, change: Words) -> str:
     parts = [KEY_EQUALITY.get(word.partition("=")[0], "exact") for word in change]
     parts += [catalogue.find(word[1:]).equality for word in change if word[0] == "+"]
     left = (catalogue.find(word[1:]).equality for word in change if word[0] == "-")
-    return max([*parts, *(e for e in left if e == "learning")], key=EQUALITIES.index)
+    return max([*parts, *(e for e in left if e == "learning")], key=EFFECTS.index)
 
 
 def _forecast(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from headrace.core.command import renamed
 from headrace.core.errors import ConfigError, RefusalKind, alike
@@ -46,6 +46,11 @@ class Stage(IntEnum):
     SCHEDULE = 12
     DATA = 13
     STEP = 14
+
+
+Effect = Literal["exact", "approximate", "learning"]
+EFFECTS: tuple[Effect, ...] = get_args(Effect)
+"""What a change may do to the gradients, the mildest first."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +284,7 @@ class Technique(Strict, Generic[B]):
     """Axes of the mesh along which the technique splits the model."""
     excludes: ClassVar[Mapping[str, str]] = {}
     """Name of each technique that this one cannot stand beside -> the cited reason."""
-    equality: ClassVar[Literal["exact", "learning", "approximate"]] = "exact"
+    equality: ClassVar[Effect] = "exact"
     """How its gradients compare with the baseline's. `exact`: they are the same; `learning`:
     another rule; `approximate`: they are within `band`."""
     band: ClassVar[float] = 0.0

@@ -89,7 +89,7 @@ def _beside(machine: Machine, compiled: bool, half: Half) -> list[Ratio]:
     """Return the ratios of the probe's whole steps to the sum of their pieces.
 
     Compiled steps in bf16 are derived where none was timed: compiling makes a step in bf16 as much
-    faster as one in fp32. On two cores of a Xeon it did, by 0.8 to 1.2 times (natural.jsonl). Where
+    faster as one in fp32. On two cores of a Xeon it did, by 0.9 to 1.2 times (natural.jsonl). Where
     no step in bf16 was timed, steps in fp32 are used. Where none is compiled as asked, the others
     are.
     """

@@ -25,7 +25,7 @@ from headrace.probes import cached, keep, measured, name_of
 
 QUICK_S = {"cuda": 40.0, "cpu": 20.0}
 """Seconds after which no further probe begins, by type of device; the most important probes come
-first. Measuring takes under a minute on a GPU and about 20 s on a CPU."""
+first. A compiler's first start, which a probe may wait for, comes on top: 50 s on two cores."""
 WITH_HALVES = 1.75
 """The factor on `QUICK_S` of a CPU that multiplies bf16, because steps in bf16 are timed there
 too."""

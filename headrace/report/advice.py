@@ -1,7 +1,7 @@
 """Render what the doctor would change on a run's page, from findings.json with its remedies."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -9,6 +9,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.files import parse_json, shell
 from headrace.doctor.words.answer import SHARE_ENDS
 from headrace.plan.changes import parse
+from headrace.plan.technique import Effect
 from headrace.report.page import Safe, join, muted, section, table, tag
 from headrace.report.run_files import Table
 from headrace.report.words import size
@@ -34,7 +35,7 @@ class RemedyRecord(Table):
     gain: GainRecord | None
     memory_bytes: float
     costs: str
-    equality: Literal["exact", "approximate", "learning"]
+    equality: Effect
     forecast_from: str = "ledger"
     unknown: str = ""
 

@@ -6,12 +6,10 @@ the plan's own keys those of `EXECUTION` are exact, those of `APPROXIMATE` round
 every other one is learning.
 """
 
-from typing import Literal
-
 from headrace.plan.changes import flat, rewritten
 from headrace.plan.plan import Plan
+from headrace.plan.technique import EFFECTS, Effect
 
-Effect = Literal["exact", "approximate", "learning"]
 EXECUTION = {
     "name",
     "directory",
@@ -39,7 +37,6 @@ ARCHITECTURE_ROOMS = {"adapt", "attention", "design"}
 those of them count whose `equality` is "learning": kernels compute the same model."""
 SAME_ARCHITECTURE = {"model.init_std"}
 """Keys of the plan's table `model` that change what is learned and leave the model's parts."""
-RANKS: dict[str, int] = {"exact": 0, "approximate": 1, "learning": 2}
 
 
 def effect_of(before: Plan, after: Plan) -> Effect:
@@ -58,7 +55,7 @@ def effect_of(before: Plan, after: Plan) -> Effect:
         if key in by_techniques:
             continue
         effects.add(_effect_of_key(key))
-    return max(effects, key=RANKS.__getitem__)
+    return max(effects, key=EFFECTS.index)
 
 
 def changes_architecture(before: Plan, after: Plan) -> bool:

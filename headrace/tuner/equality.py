@@ -26,8 +26,8 @@ from statistics import fmean, median
 from typing import Literal
 
 from headrace.core.statistics import equivalence
+from headrace.plan.technique import Effect
 from headrace.train.guard import ALL, MEAN, apart
-from headrace.tuner.effects import Effect
 from headrace.tuner.readings import Reading
 
 NATS = 0.01

@@ -22,7 +22,8 @@ from headrace.core.limits import TuneAim
 from headrace.core.statistics import Interval, accept, drifted
 from headrace.core.units import format_bytes
 from headrace.plan.plan import Plan
-from headrace.tuner.effects import Effect, effect_of
+from headrace.plan.technique import Effect
+from headrace.tuner.effects import effect_of
 from headrace.tuner.equality import equality
 from headrace.tuner.paired_blocks import MARGIN, SampleSize, ratio_of
 from headrace.tuner.pairs import Measure

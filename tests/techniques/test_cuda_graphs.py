@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from pieces import h200
 
 from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.data.loader import Micro
 from headrace.plan.plan import Plan
-from headrace.plan.technique import Context, Supported, Unsupported
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.compile.cuda_graphs import CudaGraphs, counts, skips
 from headrace.train.evaluate import evaluate
 from headrace.train.train import step
@@ -25,17 +26,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 
 def on_a_gpu(plan: Plan, **facts: Any) -> Supported | Unsupported:
     """What it answers on an H200."""
-    known: dict[str, Any] = {
-        "device": "cuda",
-        "device_name": "NVIDIA H200",
-        "capability": (9, 0),
-        "torch": (2, 13),
-        "has_triton": True,
-        "has_compiler": True,
-        "ranks": 1,
-        "precision": "bf16",
-    }
-    return CudaGraphs().supports(Context(plan=plan, **{**known, **facts}))
+    return CudaGraphs().supports(h200(plan, **facts))
 
 
 def test_a_cpu_records_nothing(make_tiny: Make) -> None:

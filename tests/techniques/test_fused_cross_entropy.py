@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from house import Variant
+from pieces import h200
 from torch import Tensor
 
 from headrace.assemble.build import make_ledger
@@ -19,7 +20,7 @@ from headrace.kernels.launches import COUNTS
 from headrace.model.head import IGNORED
 from headrace.observe.signals import TrackedMemory
 from headrace.plan.plan import MeshConfig, Plan
-from headrace.plan.technique import Context, Supported, Unsupported
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.loss.fused_cross_entropy import FusedCrossEntropy
 from headrace.train.evaluate import evaluate
 from headrace.train.train import step
@@ -182,17 +183,7 @@ def test_the_predicted_peak_is_the_traced(
 
 
 def test_refuses_where_its_kernels_cannot_run() -> None:
-    gpu = Context(
-        plan=None,
-        device="cuda",
-        device_name="NVIDIA H200",
-        capability=(9, 0),
-        torch=(2, 11),
-        has_triton=True,
-        has_compiler=True,
-        ranks=1,
-        precision="bf16",
-    )
+    gpu = replace(h200(torch=(2, 11)), plan=None)
     split = house.make_plan().model_copy(update={"mesh": MeshConfig(tensor=2)})
     taught, kept = (house.make_plan(Variant(n).technique()) for n in ("distillation", "z_loss"))
     for plan in (None, kept):
