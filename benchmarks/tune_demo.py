@@ -226,6 +226,7 @@ def jobs_of(args: argparse.Namespace) -> list[dict[str, Any]]:
         "ends_s": ends_s,
         "only": args.only,
         "command": "python " + " ".join(sys.argv),
+        "commit": args.commit,
     }
     if args.measure:
         here = {"processor": receipts.processor(), "torch": receipts.torch.__version__}
@@ -312,8 +313,10 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="overrides of the recipe")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), TOPIC))
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    parser.add_argument("--commit", help=receipts.TOLD)
     parser.add_argument("--job", type=json.loads, help="of this program's own processes")
     args = parser.parse_args()
+    receipts.told = args.commit or (args.job or {}).get("commit")
     if args.job:
         work(args.job)
         return
