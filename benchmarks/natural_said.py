@@ -22,7 +22,7 @@ from natural_times import TOGETHER_BYTES
 
 from headrace.assemble.context import choose_device
 from headrace.cli.catalogue import catalogue
-from headrace.cli.plans import rates_here
+from headrace.cli.plans import rates_measured
 from headrace.core.errors import HeadraceError
 from headrace.doctor.advice import Advice, advise
 from headrace.doctor.findings import ABSTAINED
@@ -108,9 +108,9 @@ def _say(
     with drawn, turn_from_third_step(gate):
         path = train.run(work).folder
     folder = resolve_run(path or Path(work.directory) / work.name)
-    advice, run = advise(folder, catalogue(), rates_here), RunFolder(folder)
+    advice, run = advise(folder, catalogue(), rates_measured), RunFolder(folder)
     report = run.read_report()
-    place = place_of(plan, run.read("environment") or {}, rates_here)
+    place = place_of(plan, run.read("environment") or {}, rates_measured)
     asking = Asking(plan, *place, catalogue())
     spent_s = observe(report, rows_of(folder)).step_s
     told = verdict(advice)

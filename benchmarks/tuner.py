@@ -80,8 +80,9 @@ WORKLOADS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 """name -> (recipe or shape, changes that make it naive, those that make each candidate)"""
 LIMIT_S = 240.0
 """Seconds of the comparison with one candidate."""
-BLOCK_S = 0.2
-"""Least seconds of a block of the comparison; a block has more of short steps."""
+ROUNDS, BLOCK_S = 6, 0.5
+"""Rounds of the comparison, and the least seconds of a block: it has more of short steps, whose
+ratio three rounds of 0.2 s left anywhere within 10%."""
 KEPT = "beside.json"
 """The file in a tuning folder that holds the tuned plan, and each candidate timed beside it."""
 
@@ -242,7 +243,7 @@ def beside_candidates(
                 continue
             device = choose_device(plan)
             rules = Rules(device=device.type, precision=make_context(plan, device).precision)
-            size = SampleSize(steps=args.steps, rounds=3, block_s=BLOCK_S)
+            size = SampleSize(steps=args.steps, rounds=ROUNDS, block_s=BLOCK_S)
             compared = compare(
                 plan,
                 tuned,

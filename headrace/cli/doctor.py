@@ -33,7 +33,7 @@ def doctor(
     """Print the findings of a run, the gravest first, and what each remedy would gain."""
     with exit_codes(json):
         with loading():
-            from headrace.cli.plans import named_plan, place, rates_here
+            from headrace.cli.plans import named_plan, place, rates_measured
             from headrace.doctor import advice
             from headrace.doctor.run import TRACES
             from headrace.doctor.trace.facts import HEAD, kernel_lines
@@ -52,7 +52,7 @@ def doctor(
             found = advice.advise_loop(what, catalogue())
         else:
             folder = _judged_run(first)
-            found = advice.advise(folder, catalogue(), rates_here)
+            found = advice.advise(folder, catalogue(), rates_measured)
             kernels = kernel_lines(folder)
         if json:
             show_json(findings_json(found))

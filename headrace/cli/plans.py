@@ -103,3 +103,12 @@ def rates_here(device: torch.device) -> Machine:
         ConfigError: the file of its measured rates is damaged.
     """
     return rates(device, probe_progress)
+
+
+def rates_measured(device: torch.device) -> Machine:
+    """Return the rates of a device of this machine, measured now where it is free and new.
+
+    Raises:
+        ConfigError: the file of its measured rates is damaged.
+    """
+    return rates(device, probe_progress, sure=True)

@@ -6,9 +6,11 @@ the plan's own keys those of `EXECUTION` are exact, those of `APPROXIMATE` round
 every other one is learning.
 """
 
-from headrace.plan.changes import flat, rewritten
+from typing import Any
+
+from headrace.plan.changes import difference, flat, rewritten
 from headrace.plan.plan import Plan
-from headrace.plan.technique import EFFECTS, Effect
+from headrace.plan.technique import EFFECTS, Effect, Technique
 
 EXECUTION = {
     "name",
@@ -42,12 +44,7 @@ SAME_ARCHITECTURE = {"model.init_std"}
 def effect_of(before: Plan, after: Plan) -> Effect:
     """Return the strongest effect among the differences of two plans."""
     effects: set[Effect] = {"exact"}
-    for name in before.techniques.keys() | after.techniques.keys():
-        one, two = before.techniques.get(name), after.techniques.get(name)
-        if one != two:
-            technique = two or one
-            assert technique is not None, "it is in one of them"
-            effects.add(technique.equality)
+    effects |= {t.equality for t in _differing_techniques(before, after).values()}
     by_techniques = rewritten(before) | rewritten(
         after
     )  # by techniques, whose equality counts for them
@@ -58,16 +55,25 @@ def effect_of(before: Plan, after: Plan) -> Effect:
     return max(effects, key=EFFECTS.index)
 
 
+def rounding_words(before: Plan, after: Plan) -> set[str]:
+    """Return the words of a change that round otherwise, with the knobs of what they add."""
+    differing = _differing_techniques(before, after)
+    rounds = {name for name, t in differing.items() if t.equality == "approximate"}
+    return {
+        word
+        for word in difference(before, after)
+        if word[1:] in rounds
+        or word.partition("=")[0] in APPROXIMATE
+        or (word.startswith("techniques.") and word.split(".")[1] in rounds)
+    }
+
+
 def changes_architecture(before: Plan, after: Plan) -> bool:
     """Return whether two plans differ in the model itself, by a technique or by a key."""
-    for name in before.techniques.keys() | after.techniques.keys():
-        one, two = before.techniques.get(name), after.techniques.get(name)
-        technique = two or one
-        assert technique is not None, "it is in one of them"
-        learns = technique.equality == "learning"
-        if one != two and learns and technique.room in ARCHITECTURE_ROOMS:
-            return True
-    return any(
+    learning = [
+        t for t in _differing_techniques(before, after).values() if t.equality == "learning"
+    ]
+    return any(t.room in ARCHITECTURE_ROOMS for t in learning) or any(
         key.startswith("model.")
         and _effect_of_key(key) == "learning"
         and key not in SAME_ARCHITECTURE
@@ -79,6 +85,16 @@ def _effect_of_key(key: str) -> Effect:
     if key in EXECUTION or key.partition(".")[0] in EXECUTION:
         return "exact"
     return "approximate" if key in APPROXIMATE else "learning"
+
+
+def _differing_techniques(before: Plan, after: Plan) -> dict[str, Technique[Any]]:
+    """Return the techniques that one plan has and the other has not, or with other knobs."""
+    both = {**before.techniques, **after.techniques}
+    return {
+        name: t
+        for name, t in both.items()
+        if before.techniques.get(name) != after.techniques.get(name)
+    }
 
 
 def _differing(before: Plan, after: Plan) -> list[str]:

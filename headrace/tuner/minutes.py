@@ -23,7 +23,7 @@ class Needs:
     """Hold the seconds that a trial needs.
 
     Args:
-        ready_s: building, compiling and warming both plans.
+        ready_s: building, compiling and warming both plans; 0 where nothing is known of it.
         timed_s: a look at both.
         trained_s: training both until an approximate change can be shown to learn the same.
     """
@@ -45,7 +45,7 @@ class Needs:
     @property
     def words(self) -> str:
         """Render what they are for."""
-        parts = [f"ready in {format_seconds(self.ready_s)}"]
+        parts = [f"ready in {format_seconds(self.ready_s)}"] if self.ready_s else []
         parts += [f"a look in {format_seconds(self.timed_s)}"]
         if self.trained_s:
             parts.append(f"{LEAST_STEPS} steps of both in {format_seconds(self.trained_s)}")
@@ -58,21 +58,29 @@ def compiles(plan: Plan) -> bool:
 
 
 def needs(
-    ready: Sequence[tuple[bool, float]], compiled: bool, approximate: bool, step_s: float
+    ready: Sequence[tuple[bool, float]],
+    compiled: bool,
+    approximate: bool,
+    step_s: float,
+    after_s: float,
 ) -> Needs | None:
     """Return what a trial takes; None where nothing like it was measured.
+
+    Where a training must show that it learns the same, that alone may be too long, so the trial has
+    an answer before anything was measured, which leaves out what nobody knows.
 
     Args:
         ready: of each pair so far whether the second plan compiles, and its seconds until both
             were warm.
         compiled: whether this one does.
         approximate: whether it must be shown to learn the same.
-        step_s: of the plan before.
+        step_s: of the plan before, measured or predicted.
+        after_s: of the changed plan, as it is predicted.
     """
     alike = [seconds for one, seconds in ready if one == compiled]
-    if not alike or not step_s:
+    if not step_s or not (alike or approximate):
         return None
-    first = SOONER if alike[0] == ready[0][1] else 1.0
-    ready_s = median(alike[1:]) if len(alike) > 1 else first * alike[0]
-    trained_s = 2 * LEAST_STEPS * step_s if approximate else 0.0
+    first = SOONER if alike and alike[0] == ready[0][1] else 1.0
+    ready_s = median(alike[1:]) if len(alike) > 1 else first * sum(alike)
+    trained_s = LEAST_STEPS * (step_s + after_s) if approximate else 0.0
     return Needs(ready_s, PAIR_STEPS * step_s, trained_s)

@@ -105,6 +105,9 @@ TRAINED = 0.5
 same."""
 TRAININGS = 2
 """Times that it may go on: as far as a test needs at least, and as far as that test says."""
+CLEAR, SLOW_S = 0.25, 30.0
+"""A gain that a look alone decides, as a share, where more steps would take so many seconds: with
+slow steps the time goes to what nobody has measured."""
 TIMED = 0.3
 """Share of its limit that timed steps may take beyond a look where other trials wait: slow steps
 would leave them no time."""
@@ -171,7 +174,7 @@ def take_blocks(
     if size.worth is not None:
         _take_rounds(first, second, size, LOOK_ROUNDS, LOOK_STEPS, left_s())
         reading.screened = not size.worth(reading)
-        if reading.screened:
+        if reading.screened or _clear(first, second, size):
             return
     rounds = max(1, size.rounds - (reading.steps > 0))
     steps = ceil((size.timed - reading.steps) / (2 * rounds))
@@ -179,6 +182,15 @@ def take_blocks(
     spent_s = began_s - left_s()
     if _open(reading, size, margin) and left_s() - ends_s >= spent_s:
         _take_rounds(first, second, size, size.rounds, size.steps, left_s() - ends_s)
+
+
+def _clear(first: WarmPlan, second: WarmPlan, size: SampleSize) -> bool:
+    """Return whether a look shows a gain in time so large that slow steps add nothing to it."""
+    assert size.worth is not None
+    left_s = (size.timed - second.reading.steps) * (first.step_s + second.step_s)
+    if size.worth.aim == "memory" or left_s < SLOW_S:
+        return False
+    return accept(ratio_of(first.reading.seconds, second.reading.seconds), CLEAR) == "better"
 
 
 def train_on(

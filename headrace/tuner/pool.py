@@ -23,7 +23,7 @@ from headrace.plan.changes import difference
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import parse
 from headrace.plan.technique import Stage
-from headrace.tuner.effects import APPROXIMATE, effect_of
+from headrace.tuner.effects import effect_of, rounding_words
 from headrace.tuner.proposals import Proposal, added_techniques
 from headrace.tuner.store import fingerprint
 
@@ -201,11 +201,22 @@ class Pool:
 
         What rounds otherwise in it comes last.
         """
-        added = added_techniques(self.best.plan, proposal.plan)
-        rounds = {f"+{t.name()}" for t in added if t.equality == "approximate"}
-        words = difference(self.best.plan, proposal.plan)
-        self.cut |= {w for w in words if w in rounds or w.partition("=")[0] in APPROXIMATE}
+        self.cut |= rounding_words(self.best.plan, proposal.plan)
         self.lose(proposal)
+
+    def claim(self, proposal: Proposal) -> bool:
+        """Take that plan whether it waits or is new; return False where it was tried."""
+        key = fingerprint(proposal.plan)
+        if self.waiting.pop(key, None) is None and key in self.seen:
+            return False
+        self.seen.add(key)
+        return True
+
+    def put_back(self, proposal: Proposal) -> None:
+        """Let a plan wait that was taken and not measured; it stands by itself."""
+        words = frozenset(difference(self.first, proposal.plan))
+        change = difference(self.best.plan, proposal.plan)
+        self.waiting[fingerprint(proposal.plan)] = _Waiting(proposal, words, change, whole=True)
 
     def correct(self, proposal: Proposal, measured_s: float) -> None:
         """Remember how wrong its prediction was."""

@@ -18,6 +18,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.limits import TuneAim
 from headrace.costs.machine import Machine
 from headrace.doctor.plan_keys import KEYS
+from headrace.plan.changes import difference
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import parse
 from headrace.plan.technique import (
@@ -31,7 +32,7 @@ from headrace.plan.technique import (
 from headrace.predict.candidates import Asking, Candidate, Words, singles
 from headrace.predict.prediction import Prediction, at
 from headrace.predict.sweep import sweep
-from headrace.tuner.effects import changes_architecture, effect_of
+from headrace.tuner.effects import changes_architecture, effect_of, rounding_words
 
 TOP = 12
 """Whole plans of the sweep that may be measured; the rest differ from them in trifles."""
@@ -71,6 +72,8 @@ class Sources:
         guess_s: seconds of a plan's step where no time is predicted, for the order.
         failed: changes whose prediction failed -> why; filled as plans are asked for.
         lacking: of a plan: changes that nothing but a missing compiler forbids -> what to do.
+        exact: of the best so far and another plan: the best with those of the other's changes that
+            compute the same; None where all do, or none.
     """
 
     whole: Callable[[Plan], tuple[Proposal, Sequence[Proposal]]]
@@ -79,6 +82,7 @@ class Sources:
     guess_s: Callable[[Plan], float | None] = lambda plan: None
     failed: dict[Words, str] = field(default_factory=dict)
     lacking: Callable[[Plan], dict[Words, str]] = lambda plan: {}
+    exact: Callable[[Plan, Plan], Proposal | None] = lambda best, plan: None
 
 
 def sources(
@@ -129,7 +133,16 @@ def sources(
     def lacking(plan: Plan) -> dict[Words, str]:
         return without_compiler(plan, context, catalogue)
 
-    return Sources(whole, single, learning, guess_s, failed, lacking)
+    def exact(best: Plan, plan: Plan) -> Proposal | None:
+        rounds = rounding_words(best, plan)
+        words = tuple(word for word in difference(best, plan) if word not in rounds)
+        with suppress(HeadraceError):
+            if rounds and words:
+                part = Asking(best, context, machine, catalogue).answer(best, words)
+                return part if effect_of(best, part.plan) == "exact" else None
+        return None
+
+    return Sources(whole, single, learning, guess_s, failed, lacking, exact)
 
 
 def without_compiler(plan: Plan, context: Context, catalogue: Catalogue) -> dict[Words, str]:

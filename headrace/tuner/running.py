@@ -205,11 +205,11 @@ class Tuning:
     def needs(self, proposal: Proposal) -> Needs | None:
         """Return what a trial of it beside the best takes; None where that is not known."""
         assert self.pool is not None
-        best = self.pool.best.plan
-        rounds = effect_of(best, proposal.plan) == "approximate"
-        return needs(
-            self.ready_of, compiles(proposal.plan), rounds, self.pool.best_s or self.first_s or 0.0
-        )
+        best = self.pool.best
+        rounds = effect_of(best.plan, proposal.plan) == "approximate"
+        step_s = self.pool.best_s or self.first_s or best.prediction.time.step_s or 0.0
+        after_s = step_s / (self.pool.faster(proposal) or 1.0)
+        return needs(self.ready_of, compiles(proposal.plan), rounds, step_s, after_s)
 
     def why_too_slow(self, seen: Needs | None) -> str:
         """Return why a trial is not begun whose verdict would come too late; "" where in time."""

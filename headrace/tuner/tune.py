@@ -199,7 +199,8 @@ class _TuningLoop(Tuning):
         """Measure it, and keep or revert it."""
         assert self.pool is not None
         spent_s, seen, takes = self.store.spent_s, proposal.prediction, self.needs(proposal)
-        self.trying(proposal, f", about {format_seconds(takes.seconds)}" if takes else "")
+        known = takes is not None and takes.ready_s > 0
+        self.trying(proposal, f", about {format_seconds(takes.seconds)}" if known else "")
         if seen.memory.fits == "no" or seen.memory.peak_bytes >= self.out_of_memory_bytes:
             least = min(self.out_of_memory_bytes, seen.memory.capacity_bytes)
             what = (
@@ -212,6 +213,10 @@ class _TuningLoop(Tuning):
             self.record(proposal, Compared("refused", reason), "none", spent_s)
             return
         if reason := self.why_too_slow(takes):
+            if self.exact_part(proposal, reason):
+                self.needed.pop()  # it waits for its turn beside a faster plan
+                self.pool.put_back(proposal)
+                return
             self.up = self.pool.note_cut_off(proposal)
             self.record(proposal, Compared("cut", reason), "none", spent_s)
             return
@@ -223,6 +228,19 @@ class _TuningLoop(Tuning):
             self.out_of_memory_bytes = min(self.out_of_memory_bytes, seen.memory.peak_bytes)
         self.record(proposal, compared, stage, spent_s)
         self.follow(proposal, compared)
+
+    def exact_part(self, proposal: Proposal, reason: str) -> bool:
+        """Try what computes the same of it, and return whether that is kept.
+
+        To show that a plan learns the same takes hundreds of steps, which a faster plan has sooner.
+        """
+        assert self.pool is not None
+        part = self.sources.exact(self.pool.best.plan, proposal.plan)
+        if part is None or not self.pool.claim(part):
+            return False
+        self.note_line(f"       {reason}; what computes the same of it comes first")
+        self.attempt(part)
+        return self.pool.best is part
 
     def follow(self, proposal: Proposal, compared: Compared) -> None:
         """Correct predictions, and keep it where it is better; drift says nothing of a plan.
@@ -246,6 +264,8 @@ class _TuningLoop(Tuning):
             self.ask()
         elif compared.verdict in ("not shown", "different"):
             self.pool.unshown(proposal)
+            part = self.sources.exact(self.pool.best.plan, proposal.plan)
+            self.pool.add([part] if part else [], whole=True)
         elif compared.verdict == "cut":
             self.pool.note_cut_off(proposal)
         else:

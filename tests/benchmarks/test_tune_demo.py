@@ -108,6 +108,7 @@ def test_what_a_tuning_kept_is_measured_apart_and_only_once(
         until=9.0,
         only=False,
         pairs=["0"],
+        commit=None,
     )
     (again,) = tune_demo.jobs_of(args)
     assert again["tuning"] == job["tuning"] and not again["tunes"]

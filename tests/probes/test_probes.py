@@ -191,6 +191,10 @@ def test_a_gpu_at_hand_is_assumed_where_it_is_published_and_else_measured(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
     known = at_hand.rates(cuda, not_again)
     assert (known.source, known.memory_bytes, known.processors) == ("datasheet", 23 * 2**30, 59)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (17 * 2**30, 23 * 2**30))
+    assert at_hand.rates(cuda, not_again, sure=True) == known, "another program has a part of it"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (22 * 2**30, 23 * 2**30))
+    assert at_hand.rates(cuda, sure=True) == known, "a user waits for another answer"
     budgets: list[float] = []
 
     def measured(device: torch.device, *, budget_s: float, progress: Progress) -> Machine:
@@ -198,6 +202,11 @@ def test_a_gpu_at_hand_is_assumed_where_it_is_published_and_else_measured(
         return found
 
     monkeypatch.setattr("headrace.probes.at_hand.measured", measured)
+    monkeypatch.setattr("headrace.probes.at_hand.keep", lambda machine, device: tmp_path)
+    tell = Progress()
+    assert at_hand.rates(cuda, lambda: tell, sure=True) == found and budgets == [40.0]
+    assert tell.notes[0].startswith("no more than its datasheet is known of NVIDIA L4 yet")
+    budgets.clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX 6000D")
     with pytest.raises(UnsupportedError, match="nothing is known of 'NVIDIA RTX 6000D'"):
         at_hand.rates(cuda)

@@ -1,5 +1,6 @@
 """What a trial takes is predicted, reported before it begins, and none begins that cannot end."""
 
+from dataclasses import replace
 from typing import Any
 
 from headrace.cli.catalogue import catalogue
@@ -16,13 +17,45 @@ FAST, OTHER, ROUNDS, COMPILES = "fused_rope", "fused_swiglu", "bf16_autocast", "
 
 def test_a_trial_takes_what_those_like_it_took() -> None:
     ready = [(False, 20.0), (False, 8.0), (True, 60.0), (False, 6.0)]
-    assert needs(ready, False, False, 0.1) == Needs(7.0, 29 * 0.1)
-    assert needs(ready, True, False, 0.1) == Needs(60.0, 29 * 0.1)
-    assert needs(ready[:1], False, False, 0.1) == Needs(10.0, 29 * 0.1), "caches are warm"
-    assert needs(ready[:2], True, False, 0.1) is None, "nothing that compiles was measured"
-    rounds = needs(ready, False, True, 0.5)
+    assert needs(ready, False, False, 0.1, 0.1) == Needs(7.0, 29 * 0.1)
+    assert needs(ready, True, False, 0.1, 0.1) == Needs(60.0, 29 * 0.1)
+    assert needs(ready[:1], False, False, 0.1, 0.1) == Needs(10.0, 29 * 0.1), "caches are warm"
+    assert needs(ready[:2], True, False, 0.1, 0.1) is None, "nothing that compiles was measured"
+    rounds = needs(ready, False, True, 0.5, 0.5)
     assert rounds is not None and rounds.trained_s == 160.0 and rounds.limit_s == 320.0
     assert rounds.words == "ready in 7.0 s, a look in 14.5 s, 160 steps of both in 3 min"
+    unmeasured = needs([], True, True, 0.5, 0.25)
+    assert unmeasured is not None and (unmeasured.ready_s, unmeasured.trained_s) == (0.0, 120.0)
+    assert unmeasured.words == "a look in 14.5 s, 160 steps of both in 2 min"
+    assert needs([], True, True, 0.0, 0.0) is None, "not even predicted"
+
+
+def test_what_computes_the_same_comes_first_where_steps_are_too_slow_to_show_the_rest(
+    Machine: Any, plan: Plan
+) -> None:
+    """160 steps of 1 s and of 0.25 s fit no trial of 6 minutes; of 0.4 s and 0.25 s they do."""
+    machine = Machine({FAST: 0.4, ROUNDS: 0.6}, base_s=1.0)
+    both = machine.proposal(changed(plan, [f"+{FAST}", f"+{ROUNDS}"], KNOWN), 0.24)
+
+    def exact(best: Plan, second: Plan) -> Any:
+        words = {f"+{FAST}"} - {f"+{name}" for name in best.techniques}
+        return machine.proposal(changed(best, sorted(words), KNOWN), 0.4) if words else None
+
+    lines = list[str]()
+    tuned = tune(
+        plan,
+        "time",
+        8,
+        replace(machine.sources([both], start_s=1.0), exact=exact),
+        machine.measure,
+        CUDA,
+        clock=machine.clock,
+        note=lines.append,
+    )
+    assert [row.changes for row in tuned.path[:2]] == [(f"+{FAST}",), (f"+{ROUNDS}",)]
+    assert [row.verdict for row in tuned.path[:2]] == ["kept", "kept"]
+    assert "timed once more" in tuned.path[0].reason, "a look decided, and the rest came later"
+    assert any("what computes the same of it comes first" in line for line in lines)
 
 
 def test_what_cannot_end_any_more_does_not_begin_and_says_what_it_needs(
@@ -49,7 +82,7 @@ def test_what_cannot_end_any_more_does_not_begin_and_says_what_it_needs(
     assert row.changes == (f"-{FAST}", f"+{ROUNDS}")
     assert row.verdict == "not tried" and row.stage == "none" and row.steps == 0
     assert row.reason.startswith("it needs about 19 min (ready in ")
-    assert "160 steps of both in 10 min), and a trial has" in row.reason
+    assert "160 steps of both in 9 min), and a trial has" in row.reason
     assert "--minutes" in row.reason and tuned.wanted > 20
     assert any(line.endswith(f"+{OTHER}, about 57.3 s") for line in lines)
     assert machine.now_s < 600 and len(machine.asked) == 3, "and the first again"

@@ -78,14 +78,16 @@ def test_a_gain_goes_on_where_it_stands_and_what_shows_none_is_left() -> None:
     ("left_s", "least", "most"), [(600.0, 56, 56), (150.0, 20, 30), (60.0, 6, 11), (-20.0, 2, 2)]
 )
 def test_slow_steps_fit_the_time(left_s: float, least: int, most: int) -> None:
-    """Of 3 and 2 s; a plan that was late has its fewest blocks."""
-    took = turns(3.0, 2.0, left_s)
+    """Of 2.4 and 2 s; a plan that was late has its fewest blocks."""
+    took = turns(2.4, 2.0, left_s)
     assert least <= took.reading.steps <= most
     assert took.spent_s <= max(left_s, 18.0)
     if left_s == 600.0:
-        assert turns(3.0, 2.0, left_s, share_s=100.0).spent_s <= 100.0
-        look = turns(3.0, 2.0, left_s, share_s=10.0)  # whose 12 steps nothing is kept without
-        assert look.reading.steps == LOOK and look.spent_s == PAIR_STEPS * 2.5 + 0.5
+        assert turns(2.4, 2.0, left_s, share_s=100.0).spent_s <= 100.0
+        look = turns(2.4, 2.0, left_s, share_s=10.0)  # whose 12 steps nothing is kept without
+        assert look.reading.steps == LOOK and look.spent_s == pytest.approx(PAIR_STEPS * 2.2 + 0.2)
+        assert turns(3.0, 2.0, left_s).reading.steps == LOOK, "so large a gain is clear"
+        assert turns(0.3, 0.2, left_s).reading.steps >= 54, "brief steps cost nothing"
 
 
 def test_what_a_gain_is_left_undecided_by_is_taken_once_more_without_a_new_build() -> None:

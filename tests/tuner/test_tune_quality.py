@@ -165,7 +165,7 @@ def test_minutes_that_allow_no_two_pairs_of_runs_go_to_faster_steps(
     said = (
         "a run to 1.1 takes 100.1 s at most (1,000 steps at 100 ms each), and two pairs of runs do"
     )
-    assert f"{said} not fit into 3 min: for the time of a step; --minutes 7 goes" in tuned.aim_why
+    assert f"{said} not fit into 3 min: for the time of a step; --minutes 5 goes" in tuned.aim_why
     assert any(tuned.aim_why in line for line in lines)
     assert not tuned.kept[0].provisional and json.loads(dumps(tuned))["aim_why"] == tuned.aim_why
     assert tuned.aim_why[1:] in write_tune_page(tuned, tmp_path).read_text()
