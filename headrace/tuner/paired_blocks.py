@@ -174,7 +174,7 @@ def take_blocks(
     if size.worth is not None:
         _take_rounds(first, second, size, LOOK_ROUNDS, LOOK_STEPS, left_s())
         reading.screened = not size.worth(reading)
-        if reading.screened or _clear(first, second, size):
+        if reading.screened or _clear(reading, size):
             return
     rounds = max(1, size.rounds - (reading.steps > 0))
     steps = ceil((size.timed - reading.steps) / (2 * rounds))
@@ -184,13 +184,14 @@ def take_blocks(
         _take_rounds(first, second, size, size.rounds, size.steps, left_s() - ends_s)
 
 
-def _clear(first: WarmPlan, second: WarmPlan, size: SampleSize) -> bool:
+def _clear(reading: Reading, size: SampleSize) -> bool:
     """Return whether a look shows a gain in time so large that slow steps add nothing to it."""
-    assert size.worth is not None
-    left_s = (size.timed - second.reading.steps) * (first.step_s + second.step_s)
-    if size.worth.aim == "memory" or left_s < SLOW_S:
+    other = reading.beside
+    assert size.worth is not None and other is not None
+    both_s = median(other.seconds) + median(reading.seconds)
+    if size.worth.aim == "memory" or (size.timed - reading.steps) * both_s < SLOW_S:
         return False
-    return accept(ratio_of(first.reading.seconds, second.reading.seconds), CLEAR) == "better"
+    return accept(ratio_of(other.seconds, reading.seconds), CLEAR) == "better"
 
 
 def train_on(
@@ -314,6 +315,8 @@ def take_visits(
         reading.screened = True
         return reading, []
     if left_s() < first_visits[0].ready_s:  # no time to build it once more
+        return reading, []
+    if size.worth is not None and _clear(reading, size) and not size.worth.train_to(reading):
         return reading, []
     train, most_s = _visits_train(reading, size)
     if most_s > left_s():

@@ -143,7 +143,7 @@ def test_blocks_are_as_long_as_the_faster_plan_needs() -> None:
     assert took.two.runs[0] == (2, 50) and took.reading.steps == 6 * 50
 
 
-def visits(left_s: float, *last: str) -> tuple[Reading, list[Reading]]:
+def visits(left_s: float, *last: str, size: SampleSize = ACCEPT) -> tuple[Reading, list[Reading]]:
     """Two plans in visits; what the last one of the first is refused for."""
     asked: list[str] = []
 
@@ -162,7 +162,7 @@ def visits(left_s: float, *last: str) -> tuple[Reading, list[Reading]]:
         )
 
     plans: Any = ("first", "second")
-    return take_visits(visit, plans[0], plans[1], ACCEPT, lambda: left_s)
+    return take_visits(visit, plans[0], plans[1], size, lambda: left_s)
 
 
 def test_the_first_plan_is_visited_again_where_there_is_time_to_build_it() -> None:
@@ -176,6 +176,9 @@ def test_the_first_plan_is_visited_again_where_there_is_time_to_build_it() -> No
     found, known = visits(60.0, f"{NOT_DONE} 9 s")
     assert found.beside is not None and not found.beside.refused and not known
     assert len(found.beside.seconds) == 2 and found.steps == 28
+    clear = SampleSize(worth=WorthMoreSteps("exact", Rules(device="cuda")))
+    found, known = visits(60.0, size=clear)  # 26 steps of 2 s and 1 s would take longer than 30 s
+    assert len(found.seconds) == 2 and found.steps == 28 and not known
     found, known = visits(60.0, "no room")
     assert found.beside is not None and found.beside.refused == "no room" and not known
 
