@@ -31,9 +31,9 @@ first. A compiler's first start, which a probe may wait for, comes on top: 50 s 
 WITH_HALVES = 1.75
 """The factor on `QUICK_S` of a CPU that multiplies bf16, because steps in bf16 are timed there
 too."""
-FREE = 0.8
-"""The least share of a GPU's memory that nobody holds where its rates are measured: beside another
-program they would be too low, and its steps slower."""
+TAKEN_BYTES = 1.5 * 2**30
+"""The most memory of a GPU that is held where its rates are measured, this process's context in it:
+beside another program they would be too low, and its steps slower."""
 
 
 def rates(
@@ -59,9 +59,14 @@ def rates(
     published = device.type == "cuda" and bool(lookup(name).family)
     if published and not (sure and tell is not None and _is_free(device)):
         return of_its_driver(Machine.assumed(name), device)
+    if tell is not None and not published:
+        return _measured_now(device, tell(), "nothing")
     if tell is not None:
-        known = "no more than its datasheet" if published else "nothing"
-        return _measured_now(device, tell(), known)
+        try:
+            return _measured_now(device, tell(), "no more than its datasheet")
+        except RuntimeError as error:
+            _note(tell, f"it could not be measured, and its datasheet is assumed: {error}")
+        return of_its_driver(Machine.assumed(name), device)
     if device.type == "cpu":
         return Machine.assumed(device.type)
     raise UnsupportedError(f"nothing is known of {name!r} before it is measured", PROBE)
@@ -75,10 +80,20 @@ def of_its_driver(machine: Machine, device: torch.device) -> Machine:
     ).fitted()
 
 
+def _note(tell: Callable[[], Progress], line: str) -> None:
+    """Show the user one line."""
+    progress = tell()
+    progress.note(line)
+    progress.close()
+
+
 def _is_free(device: torch.device) -> bool:
     """Return whether hardly any memory of a GPU is taken."""
-    free_bytes, all_bytes = torch.cuda.mem_get_info(device)
-    return free_bytes >= FREE * all_bytes
+    try:
+        free_bytes, all_bytes = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # no context can be made beside what runs there
+        return False
+    return all_bytes - free_bytes <= TAKEN_BYTES
 
 
 def _measured_now(device: torch.device, progress: Progress, known: str) -> Machine:

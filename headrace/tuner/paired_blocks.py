@@ -189,7 +189,8 @@ def _clear(reading: Reading, size: SampleSize) -> bool:
     other = reading.beside
     assert size.worth is not None and other is not None
     both_s = median(other.seconds) + median(reading.seconds)
-    if size.worth.aim == "memory" or (size.timed - reading.steps) * both_s < SLOW_S:
+    brief = reading.steps < LOOK
+    if brief or size.worth.aim == "memory" or (size.timed - reading.steps) * both_s < SLOW_S:
         return False
     return accept(ratio_of(other.seconds, reading.seconds), CLEAR) == "better"
 

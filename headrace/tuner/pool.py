@@ -102,6 +102,8 @@ class Pool:
     """changes that could not run"""
     doubted: set[str] = field(default_factory=set)
     """fingerprints of plans that are tried once more, for noise may have hidden their gain"""
+    last: set[str] = field(default_factory=set)
+    """fingerprints of plans that wait until all others were tried"""
     guesses: dict[str, float | None] = field(default_factory=dict)
     errors: list[tuple[frozenset[str], float]] = field(default_factory=list)
 
@@ -138,7 +140,13 @@ class Pool:
         near = [
             k for k, rank in ranks.items() if tiers[k] == first and rank * (1 + self.near) >= best
         ]
-        chosen = min(near, key=lambda key: (len(self.waiting[key].change), -ranks[key]))
+
+        def order(key: str) -> tuple[bool, int, float]:
+            one = self.waiting[key]
+            rounds = first == CUT and bool(rounding_words(self.best.plan, one.proposal.plan))
+            return rounds, len(one.change), -ranks[key]
+
+        chosen = min(near, key=order)
         return self.waiting.pop(chosen).proposal
 
     def worth(self) -> dict[str, float]:
@@ -151,7 +159,7 @@ class Pool:
             key: rank
             for key, one in self.waiting.items()
             for rank in [self._rank(one)]
-            if key in self.doubted or (rank > least and not self._idle(one))
+            if key in self.doubted | self.last or (rank > least and not self._idle(one))
         }
 
     def _idle(self, one: _Waiting) -> bool:
@@ -205,15 +213,21 @@ class Pool:
         self.lose(proposal)
 
     def claim(self, proposal: Proposal) -> bool:
-        """Take that plan whether it waits or is new; return False where it was tried."""
+        """Take that plan; return False where it was tried, or is predicted to gain nothing."""
+        self.add([proposal], whole=True)
         key = fingerprint(proposal.plan)
-        if self.waiting.pop(key, None) is None and key in self.seen:
-            return False
-        self.seen.add(key)
-        return True
+        return key in self.worth() and self.waiting.pop(key, None) is not None
 
-    def put_back(self, proposal: Proposal) -> None:
-        """Let a plan wait that was taken and not measured; it stands by itself."""
+    def put_back(self, proposal: Proposal, *, last: bool = False) -> None:
+        """Let a plan wait that was taken and not measured; it stands by itself.
+
+        Args:
+            proposal: the plan.
+            last: it waits behind all others, with what rounds as it does.
+        """
+        if last:
+            self.last.add(fingerprint(proposal.plan))
+            self.cut |= rounding_words(self.best.plan, proposal.plan)
         words = frozenset(difference(self.first, proposal.plan))
         change = difference(self.best.plan, proposal.plan)
         self.waiting[fingerprint(proposal.plan)] = _Waiting(proposal, words, change, whole=True)
@@ -231,7 +245,7 @@ class Pool:
 
     def _tier(self, one: _Waiting, rank: float) -> int:
         """Return its tier: a gain, the unknown, the small, or what was cut."""
-        if self._failed(one):
+        if self._failed(one) or fingerprint(one.proposal.plan) in self.last:
             return CUT
         if fingerprint(one.proposal.plan) in self.doubted:
             return DOUBTED

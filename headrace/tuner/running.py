@@ -207,19 +207,22 @@ class Tuning:
         assert self.pool is not None
         best = self.pool.best
         rounds = effect_of(best.plan, proposal.plan) == "approximate"
+        rounds &= best.prediction.memory.fits != "no"  # what cannot run asks for no equal losses
         step_s = self.pool.best_s or self.first_s or best.prediction.time.step_s or 0.0
         after_s = step_s / (self.pool.faster(proposal) or 1.0)
         return needs(self.ready_of, compiles(proposal.plan), rounds, step_s, after_s)
 
-    def why_too_slow(self, seen: Needs | None) -> str:
-        """Return why a trial is not begun whose verdict would come too late; "" where in time."""
-        left_s = min(self.left_s(self.share), LONGEST * self.minutes_s)
-        if seen is None or seen.limit_s <= left_s:
-            return ""
+    @property
+    def trial_s(self) -> float:
+        """Return the seconds that a trial may take now."""
+        return min(self.left_s(self.share), LONGEST * self.minutes_s)
+
+    def too_slow(self, seen: Needs) -> str:
+        """Return why a trial is not begun whose verdict would come too late."""
         minutes = self.minutes_for(seen.limit_s, self.clock() - self.began_s, self.share)
         self.needed.append(minutes)
         reason = f"it needs about {format_seconds(seen.limit_s)} ({seen.words}), and a trial has"
-        reason += f" {format_seconds(max(0.0, left_s))} now: --minutes {minutes}"
+        reason += f" {format_seconds(max(0.0, self.trial_s))} now: --minutes {minutes}"
         return f"{reason}, and the same command goes on"
 
     def minutes_for(self, limit_s: float, after_s: float, share: float) -> int:

@@ -35,7 +35,9 @@ from headrace.core.limits import TUNE_SEEDS, TuneAim
 from headrace.core.units import format_bytes, format_seconds
 from headrace.plan.plan import Plan
 from headrace.tuner import learning_trials, retrial
+from headrace.tuner.effects import rounding_words
 from headrace.tuner.judge import Compared, Rules
+from headrace.tuner.minutes import Needs
 from headrace.tuner.pairs import Measure
 from headrace.tuner.path import Tuned
 from headrace.tuner.pool import NEAR, SLACK, Pool
@@ -192,13 +194,19 @@ class _TuningLoop(Tuning):
             chosen = self.pool.take(small=small)
             if chosen is None:
                 return
+            tried = len(self.path)
             self.attempt(chosen)
-            most -= 1
+            most -= len(self.path) > tried
 
     def attempt(self, proposal: Proposal) -> None:
         """Measure it, and keep or revert it."""
         assert self.pool is not None
         spent_s, seen, takes = self.store.spent_s, proposal.prediction, self.needs(proposal)
+        late = takes is not None and takes.limit_s > self.trial_s
+        if late and takes.trained_s and replace(takes, trained_s=0.0).limit_s <= self.trial_s:
+            if self.postpone(proposal, takes):
+                return
+            late = self.first_s is not None  # a look is better than to measure nothing
         known = takes is not None and takes.ready_s > 0
         self.trying(proposal, f", about {format_seconds(takes.seconds)}" if known else "")
         if seen.memory.fits == "no" or seen.memory.peak_bytes >= self.out_of_memory_bytes:
@@ -212,13 +220,9 @@ class _TuningLoop(Tuning):
             reason = f"{predicted} are predicted, and {what} {format_bytes(least)}"
             self.record(proposal, Compared("refused", reason), "none", spent_s)
             return
-        if reason := self.why_too_slow(takes):
-            if self.exact_part(proposal, reason):
-                self.needed.pop()  # it waits for its turn beside a faster plan
-                self.pool.put_back(proposal)
-                return
+        if late and takes is not None:
             self.up = self.pool.note_cut_off(proposal)
-            self.record(proposal, Compared("cut", reason), "none", spent_s)
+            self.record(proposal, Compared("cut", self.too_slow(takes)), "none", spent_s)
             return
         compared = self.pair(self.pool.best, proposal, screen=True, share=self.share)
         brief = compared.screened or compared.ratio is None or compared.verdict == "cut"
@@ -229,18 +233,25 @@ class _TuningLoop(Tuning):
         self.record(proposal, compared, stage, spent_s)
         self.follow(proposal, compared)
 
-    def exact_part(self, proposal: Proposal, reason: str) -> bool:
-        """Try what computes the same of it, and return whether that is kept.
+    def postpone(self, proposal: Proposal, takes: Needs) -> bool:
+        """Try what computes the same of it first, or else all others; return False for neither.
 
-        To show that a plan learns the same takes hundreds of steps, which a faster plan has sooner.
+        To show that a plan learns the same takes hundreds of steps, for which the minutes may be
+        too few beside this best plan, and enough beside a faster one.
         """
         assert self.pool is not None
         part = self.sources.exact(self.pool.best.plan, proposal.plan)
-        if part is None or not self.pool.claim(part):
-            return False
-        self.note_line(f"       {reason}; what computes the same of it comes first")
-        self.attempt(part)
-        return self.pool.best is part
+        waits = f", later: {takes.words} are too long now"
+        if part is not None and self.pool.claim(part):
+            self.trying(proposal, f"{waits}, and what computes the same of it comes first")
+            self.attempt(part)
+            self.pool.put_back(proposal)
+            return True
+        if rounding_words(self.pool.best.plan, proposal.plan) <= self.pool.cut:
+            return False  # it waited already, or what rounds as it does
+        self.trying(proposal, waits)
+        self.pool.put_back(proposal, last=True)
+        return True
 
     def follow(self, proposal: Proposal, compared: Compared) -> None:
         """Correct predictions, and keep it where it is better; drift says nothing of a plan.

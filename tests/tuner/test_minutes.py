@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from headrace.cli.catalogue import catalogue
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
@@ -86,3 +88,29 @@ def test_what_cannot_end_any_more_does_not_begin_and_says_what_it_needs(
     assert "--minutes" in row.reason and tuned.wanted > 20
     assert any(line.endswith(f"+{OTHER}, about 57.3 s") for line in lines)
     assert machine.now_s < 600 and len(machine.asked) == 3, "and the first again"
+
+
+def test_what_the_minutes_cannot_show_waits_for_all_others_and_is_measured_where_nothing_else_is(
+    Machine: Any, plan: Plan
+) -> None:
+    """A wrong prediction costs a plan no trial, and a start that cannot run asks for no losses."""
+    machine = Machine({FAST: 0.95, ROUNDS: 0.5}, losses={ROUNDS: 0.0002}, base_s=0.2)
+    whole = [
+        machine.proposal(changed(plan, [f"+{name}"], KNOWN), step_s)
+        for name, step_s in ((ROUNDS, 0.75), (FAST, 1.4))
+    ]
+
+    def go(whole: list[Any], start_s: float) -> Any:
+        sources = machine.sources(whole, start_s=start_s)
+        return tune(plan, "time", 8, sources, machine.measure, CUDA, clock=machine.clock)
+
+    tuned = go(whole, 1.5)  # predicted steps are too slow to show it, measured ones are not
+    assert [row.changes for row in tuned.path] == [(f"+{FAST}",), (f"-{FAST}", f"+{ROUNDS}")]
+    assert [row.verdict for row in tuned.path] == ["kept", "kept"]
+
+    machine = Machine({ROUNDS: 0.5}, losses={ROUNDS: 0.0002}, base_s=1.5)
+    both = changed(plan, [f"+{ROUNDS}", f"+{FAST}"], KNOWN)
+    tuned = go([whole[0], machine.proposal(both, 0.8)], 1.5)
+    assert [row.verdict for row in tuned.path] == ["not shown", "not tried"]
+    assert tuned.path[0].ratio.value == pytest.approx(2.0), "a look is better than nothing"
+    assert tuned.up and tuned.wanted > 8
