@@ -1,4 +1,4 @@
-"""A tiny corpus, a tiny plan, and three ways to run it: in this process, forked, and for real."""
+"""Provide a tiny corpus, a tiny plan, and three ways to run it: here, forked, and for real."""
 
 import gc
 import json
@@ -52,7 +52,7 @@ def real_text(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """The tests measure exactness, not speed, and share the machine."""
+    """Let torch use one thread: the tests check exactness, not speed, and share the machine."""
     torch.set_num_threads(1)
 
 
@@ -124,7 +124,7 @@ def own_garbage() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of text."""
+    """Return a folder of text that is written once for all tests."""
     return write_corpus(tmp_path_factory.mktemp("text") / "corpus")
 
 
@@ -144,7 +144,7 @@ def plan_file(tmp_path: Path, corpus: Path, prepared_folder: Path) -> Path:
 
 @pytest.fixture
 def tiny_plan(plan_file: Path) -> Callable[..., Plan]:
-    """The plan with `key=value` overrides."""
+    """Return a function that makes the tiny plan with `key=value` overrides."""
 
     def make(*overrides: str) -> Plan:
         runs = f"directory={plan_file.parent / 'runs'}"
@@ -177,7 +177,7 @@ def train(tiny_plan: Callable[..., Plan]) -> Callable[..., Path]:
 
 @dataclass
 class Finished:
-    """How a process ended."""
+    """Say how a process ended: its exit code and both of its outputs."""
 
     code: int
     out: str
@@ -185,7 +185,7 @@ class Finished:
 
 
 class Child:
-    """A forked process."""
+    """A process that the zygote has forked, to signal and to wait for."""
 
     def __init__(self, zygote: "Zygote", pid: int, log: Path) -> None:
         self._zygote, self.pid, self._log = zygote, pid, log
@@ -202,7 +202,7 @@ class Child:
 
 
 class Zygote:
-    """Talks to the forking process."""
+    """Start processes by asking one that has imported everything to fork."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
@@ -237,11 +237,11 @@ class Zygote:
         return Child(self, self.ask({"cwd": str(cwd), "env": env, **files, **what}), log)
 
     def start(self, cwd: Path, *argv: str, env: dict[str, str] | None = None) -> Child:
-        """`headrace ARGV` in a folder, without waiting."""
+        """Start `headrace ARGV` in a folder, without waiting for its end."""
         return self._start(cwd, env or {}, argv=argv)
 
     def run(self, cwd: Path, *argv: str) -> Finished:
-        """`headrace ARGV` in a folder."""
+        """Run `headrace ARGV` in a folder, and return how it ended."""
         return self.start(cwd, *argv).wait()
 
     def ranks(self, count: int, cwd: Path, *argv: str) -> list[Finished]:
@@ -249,7 +249,7 @@ class Zygote:
         return [c.wait() for c in [self.start(cwd, *argv, env=e) for e in self.world(count)]]
 
     def call(self, count: int, cwd: Path, file: Path, function: str, **arguments: Any) -> None:
-        """A function of a Python file in `count` processes that form one world."""
+        """Call a function of a Python file in `count` processes that form one world."""
         what = [str(file), function, arguments]
         children = [self._start(cwd, env, call=what) for env in self.world(count)]
         for ended in [c.wait() for c in children]:
@@ -281,7 +281,7 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """Real processes that start in milliseconds."""
+    """Provide a starter of real processes that begin in milliseconds."""
     server = Zygote(tmp_path_factory.mktemp("logs"))
     yield server
     server.close()

@@ -1,4 +1,4 @@
-"""A technique that lands later: one more file in a room, for doctor, planner and tuner to meet."""
+"""Add a technique in a file of its own, to check that doctor, planner and tuner find it."""
 
 import sys
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class FewerBytes(Technique[Build]):
 
 @pytest.fixture
 def fewer_bytes(tmp_path: Path) -> Iterator[str]:
-    """One more file in a room, and nothing else touched."""
+    """Add one file with a technique to the room `loss`, and remove it at the end."""
     (tmp_path / "fewer_bytes.py").write_text(NEW)
     room = headrace.techniques.loss
     room.__path__.append(str(tmp_path))

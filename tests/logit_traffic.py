@@ -33,7 +33,7 @@ class Traffic(TorchDispatchMode):
 
 
 def of_loss(objective: Objective, cap: float = 0.0) -> dict[str, float]:
-    """Bytes per logit of the loss's forward and backward pass, from fp32 logits on."""
+    """Return the bytes per fp32 logit that the loss moves in its forward and backward pass."""
     torch.manual_seed(0)
     logits = torch.randn(TOKENS, VOCAB).requires_grad_()
     targets = torch.randint(0, VOCAB, (TOKENS,))

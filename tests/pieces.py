@@ -1,4 +1,4 @@
-"""What several files of tests begin with: tensors of attention, a first step, things by hand."""
+"""Make what several test files need: tensors of attention, a first step, objects by hand."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ from headrace.train.train import step
 
 
 def qkv(length: int, width: int = 8, device: str = "cpu", *, rows: int = 2) -> list[Tensor]:
-    """Queries of four heads, keys and values of two; the same numbers on every device."""
+    """Return queries of four heads, and keys and values of two, equal on every device."""
     torch.manual_seed(0)
     return [torch.randn(rows, length, heads, width).to(device) for heads in (4, 2, 2)]
 
@@ -39,7 +39,7 @@ def h200(plan: Any = None, **changes: Any) -> Context:
 
 
 def gradients(build: Build, micros: Sequence[Micro]) -> dict[str, Tensor]:
-    """Of a first step under the run's flags, by name."""
+    """Return the gradients of a first step under the run's flags, by parameter name."""
     with ExitStack() as flags:
         for enter in build.runtime:
             flags.enter_context(enter())
@@ -58,7 +58,7 @@ def left(**what: Any) -> Any:
 
 
 def bare(kind: type[Any], **has: Any) -> Any:
-    """Of a class, never built, with these attributes."""
+    """Return an instance of a class with these attributes, without calling `__init__`."""
     found: Any = object.__new__(kind)
     found.__dict__.update(has)
     return found

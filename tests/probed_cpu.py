@@ -17,7 +17,7 @@ from headrace.costs.rates import (
 )
 
 FLOPS, BYTES_PER_S, BEGIN_S = 100e9, 10e9, 5e-6
-"""Of products and attention, of every other operation, and what beginning one takes."""
+"""FLOP/s of matmuls and attention, bytes/s of other work, and seconds that starting one takes."""
 WAYS: tuple[Way, ...] = ("result", "input", "weight")
 SHAPES = ((4096, 384, 128), (512, 128, 128), (2048, 2048, 256))
 PIECES = ("norms", "activation", "rope", "loss", "qk_norm", "residual", "residual_out", "embedding")
@@ -25,7 +25,7 @@ UPDATES = ("gradients/backward", "clip/optimizer", "update/optimizer")
 
 
 def probed_cpu(*steps: MeasuredStep, flops: float = FLOPS, threads: int = 2) -> Machine:
-    """A probed CPU whose whole steps, if any, took as long as `steps` say."""
+    """Return a made-up probed CPU whose whole steps, if any, took as long as `steps` say."""
     names = [f"{name}/{way}" for name in PIECES for way in ("forward", "backward")]
     moved = tuple(StreamPoint(b, BEGIN_S + b / BYTES_PER_S) for b in (1 << 16, 1 << 22, 1 << 27))
     products = tuple(MatmulPoint(m, n, k, BEGIN_S + 2 * m * n * k / flops) for m, n, k in SHAPES)

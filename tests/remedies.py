@@ -43,7 +43,7 @@ def _kinds() -> set[str]:
 
 @cache
 def sites() -> dict[str, ast.Call]:
-    """Every site of the package by its name."""
+    """Return every site of the package where an error or refusal is made, by its name."""
     kinds, found = {*_kinds(), REFUSAL}, dict[str, ast.Call]()
     for file in sorted(ROOT.rglob("*.py")):
         module = file.relative_to(ROOT).with_suffix("").as_posix()

@@ -26,7 +26,7 @@ LAYOUTS: dict[int, list[tuple[tuple[int, ...], list[Placement]]]] = {
 
 
 def full(name: str) -> torch.Tensor:
-    """The whole tensor of a name."""
+    """Return the whole tensor of a name, filled with 1, 2, 3 and so on."""
     shape = SHAPES[name]
     return torch.arange(1.0, math.prod(shape) + 1).reshape(shape)
 

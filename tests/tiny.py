@@ -112,7 +112,7 @@ TIMES = ("_s", "tokens_per_s", "session")
 
 
 def write_corpus(folder: Path, *, seed: int = 0) -> Path:
-    """Short text files of random words, the same for the same seed."""
+    """Write 24 short text files of random words, equal for equal seeds; return their folder."""
     source = random.Random(seed)
     folder.mkdir(parents=True)
     for number in range(24):
@@ -145,7 +145,7 @@ def report(run: Path) -> dict[str, Any]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """Every row of metrics.jsonl."""
+    """Return every row of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -170,7 +170,7 @@ def without_times(value: Any) -> Any:
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint."""
+    """Return every tensor of a checkpoint by its name."""
     saved, found = Saved(path), {}
     for name in saved.names():
         shape, dtype = saved.shape_of(name)

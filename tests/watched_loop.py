@@ -40,7 +40,7 @@ def rows(count: int = 12) -> list[dict[str, torch.Tensor]]:
 
 
 def setup() -> tuple[Tiny, torch.optim.Optimizer, Any]:
-    """A model, its optimizer, and a loader that shuffles."""
+    """Return a model, its optimizer, and a loader that shuffles."""
     torch.manual_seed(0)
     model = Tiny()
     return (
@@ -53,7 +53,7 @@ def setup() -> tuple[Tiny, torch.optim.Optimizer, Any]:
 def train(
     model: nn.Module, optimizer: Any, loader: Any, *, epochs: int = 2, micros: int = 1
 ) -> None:
-    """A plain loop, with an evaluation after each epoch."""
+    """Train in a plain loop, and evaluate after each epoch."""
     for _ in range(epochs):
         for index, batch in enumerate(loader, 1):
             model(**batch)["loss"].backward()

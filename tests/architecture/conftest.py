@@ -1,4 +1,4 @@
-"""The package as syntax trees."""
+"""Provide the package as syntax trees to the tests of its architecture."""
 
 import ast
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The repository."""
+    """Return the root folder of the repository."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
 def trees() -> dict[str, ast.Module]:
-    """Every module of the package by its full name."""
+    """Return the syntax tree of every module of the package by its full name."""
     found = {}
     for path in sorted((ROOT / "headrace").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts

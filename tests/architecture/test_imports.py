@@ -17,7 +17,7 @@ def _inside(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def order(root: Path) -> dict[str, tuple[int, int]]:
-    """(floor, place in the list) of every room, from the design."""
+    """Return (floor, place in the list) of every room, as the design page lists them."""
     house = (root / "docs" / "design.md").read_text().split("headrace/\n", 1)[1].split("```", 1)[0]
     rows = [LINE.match(line) for line in house.splitlines()]
     named = [(name.rstrip("/"), int(row[2])) for row in rows if row for name in row[1].split()]

@@ -1,4 +1,4 @@
-"""Sizes and habits that a reader relies on."""
+"""Check the sizes of files and functions, and habits that a reader relies on."""
 
 import ast
 from collections import Counter
@@ -18,7 +18,7 @@ def _files(root: Path, *kinds: str) -> list[Path]:
 
 
 def test_modules_of_tests_have_names_of_their_own(root: Path) -> None:
-    """Two of one name, in whatever folders, end the collection of all tests."""
+    """Check that no two test files share a name: pytest could not collect the tests if they did."""
     counts = Counter(path.name for path in (root / "tests").rglob("*.py"))
     assert [n for n, count in counts.items() if count > 1 and n != "conftest.py"] == []
 
@@ -55,7 +55,7 @@ def test_text_is_ascii(root: Path) -> None:
 
 
 def _public(node: ast.AST, path: str) -> Iterator[tuple[str, ast.AST]]:
-    """Public classes, functions and methods under `node`, nested functions left out."""
+    """Yield the public classes, functions and methods under `node`, without nested functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.ClassDef, *FUNCTIONS)) and not child.name.startswith("_"):
             yield f"{path}.{child.name}", child

@@ -47,7 +47,7 @@ FLASH = "scaled_dot_product_flash_attention_for_cpu"
 
 
 class Slow(Sdpa):
-    """As the trunk's, 2 ms later."""
+    """Compute attention as the baseline does, 2 ms later."""
 
     def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: object) -> Tensor:
         time.sleep(0.002)
@@ -55,7 +55,7 @@ class Slow(Sdpa):
 
 
 class Quick(Sdpa):
-    """As the trunk's."""
+    """Compute attention as the baseline does, under another class."""
 
 
 class Short(Sdpa):
@@ -66,7 +66,7 @@ class Short(Sdpa):
 
 
 class Toy(Technique[Build]):
-    """Attention by another backend."""
+    """Replace attention by the backend `attend`."""
 
     attend: ClassVar[type[Sdpa]]
     answer: ClassVar[Supported | Unsupported] = Supported()
@@ -93,13 +93,13 @@ class Toy(Technique[Build]):
 
 
 class Fast(Toy):
-    """Quicker than a slowed trunk."""
+    """Use a backend that is faster than a baseline slowed by 2 ms."""
 
     attend = Quick
 
 
 class Late(Toy):
-    """Slower than the trunk."""
+    """Use a backend that is 2 ms slower than the baseline."""
 
     attend = Slow
 
@@ -124,7 +124,7 @@ class Other(Toy):
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder of the test's own."""
+    """Give each test a home folder of its own."""
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     yield tmp_path
 
@@ -135,7 +135,7 @@ def slow_trunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of(*kinds: type[Toy]) -> Catalogue:
-    """A catalogue with these backends beside everything."""
+    """Return the real catalogue with these attention backends added."""
     return Catalogue(
         {**catalogue().techniques, **{k.name(): k for k in kinds}}, catalogue().families
     )
@@ -319,7 +319,7 @@ def test_calls_are_compiled_where_the_plan_compiles(
 
 
 def test_masks_are_the_runs(tiny_plan: Callable[..., Plan], slow_trunk: None) -> None:
-    """Documents of the text itself, and two kinds of layer."""
+    """Check that backends are measured under the run's masks: documents and a sliding window."""
     overrides = (
         "techniques.document_packing={}",
         "techniques.sliding_window={window=4,between=1}",

@@ -9,11 +9,11 @@ import pytest
 
 
 def run(patch: pytest.MonkeyPatch, program: Any, *words: Any) -> None:
-    """The program in this process."""
+    """Run the program with these arguments in this process."""
     patch.setattr(sys, "argv", ["program", *map(str, words), "--here"])
     program.main()
 
 
 def rows(folder: Path, topic: str) -> list[dict[str, Any]]:
-    """Receipts."""
+    """Return the receipts of a topic that a program wrote into `folder`."""
     return [json.loads(line) for line in (folder / f"{topic}.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Scores of predictions against hand-computed numbers."""
+"""Check the scores of predictions against hand-computed numbers."""
 
 import math
 from collections.abc import Callable

@@ -28,7 +28,7 @@ from headrace.model.decoder import Block
 def examine(
     tmp_path: Path, corpus: Path, prepared_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """The program in this process on a tiny form of a workload; its rows come back."""
+    """Return a function that runs the program here on a tiny workload and returns its rows."""
 
     def run(*words: Any, sets: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         small = (

@@ -21,7 +21,7 @@ PLAN = READ + "[techniques.chunked_cross_entropy]\nchunk_tokens = 8\n"
 
 
 def run(patch: pytest.MonkeyPatch, plan: Path, folder: Path, *words: str) -> None:
-    """The program in this process, on one planted plan."""
+    """Run the program of forecasts in this process, on one planted plan."""
     common = ["--shapes", str(plan), "--results", str(folder), "--steps", "1", "1", "--here"]
     patch.setattr(sys, "argv", ["forecasts.py", *words, *common, "--bases", "checkpointed"])
     forecasts.main()
@@ -141,7 +141,7 @@ def test_what_was_said_of_plans_and_of_runs_is_measured_apart(
 
 
 def said_seconds(plan: Any) -> float:
-    """What the planner foresees of its step on an H200."""
+    """Return the seconds of a step that the planner predicts for the plan on an H200."""
     context, machine = forecasts.at(plan, "NVIDIA H200")
     found = predict(plan, context, machine).time.step_s
     assert found is not None

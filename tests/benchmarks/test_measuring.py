@@ -1,4 +1,4 @@
-"""Programs that measure run whole on a tiny plan: a mistake there costs time on a device.
+"""Run the programs that measure on a tiny plan, for a mistake there costs time on a device.
 
 Limits, peers, kernels and attention; techniques have a file of their own.
 """
@@ -36,14 +36,14 @@ class StandIn:
         self.left = self.works
 
     def read(self) -> dict[str, Any]:
-        """One reading."""
+        """Return one reading, or fail after `works` of them."""
         self.left -= 1
         if self.left < 0:
             raise RuntimeError("the peer failed")
         return {"tokens_per_s": 8.0, "peak_bytes": 10}
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: the stand-in holds no process."""
 
 
 @pytest.mark.parametrize("stop", [RuntimeError, KeyboardInterrupt])

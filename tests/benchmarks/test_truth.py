@@ -56,7 +56,7 @@ EXPECTED = {
 
 
 def test_forecasts_of_runs_count_alone_once_there_are_enough(tmp_path: Path) -> None:
-    """Those of plans that nobody ran are told beside them."""
+    """Check that forecasts of plans that nobody ran no longer count once there are 40 of runs."""
     inside, outside = forecast(0.1, 0.2, 0.3, 0.2), forecast(0.1, 0.2, 0.3, 0.4)
     plans = [outside, *[inside] * 3]
     for n, counted in ((39, 43), (40, 40)):

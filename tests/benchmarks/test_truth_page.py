@@ -211,7 +211,7 @@ def _ran(plan: str, step_s: float | None, command: str) -> dict[str, Any]:
 
 
 def _by_list(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
-    """The lines of "list by list" below its sentence."""
+    """Return the lines under the heading "The planner, list by list", below its sentence."""
     results = _results(folder)
     (results / "plans.jsonl").write_text("".join(json.dumps({**BASE, **r}) + "\n" for r in rows))
     _, _, part = render(results)["page"].partition("## The planner, list by list\n")

@@ -1,4 +1,4 @@
-"""The program that tunes the demo on pairs of cores: its rows, and what they come to."""
+"""Check the rows and the summary of the program that tunes the demo on pairs of cores."""
 
 import argparse
 import json
@@ -118,7 +118,7 @@ def test_what_a_tuning_kept_is_measured_apart_and_only_once(
 def test_a_tuning_is_written_down_as_its_files_say(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: bool
 ) -> None:
-    """And one that left none with its last words."""
+    """Check the row of a tuning that left its files, and of one that failed with a last line."""
     step = {"changes": ["+torch_compile"], "verdict": "kept", "ratio": None}
     told = {
         "aim": "time",

@@ -38,7 +38,7 @@ def test_a_naive_plan_is_tuned_and_stands_beside_the_best(
         )
 
     def few(*given: object) -> Sources:
-        """Micro-batches alone: compilers take minutes."""
+        """Keep the proposals that change micro-batches alone, for compilers take minutes."""
         whole = sources(*given)  # type: ignore[arg-type]
 
         def cut(plan: Plan) -> list[object]:

@@ -36,7 +36,7 @@ def test_a_receipt_that_no_row_has_is_seen() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_card_leads_with_the_receipt_of_the_recipe(name: str) -> None:
-    """Published numbers come second (docs/design.md, Receipts)."""
+    """Check that numbers measured on the recipe lead a card, before published ones."""
     timed = [
         row
         for row in measured_rows()

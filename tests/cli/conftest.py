@@ -1,4 +1,4 @@
-"""One tiny run that every verb looks at."""
+"""Train one tiny run, and provide what the tests of every verb call on it."""
 
 import json
 from collections.abc import Callable

@@ -119,7 +119,7 @@ def full_folder(run: Path) -> None:
 
 
 def copied(name: str) -> Any:
-    """Stand the run there under another name."""
+    """Copy the run to another name beside it."""
     return lambda run: shutil.copytree(run, run.with_name(name), symlinks=True)
 
 
@@ -129,7 +129,7 @@ def two_runs(run: Path) -> None:
 
 
 def other_format(run: Path) -> None:
-    """A checkpoint of a later version."""
+    """Make the checkpoint of step 6 look written by a later version."""
     index = run / "checkpoints" / "step-6" / "checkpoint.json"
     index.write_text(json.dumps({**json.loads(index.read_text()), "format": 99}))
 

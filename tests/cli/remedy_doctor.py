@@ -53,7 +53,7 @@ def watch(_: Path) -> None:
 
 
 def watched_and(change: Callable[[Path], Any]) -> MAKE:
-    """Spoil what a watch saved."""
+    """Return a function that watches a short loop, saves it, and spoils the saved file."""
     return lambda run: (watch(run), change(Path("loop.json")))
 
 

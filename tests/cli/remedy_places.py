@@ -187,7 +187,7 @@ def no_network(patch: pytest.MonkeyPatch) -> None:
 
 
 def words(_: Path) -> None:
-    """A tokenizer of whole words."""
+    """Write a tokenizer whose tokens are whole words, and a file of text."""
     theirs = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1}, unk_token="[UNK]"))
     theirs.add_special_tokens(["<|endoftext|>"])
     Path("tok.json").write_text(theirs.to_str())

@@ -54,7 +54,7 @@ def as_python(remedy: str) -> None:
 
 
 def spread() -> Any:
-    """What looks like a distributed tensor."""
+    """Return an object that looks like a distributed tensor that holds 1."""
     return SimpleNamespace(full_tensor=lambda: torch.tensor(1.0))
 
 

@@ -26,7 +26,7 @@ class Plain:
     """A backend that knows no other mask than most do."""
 
     def prepare(self, *_: Any) -> None:
-        """Nothing to prepare."""
+        """Accept any mask, for there is nothing to prepare."""
 
     def __call__(self, q: Any, k: Any, v: Any, mask: Any) -> Any:
         """Mix nothing."""

@@ -97,7 +97,7 @@ def cannot_fetch(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(documents: int, rows: int = 1) -> Rows:
-    """Rows of one token a document."""
+    """Return rows in which every token is a document of its own."""
     segments = torch.arange(documents).expand(rows, -1) + torch.arange(rows)[:, None] * documents
     return Rows(segments, segments)
 
@@ -133,7 +133,7 @@ def measures(remedy: str) -> None:
 
 
 def chosen(key: str) -> Plan:
-    """A tiny plan with a choice of its attention."""
+    """Return a tiny plan for the CPU with one more override, as a choice of attention."""
     keys = [
         *("device=cpu", "data.sources=x.txt", "model.dim=16", "model.layers=1", "model.heads=2"),
         *("model.ffn=32", "data.vocab=260", "data.sequence_length=16", "batch.tokens=64"),

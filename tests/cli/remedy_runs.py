@@ -103,7 +103,7 @@ def newer(folder: Path) -> None:
 
 
 def no_plan(folder: Path, *, copies: bool) -> None:
-    """Spoil the plan that the run began with."""
+    """Copy the run to `pair`, and break the file of the plan that it began with."""
     pair = folder.with_name("pair")
     shutil.copytree(folder, pair, symlinks=True)
     (folder / ".plan.toml").write_text("x = [")
@@ -118,7 +118,7 @@ def unreadable(folder: Path) -> None:
 
 
 def without_pretrained(words: str) -> str:
-    """A training from the weights in `hf`."""
+    """Return the command line of a training that begins with the weights in `hf`."""
     return f"{TRAIN} model.pretrained=hf {words}"
 
 

@@ -9,7 +9,7 @@ from headrace.tuner import command
 from headrace.tuner.path import PLAN
 
 SOON = "--minutes 0.01"
-"""Of a tuning that is over before it measures anything."""
+"""Option with which a tuning is over before it measures anything."""
 OWN = "[goal]\nsteps = 6\n"
 """A plan without a target."""
 
@@ -55,7 +55,7 @@ TRIALS = {
         fake=lambda patch: patch.setattr(command, "TUNE_MINUTES", 0.01),
     ),
 }
-"""Of commands that end soon."""
+"""Each site in the tuner and beside it whose command ends soon, with how to reach it."""
 SLOW_TRIALS = {
     "tuner/ablate:Bench._append#1": Case(
         "ablate {tiny} --with z_loss --minutes 1",
@@ -64,4 +64,4 @@ SLOW_TRIALS = {
         fills={"FOLDER": "out"},
     ),
 }
-"""Of measurements."""
+"""Each site that is reached only after something was measured, with how to reach it."""

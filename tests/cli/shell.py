@@ -32,7 +32,7 @@ USAGE = (
 
 @dataclass(frozen=True)
 class Told:
-    """How a command ended."""
+    """Say how a command ended: its exit code, the error's message and remedy, and the sites met."""
 
     code: int
     message: str = ""
@@ -41,7 +41,7 @@ class Told:
 
 
 def run(argv: list[str]) -> Told:
-    """`headrace ARGV --json` in this process."""
+    """Run `headrace ARGV --json` in this process, and return how it ended."""
     with recording() as made:
         ended = CliRunner().invoke(app, [*argv, "--json"], prog_name="headrace")
     assert ended.exception is None or isinstance(ended.exception, SystemExit), ended.exception
@@ -87,7 +87,7 @@ class Case:
 
 
 def after(argv: list[str], words: list[str]) -> list[str]:
-    """The command line with the words of a remedy: a whole new one, or changed keys and options."""
+    """Return the command line after a remedy: a whole new one, or with changed keys and options."""
     if words[0] == "headrace":
         return expanded(words[1:])
     found = [*argv]
@@ -179,5 +179,5 @@ def follow(
 
 
 def split(argv: str, **known: Any) -> list[str]:
-    """The words of a command line."""
+    """Split a command line into words, with its placeholders filled in."""
     return expanded(shlex.split(argv.format(**known)))

@@ -27,7 +27,7 @@ def run(workshop: Path, tmp_path: Path) -> Path:
 
 
 def rewritten(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """The file, or each of its rows, with a change."""
+    """Apply a change to a JSON file, or to each row of a file of JSON lines."""
     lines = [file.read_text()] if file.suffix == ".json" else file.read_text().splitlines()
     values = [json.loads(line) for line in lines]
     for value in values:

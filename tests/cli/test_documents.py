@@ -106,7 +106,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words(verb: str, given: tuple[str, ...], tiny: list[str], folder: Path) -> list[str]:
-    """The whole command line."""
+    """Return the words of the whole command line, with TINY and OUT filled in."""
     known = {"TINY": tiny, "OUT": [str(folder / "out")]}
     return [*verb.split(), *(w for word in given for w in known.get(word, [word]))]
 
@@ -211,7 +211,7 @@ def test_a_reader_that_is_gone_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As under `headrace ... --json | head -0`."""
+    """Check that a closed standard output, as under `| head -0`, causes no traceback."""
     monkeypatch.chdir(workshop)
     reader, writer = os.pipe()
     os.close(reader)

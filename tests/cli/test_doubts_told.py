@@ -21,7 +21,7 @@ def lines(path: Path, texts: list[str]) -> str:
 
 @pytest.fixture
 def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_demo: list[str]) -> Run:
-    """`train`, `ingest` or `eval` with the tiny plan in a folder of its own: the ended command."""
+    """Return a function that runs `train`, `ingest` or `eval` with the tiny plan in its folder."""
     monkeypatch.chdir(tmp_path)
 
     def run(verb: str, *words: str, code: int | None = 0) -> Any:

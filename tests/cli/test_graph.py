@@ -1,4 +1,4 @@
-"""`explain PLAN --graph`: what torch compiled, where it broke, and what made it compile again."""
+"""Check what `explain PLAN --graph` tells: graphs, breaks and recompiles, each with its cause."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +19,13 @@ class Breaking(torch.nn.Identity):
     """A module that no graph can hold."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input`, after a graph break."""
+        """Return `input` after a graph break."""
         torch._dynamo.graph_break()  # the planted line
         return input
 
 
 class Counting(torch.nn.Identity):
-    """A module that hands every graph another number."""
+    """A module that makes the compiler run again, because its number of calls changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_a_planted_break_is_named(
     tiny_demo: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By its file, its line, its cause and torch's hint; every one, though fullgraph forbids it."""
+    """Check that each break has its file, line, cause and torch's hint, even with fullgraph."""
     plant(monkeypatch, Breaking)
     knob = f"techniques.torch_compile.fullgraph={fullgraph}"
     told = call("explain", *tiny_demo, *COMPILED, knob, "--graph")
@@ -107,7 +107,7 @@ def test_a_planted_recompile_is_told_to_a_person(
 def test_later_lengths_are_tried_and_buckets_spare_them(
     call: Callable[..., Any], tiny_demo: list[str]
 ) -> None:
-    """Lengths 4, 8 and 16 over the first 12 of 40 steps."""
+    """Check that lengths 8 and 16 compile again at steps 7 and 13, and buckets of 8 spare one."""
     lengths = ("--with", "sequence_length_schedule", "techniques.sequence_length_schedule.start=4")
     asked = ("explain", *tiny_demo, *COMPILED, *lengths, "--graph")
     told = call(*asked)

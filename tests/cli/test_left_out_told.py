@@ -27,7 +27,7 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def utf_8_json(raw: bytes) -> Any:
-    """The value of a JSON text without a lone surrogate, which other readers refuse."""
+    """Return the value of a JSON text, and check that it has no lone surrogate."""
     value = json.loads(raw.decode())
     json.dumps(value, ensure_ascii=False).encode()
     return value

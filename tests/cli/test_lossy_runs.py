@@ -21,7 +21,7 @@ def spoken(*argv: str, code: int = 0) -> Any:
 
 
 def trained(*argv: str) -> tuple[dict[str, Any], str]:
-    """The report of `headrace train ARGV`, and what it told a person."""
+    """Return the report of `headrace train ARGV`, and what it printed for a person."""
     ended = CliRunner().invoke(app, ["train", *argv], prog_name="headrace")
     assert ended.exit_code == 0, ended.output
     name = next(word for word in argv if word.startswith("name=")).removeprefix("name=")
@@ -30,7 +30,7 @@ def trained(*argv: str) -> tuple[dict[str, Any], str]:
 
 
 def metaspace(file: Path) -> Path:
-    """A tokenizer of which probes come back whole, and U+2581 as a space."""
+    """Write a tokenizer that decodes its probes exactly, but reads U+2581 as a space."""
     vocab = {"<s>": 0, **{f"<0x{b:02X}>": b + 1 for b in range(256)}, "a": 257, "\u2581": 258}
     theirs = Tokenizer(models.BPE(vocab, [], byte_fallback=True, fuse_unk=True))
     theirs.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)

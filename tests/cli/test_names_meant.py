@@ -40,7 +40,7 @@ WORDS = (
 
 
 def folded(word: str) -> str:
-    """The key of an override, in one case and with one kind of dashes."""
+    """Return the key of an override in lower case with underscores for dashes."""
     return word.partition("=")[0].casefold().replace("-", "_") if "=" in word else word
 
 

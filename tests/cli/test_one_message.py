@@ -1,4 +1,4 @@
-"""One message, one document and one exit code, of any number of ranks, and on a full disk."""
+"""Check that any number of ranks, and a full disk, give one message or document and exit code."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def agent() -> Iterator[TCPStore]:
 
 @pytest.fixture
 def ranks(zygote: Any, agent: TCPStore, tmp_path: Path) -> Any:
-    """`headrace ARGV` on two ranks of torchrun, with both outputs."""
+    """Return a function that runs `headrace ARGV` on two ranks, and returns how both ended."""
 
     def run(*argv: str) -> list[Any]:
         agent.delete_key("headrace/told")  # as a store of its own

@@ -60,7 +60,7 @@ def test_a_number_beyond_every_bound_is_refused(
 
 
 def follow(remedy: str) -> Any:
-    """The document of each command of a remedy."""
+    """Run each command of a remedy, and yield the JSON value that it prints."""
     for way in remedy.partition(", which")[0].split("; "):
         words = shlex.split(way)
         assert words[0] == "headrace"

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def folders(
     tmp_path_factory: pytest.TempPathFactory, corpus: Path, prepared_folder: Path, zygote: Any
 ) -> Path:
-    """Weights with 300 entries in `one`, with 280 in `two`, and `bare` without a tokenizer."""
+    """Return a folder of weights: `one` (vocabulary 300), `two` (280), `bare` (no tokenizer)."""
     from tiny import PLAN
 
     here = tmp_path_factory.mktemp("folders")
@@ -115,7 +115,7 @@ def test_random_weights_and_a_tokenizer_or_a_teacher(refusal: Any, words: list[s
 
 
 def test_a_vocabulary_key_is_never_traded_for_the_other(refusal: Any) -> None:
-    """The two messages about data.vocab and model.vocab sent their reader in a circle."""
+    """Check that following the remedies of data.vocab and model.vocab does not go in a circle."""
     told = follow(refusal, "model.pretrained=one", "data.tokenizer=bpe", "data.vocab=400")
     assert len(told) == 1 and "its ids stand for other text" in told[0]
 

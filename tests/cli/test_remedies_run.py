@@ -38,7 +38,7 @@ MADE = ("MemoryFull", "NoMoreThreads")
 
 @pytest.fixture
 def here(site: str, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a copy of the run; the copy's folder."""
+    """Move into a new folder with a copy of the run where the site needs one; return its path."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "demo"
     if site not in PLANS or site in BROUGHT:

@@ -116,7 +116,7 @@ def test_a_refused_resume_leads_to_what_was_asked(
 
 
 def said(*argv: str) -> dict[str, Any]:
-    """The document of a command."""
+    """Return the JSON value that a command prints."""
     return json.loads(CliRunner().invoke(app, [*argv, "--json"], prog_name="headrace").stdout)
 
 

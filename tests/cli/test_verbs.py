@@ -233,7 +233,7 @@ def test_doctor_names_the_narrowest_first(
 def test_a_remedy_is_a_command_that_works(
     call: Callable[..., Any], workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a run whose step was measured, on a GPU by its report; the words are for its own plan."""
+    """Check that the doctor's command for a run that waits for launches trains the run's plan."""
     folder = workshop / "runs" / "demo"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     report = json.loads((folder / "report.json").read_text())
@@ -337,7 +337,7 @@ def test_a_wrong_command_line_is_one_message_and_2(
     call: Callable[..., Any],
     say: Callable[..., tuple[str, str]],
 ) -> None:
-    """As JSON with --json, and else in the words of typer."""
+    """Check that a mistake is told as JSON with --json, and else in the words of typer."""
     told = call(*argv, code=2)
     assert set(told) == {"error", "remedy", "exit_code"} and told["exit_code"] == 2
     assert found in told["error"] and works in told["remedy"]

@@ -1,4 +1,4 @@
-"""The words everyone shares: ledger, technique, units, hardware, errors."""
+"""Check the ledger, techniques, units, hardware and errors, which everyone shares."""
 
 from dataclasses import FrozenInstanceError
 from typing import Any

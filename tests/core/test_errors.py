@@ -22,7 +22,7 @@ def full(asked: str, free: str, pieces: str, held: str = "130.86 GiB", pools: st
 
 @pytest.mark.parametrize("pools", ["", "with 1.00 GiB allocated in private pools (of graphs), "])
 def test_a_full_gpu_is_told_with_what_lay_free_in_pieces(pools: str) -> None:
-    """As torch 2.11 said it of an H200 (results/limits.jsonl)."""
+    """Check the words for an error that torch 2.11 raised on an H200 (results/limits.jsonl)."""
     told = full("430.00 MiB", "409.12 MiB", "7.78 GiB", pools=pools)
     assert told.message == (
         "it does not fit in memory: CUDA out of memory: 430.00 MiB were asked for; tensors held "

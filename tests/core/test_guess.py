@@ -92,7 +92,7 @@ def test_a_key_of_another_trainer_is_led_to_ours(override: str, remedy: str) -> 
 
 
 def test_every_foreign_key_leads_to_one_that_is_there() -> None:
-    """And no key of a plan is foreign in its own table."""
+    """Check that every foreign name leads to a key or option that exists, and no name to two."""
     for name, key in SAME.items():
         *above, last = key.split(".")
         if above[:1] == ["techniques"]:

@@ -16,7 +16,7 @@ VALUES = ("-1", "0", "1.5", "1e30", "99999999999999", "true", "x", "[-1]", "null
 
 
 def keys(table: type[BaseModel], before: str = "") -> Iterator[str]:
-    """Every key of a table and of the tables in it, without techniques."""
+    """Yield every key of a table and of the tables in it, except for techniques."""
     for name, field in table.model_fields.items():
         kinds = [field.annotation, *get_args(field.annotation)]
         inner = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
@@ -27,7 +27,7 @@ def keys(table: type[BaseModel], before: str = "") -> Iterator[str]:
 
 
 def read(words: list[str], technique: str) -> Plan:
-    """The demo with some overrides and techniques."""
+    """Return the plan of the demo with some overrides and techniques."""
     added = [words[n + 1] for n, word in enumerate(words) if word == "--with"]
     overrides = [word for word in words if "=" in word]
     more = [technique] if technique else []

@@ -22,7 +22,7 @@ LAYERS, LENGTH = 12, 2048
 
 
 def ledger_of(*words: str, **how: Any) -> Ledger:
-    """Of 160m with linear attention on an H200."""
+    """Return the ledger of the plan 160m with linear attention on an H200."""
     text = (ROOT / "benchmarks" / "plans" / "160m.toml").read_text()
     how = {"with_": ["linear_attention"], "without": ["cudnn_attention"]} | how
     knobs = [f"techniques.linear_attention.{w}" if "." not in w else w for w in words]
@@ -31,7 +31,7 @@ def ledger_of(*words: str, **how: Any) -> Ledger:
 
 
 def mixing(ledger: Ledger) -> dict[str, Work]:
-    """Its pieces."""
+    """Return the ledger's pieces of attention by their names after the slash."""
     return {n.partition("/")[2]: p for n, p in ledger.work.items() if n.startswith("attention/")}
 
 

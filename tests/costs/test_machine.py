@@ -19,7 +19,7 @@ SIZES = (1, 16, 64, 100, 128, 129, 500, 512, 1000, 2048, 4097, 32768)
 
 
 def rate(precision: str, m: int, n: int, k: int) -> float:
-    """TFLOP/s."""
+    """Return the TFLOP/s at which an H200 is predicted to multiply matrices of this shape."""
     return 2e-12 * m * n * k / H200.matmul_s(precision, m, n, k)
 
 

@@ -18,7 +18,7 @@ from headrace.data.tokenizer import train_tokenizer
 
 @pytest.fixture
 def world(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the reader's own text, as the pages name it; we stand in it."""
+    """Move into a folder that has the texts under the names that the pages use for them."""
     texts = [path.read_text() for path in sorted(corpus.iterdir())]
     for name in ("notes", "held-out"):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""The fenced blocks of README and docs."""
+"""Read the fenced blocks of README and docs."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ PAGES = (
 
 
 class Block(NamedTuple):
-    """One fenced block."""
+    """One fenced block of a page: the file it belongs to, its language and its text."""
 
     file: str
     """Where the page says that it stands; empty when it does not."""
@@ -23,5 +23,5 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: str) -> list[Block]:
-    """A page's blocks in order."""
+    """Return the fenced blocks of a page in order."""
     return [Block(*match.groups(default="")) for match in BLOCK.finditer((ROOT / page).read_text())]

@@ -39,7 +39,7 @@ NEEDED = (
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository with one more file."""
+    """Return a copy of the repository with the technique that the guide writes."""
     folder = tmp_path_factory.mktemp("copy")
     for name in NEEDED:
         if (ROOT / name).is_dir():
@@ -95,7 +95,7 @@ def test_its_page_is_built_and_in_the_navigation(copy: Path, tmp_path: Path) -> 
 
 
 def test_the_planner_counts_it(max_z_loss: type[Any], plan_file: Path) -> None:
-    """The line that it edits, four tensors for three, and with it the peak."""
+    """Check that memory of logits grows from three to four tensors, and the peak by as much."""
     big_head = ("model.vocab_multiple=2048", "batch.tokens=1024")
     plain, held = (
         _json("explain", str(plan_file), *big_head, *more)

@@ -60,7 +60,7 @@ def _headrace(arguments: list[str]) -> tuple[int, str]:
 
 
 def _run(line: str, world: Path, zygote: Any) -> tuple[int, str]:
-    """A command's exit code and what it said."""
+    """Return the exit code of a command and what it printed."""
     words = shlex.split(line)
     if words[0] == "headrace":
         return _headrace(words[1:])

@@ -93,7 +93,7 @@ def test_the_best_forecast_is_first_and_nothing_that_loses_is_listed() -> None:
 
 
 def test_of_gains_that_are_nearly_alike_the_plainest_stands_first() -> None:
-    """That is what changes gradients less, then fewer words, then fewer places of the trainer."""
+    """Check that of remedies with like gains the one goes first that changes less in the plan."""
     plan, context, machine = on_h200("160m", BARE)
     finding = Finding(Kind.PHASE, 0.9, {"bottleneck": "computation"})
     ask = _Asker(finding, Asking(plan, context, machine, catalogue()), Measured())

@@ -54,7 +54,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 @pytest.fixture
 def here(base: Path, tmp_path: Path) -> Path:
-    """The folder of a test, with the model in it."""
+    """Return a test's own folder with a copy of the model in it."""
     shutil.copytree(base, tmp_path / "base")
     return tmp_path
 

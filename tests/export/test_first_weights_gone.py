@@ -20,7 +20,7 @@ TAKES = ["goal.steps=4", "name=tuned", "model.pretrained=one"]
 def exported(
     tmp_path_factory: pytest.TempPathFactory, corpus: Path, prepared_folder: Path, zygote: Any
 ) -> Path:
-    """Two folders of weights, `one` and `two`, of the same shapes."""
+    """Return a folder with two exports, `one` and `two`, whose weights have the same shapes."""
     from tiny import PLAN
 
     here = tmp_path_factory.mktemp("exported")
@@ -34,7 +34,7 @@ def exported(
 
 @pytest.fixture
 def here(exported: Path, plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a test, with both folders of weights."""
+    """Move into the folder of a test, with copies of the exports `one` and `two`."""
     for name in ("one", "two"):
         shutil.copytree(exported / name, plan_file.parent / name)
     monkeypatch.chdir(plan_file.parent)

@@ -35,7 +35,7 @@ def numbers(table: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInf
 
 
 def every_number() -> dict[str, FieldInfo]:
-    """Every number of a plan and of all techniques by its key."""
+    """Return every numeric field of a plan and of all techniques by its key."""
     found = dict(numbers(Plan, ""))
     for name, technique in catalogue().techniques.items():
         found |= numbers(technique, f"techniques.{name}.")
@@ -82,7 +82,7 @@ def test_the_nearest_micro_batch_is_found_at_once(rows: int) -> None:
 
 
 def read(*overrides: str) -> Plan:
-    """The smallest plan with overrides."""
+    """Return the smallest plan with overrides."""
     return Plan.read("", catalogue(), overrides=["goal.steps=4", *overrides])
 
 

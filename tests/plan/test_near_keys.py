@@ -21,7 +21,7 @@ def read(*overrides: str) -> Plan:
 
 
 def keys() -> list[str]:
-    """Every key of a table of a plan."""
+    """Return every dotted key of the tables of a plan."""
     found = []
     for name, field in Plan.model_fields.items():
         inner = getattr(field.annotation, "model_fields", None)

@@ -59,24 +59,24 @@ def plan_of(*words: str) -> Plan:
 
 
 def ledger_of(*words: str) -> Ledger:
-    """Of that plan."""
+    """Return the ledger of the 160m baseline with changes, on an H200."""
     plan = plan_of(*words)
     return make_ledger(plan, on_h200(plan))
 
 
 def launches(ledger: Ledger) -> float:
-    """Of a micro-batch, in launches of an empty kernel."""
+    """Return the host time of one micro-batch, in launches of an empty kernel."""
     host_s = step_time(ledger.work, H200, 2).host_s - step_time(ledger.work, H200, 1).host_s
     return host_s / H200.launch_s
 
 
 def own(more: Sequence[str]) -> float:
-    """A launch of a kernel of this project, or of another package."""
+    """Return the cost of launching a kernel of this project or of another package."""
     return CUSTOM_COMPILED if "+torch_compile" in more else CUSTOM
 
 
 def milliseconds(row: dict[str, Any], what: str) -> float:
-    """Of a step that was measured."""
+    """Return a metric of a measured step, which is in milliseconds."""
     return row["metrics"][what]["value"]
 
 
@@ -96,7 +96,7 @@ def test_steps_that_waited_for_launches_take_as_long_as_foreseen() -> None:
 
 
 def rows_of_two() -> list[dict[str, Any]]:
-    """Of the 160m trunk with one technique more, on a host that changed meanwhile."""
+    """Return receipts of the 160m baseline plus one technique, in micro-batches of two rows."""
     rows = (json.loads(x) for x in (ROOT / "results/techniques.jsonl").read_text().splitlines())
     two = "batch.micro_sequences=2"
     return [r for r in rows if two in r.get("overrides", ()) and r["base"] == "trunk"]
@@ -112,7 +112,7 @@ def test_what_a_technique_adds_to_the_host_s_part_is_within_what_was_measured() 
 
 
 def test_a_host_is_as_slow_as_the_slowest_that_was_seen() -> None:
-    """Those of the rows' bases, and a planted plan's that waited for launches."""
+    """Check that SLOW_HOST is the largest ratio of measured to predicted host time, within 5%."""
     slower = []
     for row in rows_of_two():
         numbers = row["metrics"]
@@ -129,7 +129,7 @@ def test_a_host_is_as_slow_as_the_slowest_that_was_seen() -> None:
 
 
 def foresee_two(*words: str) -> float:
-    """Seconds of the trunk's step in rows of two."""
+    """Return the predicted seconds of a step of the baseline in micro-batches of two rows."""
     plan = plan_of("batch.micro_sequences=2", *words)
     step_s = predict(plan, on_h200(plan), H200).time.step_s
     assert step_s
@@ -172,7 +172,7 @@ def test_a_kernel_of_ours_is_launched_by_python_in_compiled_code_too() -> None:
 
 
 def test_a_norm_takes_the_addition_in() -> None:
-    """One kernel forward and one backward for each norm, and none for the additions."""
+    """Check that a fused norm launches one kernel each way, and its addition none."""
     for more in ((), ("+torch_compile",)):
         fused = ledger_of("+fused_rms_norm", *more).work
         assert {fused[f"residual/{way}"].launch for way in ("forward", "backward")} == {0.0}
@@ -182,7 +182,7 @@ def test_a_norm_takes_the_addition_in() -> None:
 
 
 def test_single_rows_take_as_much_longer_as_a_cpu_s_steps_that_python_bounds() -> None:
-    """12 blocks of 48 features there: 2.0 times as long, and 3.5 to 4.4 times (LOG.md)."""
+    """Check the ratios 2.0 and 3.5 to 4.4, as a CPU took with 12 blocks of 48 features (LOG.md)."""
     one = "batch.micro_sequences=1"
     plain = launches(ledger_of(one))
     assert launches(ledger_of("+full_checkpoint", one)) == pytest.approx(2.0 * plain, rel=0.05)

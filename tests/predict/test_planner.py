@@ -64,7 +64,7 @@ def on_h200(text: str, *overrides: str, **how: Any) -> tuple[Plan, Any]:
 
 
 def measured() -> Iterator[tuple[str, Plan, Any, dict[str, Any]]]:
-    """Receipts of today's plans that stand: what, the plan, where, and the metrics."""
+    """Yield receipts of today's plans that stand: name, plan, where it ran, and metrics."""
     for number, (what, row, plan) in enumerate(residuals.plans(ROOT / "results")):
         if row["shape"] != "7b":
             where = residuals.on_device(plan)

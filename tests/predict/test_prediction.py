@@ -36,7 +36,7 @@ WORKSPACE = workspace_bytes((9, 0))
 
 @pytest.fixture(scope="module")
 def receipts() -> list[Any]:
-    """Every receipt of a step beside its prediction."""
+    """Return every receipt of a step beside its prediction."""
     return residuals.rows()
 
 

@@ -1,4 +1,4 @@
-"""Predictions equal those of a committed file, to the last digit.
+"""Check that predictions equal those of a committed file, to the last digit.
 
 Whoever restructures the cost model changes no number; whoever means to change some writes the file
 anew, and the difference shows which plans it moved and how far:
@@ -66,7 +66,7 @@ RANKS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One plan on one machine.
+    """Name one plan on one machine.
 
     Args:
         on: a device's name, a file of rates, or "cpu".

@@ -71,7 +71,7 @@ PARALLEL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.fixture(params=PARALLEL)
 def plan(request: pytest.FixtureRequest) -> Iterator[Plan]:
-    """A plan over four ranks along one axis."""
+    """Yield a plan over four ranks along one axis."""
     overrides, with_ = PARALLEL[request.param]
     yield plan_of("160m", *overrides, with_=with_)
 
@@ -129,7 +129,7 @@ def test_what_kernels_hide_counts_by_contention_alone() -> None:
     sizes = {"shard_ranks": 2.0, "shard_reach": 2.0}
 
     def step(share: float, beside: Any, micros: float = 3, **how: Any) -> float:
-        """Of a transfer that takes a share of the compute's time, less what it would be alone."""
+        """Return what a transfer adds to a step, as a multiple of a micro-batch's compute time."""
         gather = collective(
             sizes,
             "shard",
@@ -196,7 +196,7 @@ def test_more_ranks_send_for_a_larger_share_of_the_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", PARALLEL)
 def test_ranks_share_the_work(name: str) -> None:
-    """Of products and attention a rank has its part, and a step ends sooner than one rank's."""
+    """Check that each of four ranks has its part of the work, and that their step is shorter."""
     overrides, with_ = PARALLEL[name]
     alone = seen(plan_of("160m", *overrides[1:]))
     four = seen(plan_of("160m", *overrides, with_=with_))

@@ -55,7 +55,7 @@ class Planted(Technique[Any]):
 
 
 def faster(ledger: Ledger, share: float) -> Ledger:
-    """All work in a share of its time."""
+    """Return a ledger whose work takes this share of its time."""
     return ledger.reworked(lambda _, piece: replace(piece, count=piece.count * share))
 
 
@@ -109,7 +109,7 @@ class Little(Planted):
 
 
 class Less(Little):
-    """Another of its kind."""
+    """Gain 1% as `Little` does, under another name."""
 
 
 class Frugal(Planted):
@@ -125,7 +125,7 @@ def known() -> Catalogue:
 
 
 def beside(*kinds: type[Technique[Any]]) -> Catalogue:
-    """The planted ones, and three of the real."""
+    """Return a catalogue of these planted techniques and three real ones."""
     real = {n: known().techniques[n] for n in ("cudnn_attention", "flex_attention", "z_loss")}
     return Catalogue({**real, **{kind.name(): kind for kind in kinds}}, known().families)
 

@@ -1,4 +1,4 @@
-"""Probes measure this machine, keep what they found, and leave nothing behind when interrupted."""
+"""Check that probes measure this machine, keep what they found, and clean up when interrupted."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory):
-    """A cache of its own."""
+    """Set HOME to a new folder, so that the probes keep their cache there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def measured(folder: None) -> tuple[Machine, float]:
-    """This CPU, and the seconds of its cores that it took."""
+    """Return this CPU as measured, and the seconds of its cores that measuring took."""
     begin_s = time.process_time()
     machine = probes.measure(CPU, budget_s=1.5)
     return machine, time.process_time() - begin_s
@@ -127,7 +127,7 @@ def test_the_shapes_of_a_plan_are_added(
 
 
 class Interrupted(Progress):
-    """Ctrl-C at the first probe."""
+    """Interrupt, as Ctrl-C does, at the first probe."""
 
     def task(self, description: str, done: float, total: float | None) -> None:
         raise KeyboardInterrupt

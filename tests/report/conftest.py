@@ -1,4 +1,4 @@
-"""A synthetic run's folder with the shape and the noise of a real one."""
+"""Write a synthetic run's folder with the shape and the noise of a real one."""
 
 import json
 import math
@@ -52,12 +52,12 @@ ENVIRONMENT = {
 
 
 def bits_per_byte(step: int | np.ndarray) -> Any:
-    """The synthetic validation loss after `step`."""
+    """Return the synthetic validation loss after `step` in bits per byte."""
     return 1.9 + 3.3 * np.exp(-np.asarray(step) / 18) + 0.9 * np.exp(-np.asarray(step) / 160)
 
 
 def metric_rows() -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl."""
+    """Return 400 synthetic rows of metrics.jsonl."""
     random = np.random.default_rng(0)
     at = np.arange(1, STEPS + 1)
     loss = bits_per_byte(at) * math.log(2) / TOKENS_PER_BYTE + random.normal(0, 0.09, STEPS)
@@ -187,7 +187,7 @@ def report_values() -> dict[str, Any]:
 
 
 def merge(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`values` with top-level keys replaced."""
+    """Return a copy of `values` with these top-level keys replaced."""
     return {**deepcopy(values), **changes}
 
 

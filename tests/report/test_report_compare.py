@@ -26,7 +26,7 @@ def page(make_run: MakeRun, tmp_path: Path) -> str:
 
 
 def row(page: str, title: str) -> list[str]:
-    """The cells of a row as text."""
+    """Return the text of the cells in the row with this title."""
     found = re.search(rf'<tr><th scope="row">{re.escape(title)}</th>(.*?)</tr>', page)
     assert found is not None, title
     cells = re.findall(r"<td[^>]*>(.*?)</td>", found[1])

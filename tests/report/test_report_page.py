@@ -44,7 +44,7 @@ NULLS: dict[str, Any] = {
 
 
 class Outline(HTMLParser):
-    """Headings in order, every tag with its attributes, visible text, and balanced tags."""
+    """Collect a page's headings, tags and visible text, and check that its tags are balanced."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The verdict and the numbers in words."""
+"""Check the words in which the report tells its verdict and its numbers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ MakeRun = Callable[..., Path]
 
 
 def goal(reached: bool | None, ended_by: str, **asked: float) -> dict[str, Any]:
-    """The goal table of report.json."""
+    """Return the goal table of report.json."""
     return {"asked": asked, "reached": reached, "ended_by": ended_by}
 
 

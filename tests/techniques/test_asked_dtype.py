@@ -1,4 +1,4 @@
-"""Techniques that ask the attention backend for evidence ask it in the run's own precision."""
+"""Check that techniques ask the attention backend for evidence in the run's own precision."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -31,7 +31,7 @@ def big() -> tuple[torch.Tensor, torch.Tensor]:
 def gradients(
     plan: Plan, big: tuple[torch.Tensor, torch.Tensor], micro_rows: int
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """Every gradient of a step, unclipped, and its loss."""
+    """Return the unclipped gradients of a step by parameter name, and the step's loss."""
     build = make_build(plan, prepare(plan), World(), torch.device("cpu"))
     build.phases = Signals(build.device)
     ids, targets = (t.split(micro_rows) for t in big)

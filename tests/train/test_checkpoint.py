@@ -25,7 +25,7 @@ PACKAGE = Path(headrace.__file__).parent
 
 
 class Bomb:
-    """Unpickling it creates a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = str(file)
@@ -130,7 +130,7 @@ def test_no_module_can_unpickle(path: Path) -> None:
 
 
 def damages(path: Path) -> dict[str, Callable[[], None]]:
-    """Ways to hurt a file."""
+    """Return ways to damage a file: cut it, flip a bit, or remove it; each by its name."""
     size = path.stat().st_size
 
     def cut(length: int) -> Callable[[], None]:

@@ -248,7 +248,7 @@ def test_diverging_at_the_command_line(zygote: Any, plan_file: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 1 MiB."""
+    """Yield a folder on a disk of 1 MiB, or skip the test where none can be mounted."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]

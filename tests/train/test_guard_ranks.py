@@ -23,7 +23,7 @@ from headrace.train.train import step
 
 
 def first_step(world: World, *techniques: Any) -> dict[str, Any]:
-    """What the guard noted of a step of two replicas."""
+    """Return what the guard noted of the first step of two replicas."""
     mesh, clipped = {"data": world.ranks}, {"clip_norm": 0.1}
     learns = house.toy("uneven", Stage.STEP, uneven, composes=("enrich",))
     type(learns).equality = "learning"
@@ -37,7 +37,7 @@ def first_step(world: World, *techniques: Any) -> dict[str, Any]:
 
 
 def uneven(build: Build) -> None:
-    """Replicas count unlike targets, on both sides."""
+    """Hide targets so that ranks count unlike numbers, in both steps that the guard compares."""
 
     def fewer(build: Build, works: Any) -> Any:
         hidden = torch.arange(house.LENGTH) >= 3 + 9 * build.world.rank
@@ -109,7 +109,7 @@ FAULTS = {halved: (Stage.STEP, "reduce"), averaged: (Stage.MATERIALIZE, "shard")
 
 
 def slices(corpus: str, prepared: str) -> None:
-    """Each process: as `two_replicas`, of ranks that hold slices of the weights."""
+    """Check, in each process, what the guard tells of ranks that hold slices of the weights."""
     house.put_data_in(corpus, prepared)
     dist.init_process_group("gloo")
     world = join(MeshConfig(data=dist.get_world_size()), torch.device("cpu"))
@@ -149,7 +149,7 @@ def test_replicas_are_compared(
 
 
 def test_two_processes_are_told(zygote: Any, tmp_path: Path, plan_file: Path) -> None:
-    """Of replicas how far they are apart, and of a cut model that it was not compared."""
+    """Check that replicas are compared, and a model cut over processes is told not to be."""
     short = ["goal.steps=2", "schedule.steps=9", "mesh.data=2"]
     cases = {"full_checkpoint": True, "fsdp": True, "tensor_parallel": False}
     for name, compared in cases.items():

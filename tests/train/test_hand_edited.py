@@ -133,7 +133,7 @@ def test_a_report_is_of_the_plan_that_ran(home: Path) -> None:
 
 
 def damage(home: Path, how: str) -> Path:
-    """Spoil the manifest of the runs' shards; return the folder of all of them."""
+    """Change the manifest of the runs' shards by hand; return the folder with all of them."""
     (folder,) = (p for p in (home / "shards").iterdir() if p.is_dir())
     manifest = folder / "train-00" / "manifest.json"
     values = json.loads(manifest.read_text())

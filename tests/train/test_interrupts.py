@@ -31,7 +31,7 @@ def lines(path: Path) -> int:
 def whole(
     zygote: Any, tmp_path_factory: pytest.TempPathFactory, corpus: Path, prepared_folder: Path
 ) -> Path:
-    """A run that got no signal."""
+    """Return the folder of a run that got no signal."""
     cwd = tmp_path_factory.mktemp("whole")
     (cwd / "tiny.toml").write_text(PLAN.format(corpus=corpus, prepared=prepared_folder))
     assert zygote.run(cwd, *COMMAND, "name=whole").code == 0

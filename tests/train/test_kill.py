@@ -22,7 +22,7 @@ def saving(run: Path) -> bool:
 
 
 def saved_step(run: Path) -> int:
-    """The newest checkpoint's step."""
+    """Return the step of the newest checkpoint, or 0 without any."""
     link = run / "checkpoints" / "latest"
     return int(os.readlink(link).removeprefix("step-")) if link.is_symlink() else 0
 

@@ -58,7 +58,7 @@ def test_a_last_step_without_a_target_loses_nothing(
 
 
 def test_the_report_has_what_was_counted_until_the_end(train: Train) -> None:
-    """And not what the first step showed: rows grow in the third."""
+    """Check that the report counts all steps, not the first alone: rows grow in the third."""
     run = report(
         train(
             "data.sequence_length=32",

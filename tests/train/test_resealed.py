@@ -31,7 +31,7 @@ Tensors, Index = dict[str, Tensor], dict[str, Any]
 def trained(
     tmp_path_factory: pytest.TempPathFactory, corpus: Path, prepared_folder: Path
 ) -> tuple[Path, Build]:
-    """A run of two steps, and a build of the same plan."""
+    """Train for two steps; return the run's folder and a build of the same plan."""
     from tiny import READ
 
     from headrace.cli.catalogue import catalogue

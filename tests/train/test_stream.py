@@ -53,7 +53,7 @@ def test_another_seed_is_another_stream(train: Train) -> None:
 def alone(
     zygote: Any, tmp_path_factory: pytest.TempPathFactory, corpus: Path, prepared_folder: Path
 ) -> Iterator[Path]:
-    """A folder with tiny.toml and the run of one process."""
+    """Yield a folder with tiny.toml and the run of one process, `alone`."""
 
     cwd = tmp_path_factory.mktemp("ranks")
     plan = PLAN.format(corpus=corpus, prepared=prepared_folder)

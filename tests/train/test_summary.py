@@ -1,4 +1,4 @@
-"""The numbers of report.json beside the loss, each computed once more from what the run left."""
+"""Check the numbers of report.json beside the loss by computing each from the run's files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ Train = Callable[..., Path]
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a run hands to its report; entries of "instead" take the place of its own."""
+    """Return what a run hands to its report; entries of "instead" replace the run's own."""
     seen: dict[str, Any] = {"instead": {}}
 
     def look(*parts: Any, **named: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Loggers beside metrics.jsonl: off by default, every number of every step when asked for."""
+"""Check loggers beside metrics.jsonl: off by default, and complete when asked for."""
 
 import shutil
 import sys

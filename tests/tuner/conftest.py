@@ -35,7 +35,7 @@ LOSSES = [6.0 - 0.01 * i + 0.03 * (-1) ** i for i in range(60)]
 
 @pytest.fixture
 def plan(tmp_path: Path, corpus: Path, prepared_folder: Path) -> Plan:
-    """A plan without techniques."""
+    """Return a tiny plan without techniques."""
     text = PLAN.format(runs=tmp_path / "runs", corpus=corpus, prepared=prepared_folder)
     return Plan.read(text, KNOWN)
 
@@ -79,15 +79,15 @@ class Machine:
     interrupt_at: int | None = None
 
     def clock(self) -> float:
-        """Seconds."""
+        """Return the seconds that the made-up clock shows."""
         return self.now_s
 
     def step_s(self, plan: Plan) -> float:
-        """Of a plan."""
+        """Return the seconds of a step of this plan."""
         return self.base_s * self._times(self.costs, plan)
 
     def peak(self, plan: Plan) -> float:
-        """Of a plan."""
+        """Return the peak memory of this plan in bytes."""
         return 1e6 * self._times(self.bytes, plan)
 
     @staticmethod
@@ -100,7 +100,7 @@ class Machine:
     def measure(
         self, first: Plan, second: Plan, *, size: SampleSize, together: bool, limit_s: float
     ) -> Reading:
-        """A pair's reading, in one process."""
+        """Return the reading of a pair of plans, as from one process."""
         self.asked.append((first, second, size))
         if len(self.asked) == self.interrupt_at:
             raise KeyboardInterrupt
@@ -137,7 +137,7 @@ class Machine:
         return found
 
     def proposal(self, plan: Plan, predicted_s: float | None, fits: str = "yes") -> Any:
-        """A plan with its prediction."""
+        """Return a plan with its prediction."""
         memory = SimpleNamespace(
             peak_bytes=self.peak(plan), capacity_bytes=self.room_bytes, fits=fits
         )
@@ -147,7 +147,7 @@ class Machine:
     def sources(
         self, whole: Sequence[Any], *, start_s: float | None = None, names: Sequence[str] = ()
     ) -> Sources:
-        """Those plans; and as single changes of the best each of the techniques by name."""
+        """Propose the plans of `whole`, and each named technique as a single change of the best."""
 
         def single(best: Plan) -> list[Any]:
             more = [f"+{name}" for name in names if name not in best.techniques]
@@ -178,7 +178,7 @@ class Made:
             machine.compile_s[name] = machine.compile_s.get(name, 0.0) / 2
 
     def train_to(self, steps: int) -> None:
-        """On the clock; its losses fall on, and scatter about what its techniques move them by."""
+        """Add falling, scattered losses up to `steps`, and advance the clock by their time."""
         have = len(self.reading.losses)
         self.machine.now_s += max(0, steps - have) * self.step_s
         self.reading.losses += [
@@ -187,7 +187,7 @@ class Made:
         self.reading.norms += [1.0] * (steps - have)
 
     def run(self, blocks: int, steps: int) -> None:
-        """On the clock."""
+        """Run blocks of steps, note their seconds, and advance the clock by them."""
         self.machine.now_s += (1 + blocks * steps) * self.step_s
         for _ in range(blocks):
             noise = 0.001 * (len(self.reading.seconds) % 3)

@@ -31,7 +31,7 @@ Seconds = Callable[[frozenset[str]], float]
 
 @pytest.fixture
 def text(corpus: Path, prepared_folder: Path) -> str:
-    """A plan with three techniques."""
+    """Return the text of a plan with three techniques."""
     plain = READ.format(corpus=corpus, prepared=prepared_folder)
     return f"{plain}[techniques.{THREE[0]}]\n{CHUNKED}[techniques.{THREE[2]}]\n"
 
@@ -67,7 +67,7 @@ def product(names: frozenset[str]) -> float:
 
 @pytest.fixture
 def run(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ablation]:
-    """An ablation on a made-up clock."""
+    """Return a function that runs an ablation on a made-up clock."""
 
     def go(made: Made, **how: Any) -> Ablation:
         monkeypatch.setattr(ablate, "measure_with", lambda worker: made)

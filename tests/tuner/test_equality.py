@@ -28,7 +28,7 @@ KNOWN = catalogue()
 
 
 def firsts() -> list[First]:
-    """Four batches at the same weights."""
+    """Return the guard's readings of four batches at the same weights."""
     return [First(6.0, 1.0, {"a": 0.6, "b": 0.8}) for _ in range(4)]
 
 
@@ -39,7 +39,7 @@ def reading(
     scatter: float = 0.0,
     seed: int = 0,
 ) -> Reading:
-    """Four blocks, and losses of the same batches that fall; an own scatter about a distance."""
+    """Return four blocks and falling losses, all `off` higher, with noise of size `scatter`."""
     draw, own = default_rng(0), default_rng(seed + 1)
     losses = [8 * (i + 1) ** -0.1 + 0.05 * draw.standard_normal() for i in range(steps)]
     losses = [loss + off + scatter * own.standard_normal() for loss in losses]
@@ -54,7 +54,7 @@ def reading(
 
 
 def judged(after: Reading, before: Reading, kind: Any = "exact", rules: Rules = CUDA) -> Compared:
-    """Of two readings."""
+    """Return the verdict on a reading beside the one before it."""
     return judge(replace(after, beside=before), kind, rules)
 
 
@@ -157,7 +157,7 @@ def test_an_approximate_gain_is_kept_where_a_training_shows_that_it_learns_the_s
 
 
 def test_a_training_that_has_hardly_begun_allows_less() -> None:
-    """Of 0.1 nats that were learned a fiftieth is 0.002."""
+    """Check that 0.004 nats more is too much after 0.1 were learned: a fiftieth is 0.002."""
     before = reading(steps=320)
     after = reading(0.5, steps=320)
     flat = [6 - 0.1 * min(1, i / 160) for i in range(320)]
@@ -174,7 +174,7 @@ def test_a_training_that_has_hardly_begun_allows_less() -> None:
 
 @pytest.mark.parametrize(("off", "most", "least"), [(NATS, 0.03, 0.0), (0.0, 1.0, 0.9)])
 def test_how_often_a_training_is_taken_for_the_same(off: float, most: float, least: float) -> None:
-    """Of 300 with the scatter that rounding brings: one that loses the margin, and an equal one."""
+    """Check the share of 300 noisy trainings that pass, with losses 0.01 off and with none."""
     before = reading(steps=640)
     share = (
         sum(

@@ -34,7 +34,7 @@ class Clocked:
         self.reading, self.runs = Reading(), list[tuple[int, int]]()
 
     def train_to(self, steps: int) -> None:
-        """On the clock."""
+        """Train until `steps` losses exist, and advance the clock by their time."""
         self.now[0] += max(0, steps - len(self.reading.losses)) * self.step_s
         self.reading.losses += [6.0] * (steps - len(self.reading.losses))
 
@@ -49,7 +49,7 @@ class Clocked:
 
 
 def turns(a_s: float, b_s: float, left_s: float, worth: bool = True, **how: Any) -> Any:
-    """Both in turn, in so many seconds."""
+    """Take blocks of two plans in turn, with `left_s` seconds on the clock, and return both."""
     now = [0.0]
     one, two = Clocked(a_s, now, how.get("noise", 0.0)), Clocked(b_s, now)
     two.reading.beside = one.reading
@@ -78,7 +78,7 @@ def test_a_gain_goes_on_where_it_stands_and_what_shows_none_is_left() -> None:
     ("left_s", "least", "most"), [(600.0, 56, 56), (150.0, 20, 30), (60.0, 6, 11), (-20.0, 2, 2)]
 )
 def test_slow_steps_fit_the_time(left_s: float, least: int, most: int) -> None:
-    """Of 2.4 and 2 s; a plan that was late has its fewest blocks."""
+    """Check how many steps of 2.4 s and 2 s fit; a plan that is late has its fewest blocks."""
     took = turns(2.4, 2.0, left_s)
     assert least <= took.reading.steps <= most
     assert took.spent_s <= max(left_s, 18.0)
@@ -115,7 +115,7 @@ def test_what_a_gain_is_left_undecided_by_is_taken_once_more_without_a_new_build
 def test_a_training_goes_on_where_half_of_it_fits(
     left_s: float, most_s: float, steps: int, untrained_s: float
 ) -> None:
-    """Of 320 steps of both, 1 s and 0.5 s each; what is wanting is noted."""
+    """Check how many of 320 steps of 1 s and 0.5 s are trained, and what time was missing."""
     now = [0.0]
     one, two = Clocked(1.0, now), Clocked(0.5, now)
     two.reading.beside = one.reading

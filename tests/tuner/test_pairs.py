@@ -27,12 +27,12 @@ CUDA = Rules(device="cuda", precision="bf16")
 
 
 def judged(after: Reading, before: Reading, kind: Any = "exact", rules: Rules = CUDA) -> Compared:
-    """Of two readings."""
+    """Return the verdict on a reading beside the one before it."""
     return judge(replace(after, beside=before), kind, rules)
 
 
 def reading(step_s: float = 1.0, off: float = 0.0, seed: int = 0, **more: Any) -> Reading:
-    """Four blocks, and losses that fall and scatter."""
+    """Return a reading of four blocks and of 40 losses that fall and scatter."""
     draw = default_rng(seed)
     losses = [6 - 0.02 * i + off + 0.05 * draw.standard_normal() for i in range(40)]
     return Reading(
@@ -116,7 +116,7 @@ def test_a_clock_says_how_long_the_device_was_behind(monkeypatch: pytest.MonkeyP
 
 
 def test_compiled_code_is_shared_but_for_the_host_s_threads() -> None:
-    """What `more_threads` rests on: torch guards their number, and no flag of a compiler."""
+    """Check that torch compiles again for another number of threads, as `more_threads` needs."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     seen, threads = torch._dynamo.utils.counters["stats"], torch.get_num_threads()
@@ -224,7 +224,7 @@ def test_a_drift_is_told_only_where_the_interval_cannot_decide(
 
 
 def test_what_gains_nothing_is_rarely_kept_on_a_device_that_drifts() -> None:
-    """Of 300 pairs with no gain and a drift of a tenth, at 95%."""
+    """Check that at most 9 of 300 pairs without gain win at 95%, with a drift of a tenth."""
     pairs = (abba(1.0, 0.1, 0.01, seed) for seed in range(300))
     kept = sum(judged(after, before).verdict == "better" for before, after in pairs)
     assert kept <= 9

@@ -61,7 +61,7 @@ def test_steps_win_the_tuning_back_at_the_pace_of_the_first_measurement(plan: Pl
 def test_what_the_plan_ends_before_does_not_pay_for_it_alone(
     plan: Plan, goal: dict[str, float], ends: str, tmp_path: Path
 ) -> None:
-    """Steps of half a second, 200 of which win 100 s back; an hour costs 60 dollars."""
+    """Check the bill where a run ends before the 200 steps of 0.5 s that pay for the tuning."""
     run = plan.replaced(goal=goal, hardware={"dollars_per_hour": 60.0}, schedule={"steps": 999})
     row = TrialRow(1, ("+fused_rope",), "kept", "better", "accept", ratio=TWICE)
     found = tuned(run, path=(row,))

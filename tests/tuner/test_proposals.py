@@ -81,7 +81,7 @@ def test_of_equals_what_changes_less_comes_first(made: Callable[..., Made]) -> N
 
 
 def test_single_changes_of_the_plan_before_may_come_again(made: Callable[..., Made]) -> None:
-    """So may a whole plan of which no time is predicted; the others wait on."""
+    """Check that single changes and whole plans without a time return after a plan is kept."""
     at = made()
     (kept,) = at.add(A=0.5)
     at.add(B=0.6)
@@ -106,7 +106,7 @@ def test_what_lost_beside_another_plan_promises_less(made: Callable[..., Made]) 
 
 
 def test_what_shares_a_word_with_what_was_cut_comes_last(made: Callable[..., Made]) -> None:
-    """Of its change of the best so far: what made that one the best was in time."""
+    """Check that after AB was cut off beside the best plan A, proposals with B come last."""
     at = made()
     (best,) = at.add(A=0.8)
     at.pool.take()

@@ -40,7 +40,7 @@ def kept(number: int, value: float, **how: Any) -> TrialRow:
 
 @pytest.fixture
 def made(Machine: Any, plan: Plan, change: Callable[..., Plan]) -> Callable[..., Any]:
-    """A run with rows that stay, its plans one upon the other, and what its pairs come to."""
+    """Return a function that makes a run of stacked plans with rows kept and pairs faked."""
 
     def make(
         *steps: TrialRow, minutes: float = 100.0, aim: str = "time", kind: type[Tuning] = Tuning

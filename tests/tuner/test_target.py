@@ -106,7 +106,7 @@ def asked_of(
 def test_a_change_may_take_a_quarter_longer_than_the_plan_before_with_the_same_seed(
     plan: Plan,
 ) -> None:
-    """And half a minute in any case, and never longer than there is."""
+    """Check that a run's limit is 30 s at least, and never more than the time that is left."""
     before_s = (10.0, 100.0, 600.0)
 
     def seconds(run: Plan) -> float:

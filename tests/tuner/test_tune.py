@@ -129,7 +129,7 @@ def test_fewer_steps_than_wanted_are_told(Machine: Any, plan: Plan, change: Chan
 def test_a_gain_on_too_few_steps_is_not_kept_until_there_is_time(
     Machine: Any, plan: Plan, change: Change, tmp_path: Path
 ) -> None:
-    """The same command with the minutes that it names measures it again, and keeps it."""
+    """Check that the same command with the minutes it names measures again, and keeps it."""
     file = tmp_path / TRIALS
     for minutes, build_s, steps in ((2.0, 42.0, 2), (1.5, 19.5, 6)):
         machine = Machine({FAST: 0.5}, base_s=1.0, build_s=build_s)
@@ -342,7 +342,7 @@ def test_what_learning_kept_is_not_undone_by_what_comes_after(Machine: Any, plan
 
 
 def run_command(machine: Any, plan: Plan, patch: pytest.MonkeyPatch) -> Tuned:
-    """The verb, with made-up readings."""
+    """Run the verb `tune` on made-up readings."""
     patch.setattr(command, "sources", lambda *given: machine.sources([], names=(FAST, SLOW)))
     patch.setattr(command, "measure_with", lambda worker: machine.measure)
     context = make_context(plan, choose_device(plan))

@@ -1,4 +1,4 @@
-"""What the tuner and its neighbours tell: the end, a reason, what to type next."""
+"""Check what the tuner and its neighbours print: the end, reasons, and what to type next."""
 
 import json
 import os

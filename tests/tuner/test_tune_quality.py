@@ -30,7 +30,7 @@ CUDA = Rules(device="cuda", precision="bf16")
 
 
 def aimed(plan: Plan, target: float = 1.1) -> Plan:
-    """The plan with a target."""
+    """Return the plan with a target in bits per byte."""
     return plan.replaced(goal=plan.goal.model_copy(update={"bits_per_byte": target}))
 
 
@@ -192,7 +192,7 @@ def test_what_learns_goes_beside_the_first_plan_where_minutes_are_few(
 def test_what_a_run_to_the_target_is_too_short_for_is_undone_by_its_bill(
     Machine: Any, plan: Plan
 ) -> None:
-    """Steps save 20 ms, and a quarter of a thousand of them 5 s."""
+    """Check that compiling for 5.2 s is undone where 250 steps save 20 ms each; 4.9 s stays."""
     machine = Machine({FAST: 0.8}, compile_s={FAST: 4.9})
     assert {*hasty(machine, plan, 10, 90.0, gain=0.5).plan.techniques} == {FAST, LEARNS}
     machine = Machine({FAST: 0.8}, compile_s={FAST: 5.2})
@@ -250,7 +250,7 @@ def hurried(machine: Any, plan: Plan, minutes: float, train: Any, **how: Any) ->
 def test_what_was_kept_without_a_run_to_the_target_is_provisional_and_says_so(
     Machine: Any, plan: Plan, tmp_path: Path
 ) -> None:
-    """Interrupted in its first run to the target, and run again with less time."""
+    """Check a tuning that was interrupted in its first run to the target, and its repeat."""
     limits: list[tuple[float, float]] = []
 
     def interrupted(run: Plan, limit_s: float) -> Reading:
@@ -294,7 +294,7 @@ def test_what_was_kept_without_a_run_to_the_target_is_provisional_and_says_so(
 def test_one_trial_leaves_time_for_what_is_learned(
     Machine: Any, plan: Plan, tmp_path: Path
 ) -> None:
-    """Of three minutes a plan that compiles for longer gets a half, and says what it needs."""
+    """Check that a trial gets 90 s of three minutes, and tells how many minutes it needs."""
     limits: list[tuple[float, float]] = []
     machine = Machine({FAST: 0.8}, build_s=55.0)
     cut = hurried(machine, plan, 3, late(machine, limits, 40.0))
