@@ -111,7 +111,7 @@ def test_importing_headrace_stays_cheap() -> None:
 
 
 def test_the_catalogue_loads_no_compiler() -> None:
-    """A verb that neither compiles nor shards waits for neither."""
+    """Check that loading the catalogue imports neither the compiler nor distributed tensors."""
     program = (
         "import sys, headrace.cli.catalogue; assert headrace.cli.catalogue.catalogue().techniques;"
         "print(*sorted({'torch._dynamo', 'torch.distributed.tensor'} & set(sys.modules)))"

@@ -104,7 +104,7 @@ def test_no_environment_variable_configures(trees: dict[str, ast.Module]) -> Non
 
 
 def test_an_import_changes_no_environment_variable(root: Path) -> None:
-    """One that hides the GPU as it is imported hides it from every later test of the process."""
+    """Check that no import changes the environment: a hidden GPU stays hidden for later tests."""
     changed = [
         str(file.relative_to(root))
         for file in (*root.glob("headrace/**/*.py"), *root.glob("benchmarks/*.py"))

@@ -202,7 +202,7 @@ def test_the_trunk_stays_where_it_is_fastest(tiny_plan: Callable[..., Plan]) -> 
 def test_torchs_own_choice_is_named_where_a_plan_chooses(
     tiny_plan: Callable[..., Plan], allowed: SDPBackend
 ) -> None:
-    """By what ran, so that another kernel has another name."""
+    """Check that the report names the kernel that ran, and another one where another ran."""
     plan, told = tiny_plan("goal.steps=2"), Told()
     with sdpa_kernel(allowed):
         folder = trainer.run(plan, progress=told).folder
@@ -339,7 +339,7 @@ def test_masks_are_the_runs(tiny_plan: Callable[..., Plan], slow_trunk: None) ->
 
 
 def test_patience_ends(tiny_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One turn of each at least, however long it takes."""
+    """Check that with no patience left each backend is still timed once."""
     monkeypatch.setattr(choose, "PATIENCE_S", 0.0)
     asked = []
     monkeypatch.setattr(choose, "_seconds", lambda device, what, calls: asked.append(calls) or 1.0)

@@ -83,7 +83,7 @@ def test_every_list_of_ours_can_be_read() -> None:
 
 
 def test_the_cores_of_a_gpu() -> None:
-    """Its share, or a wider stretch that holds it."""
+    """Check that a GPU gets its share of the cores, or a wider stretch that holds it."""
     host = list(range(32))
     assert campaign.cores_of(1, 2, 0, host) == host[16:]
     assert campaign.cores_of(0, 2, 24, host) == host[:24]

@@ -96,7 +96,7 @@ def test_a_run_that_failed_is_refused_and_seeds_are_healthy_rows(
 
 
 def test_held_out_faults_take_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted, and nothing of them run: no threshold may know them."""
+    """Check that held-out faults take effect, by planting them without running a workload."""
     case = hooks.Case(
         workloads.WORKLOADS["cpu_dense"].plan,
         ("goal.steps=20",),

@@ -56,7 +56,7 @@ def test_an_interval_is_widened_until_it_holds_what_it_has_not_seen(
 
 
 def test_what_was_said_is_read_as_it_was_said(tmp_path: Path) -> None:
-    """Not as it would be forecast today; and no row that was refused or taken back."""
+    """Check that forecasts are read as they were said, and refused or retracted rows are not."""
     gain = {"forecast": {"low": 0.1, "value": 0.25, "high": 0.4}}
     came = {"metrics": {"gain": {"value": 0.5}}}
     rows = [
@@ -90,7 +90,7 @@ def test_what_a_fit_is_told_by() -> None:
 
 
 def test_receipts_are_scored_and_not_fitted_to() -> None:
-    """One of eleven that were said is not held, and is not worth a wider interval."""
+    """Check that receipts do not change the fit, which holds 10 of the 11 pairs that were said."""
     sizes = (0.05, 0.1, 0.2, 0.4, 0.8)
     said = [forecast_error.Pair(w, f"{w}{p}", p, p * 1.01) for w in "ab" for p in sizes]
     said.append(forecast_error.Pair("c", "c0.6", 0.6, 0.9))
@@ -110,7 +110,7 @@ def test_receipts_are_scored_and_not_fitted_to() -> None:
 
 
 def test_a_workload_alone_is_left_out_of_its_fit() -> None:
-    """Each is held by the others' fit, not by its own."""
+    """Check that a workload's coverage comes from the fit of the others, not from its own."""
     near = [forecast_error.Pair("near", "", p, 1.02 * p) for p in (0.1, 0.2, 0.4, 0.8)]
     far = [forecast_error.Pair("far", "", p, 1.4 * p) for p in (0.1, 0.2, 0.4, 0.8)]
     found = forecast_error.residuals([*near, *far], near)

@@ -151,7 +151,7 @@ def said_seconds(plan: Any) -> float:
 def test_an_interrupted_group_has_rows_of_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the one timing of their base that there is."""
+    """Check that what was measured before an interruption has rows, with the base timed once."""
     args = argparse.Namespace(shapes=["160m"], results=tmp_path, steps=[1, 1])
     said = [
         {

@@ -115,7 +115,7 @@ def test_the_list_is_of_plans_that_can_be_read() -> None:
 
 
 def test_what_is_measured_beside_what_was_said() -> None:
-    """Nothing but a first remedy learns otherwise, and no two others are of a kind."""
+    """Check that only the first remedy may change learning, and that the others differ in kind."""
     (listed,) = (run for run in natural_runs.RUNS if run.id == "5m bf16 eager micro")
     asking = asked("NVIDIA H100 80GB HBM3", listed.plan)
     found = natural_said.to_measure(asking, [("+tied_embeddings",)], 9, 60e9)
@@ -142,7 +142,7 @@ def test_of_changes_that_compute_the_same_one_is_measured() -> None:
 
 
 def test_changes_that_are_built_side_by_side() -> None:
-    """Graphs are recorded by one at a time, and what is too large or sets the process is alone."""
+    """Check that graphs, large changes and changes of the process are each in a group apart."""
     (plan,) = (run.plan for run in natural_runs.RUNS if run.id == "1m fp32 eager")
     names = ["+tf32", "+cuda_graphs", "+torch_compile", "-cuda_graphs +cuda_graphs", "+kept_memory"]
     changes, peaks = [tuple(name.split()) for name in names], [1e9, 1e9, 11 << 30, 1e9, 1e9]

@@ -280,7 +280,7 @@ def test_the_fastest_row_with_idle_times_stands() -> None:
 
 
 def test_every_published_gap_has_a_name() -> None:
-    """A table whose work nobody knows any more would say nothing of what is left."""
+    """Check that no table of gaps on the page calls the cause of a gap unknown."""
     published = gaps(PROGRAM.parents[1] / "results")
     assert published.count("are above the ceilings: ") == 3 and "is not known" not in published
 
@@ -313,7 +313,7 @@ def test_what_a_shape_has_or_nothing_reads_is_no_change() -> None:
 
 
 def test_an_ablation_of_part_of_a_recipe_says_so() -> None:
-    """Its rows had stood in the place of the whole recipe's."""
+    """Check that a changed recipe is named with its changes where a technique is left out."""
     whole = {"bf16_parameters", "cudnn_attention", "fused_cross_entropy", "torch_compile"}
     row = {"technique": "fused_swiglu", "base": "recipe", "left_out": True, "shape": "160m"}
     assert subject(row | {"techniques": [*whole]}) == "fused_swiglu left out of the recipe"

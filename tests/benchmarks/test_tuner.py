@@ -106,7 +106,7 @@ def test_the_candidates_are_those_that_run_here(monkeypatch: pytest.MonkeyPatch)
 def test_the_best_is_the_candidate_that_is_fastest_beside_the_tuned_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A call that was cut off goes on: it tunes no second time, and times what is left."""
+    """Check that a call that was cut off does not tune again, and times the candidates left."""
     plan = Plan.read(tuner.file_of("tiny").read_text(), catalogue())
     tunings, asked = [], []
 

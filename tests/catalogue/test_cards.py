@@ -68,7 +68,7 @@ def test_no_receipt_is_written_into_a_card_by_hand(name: str) -> None:
 @pytest.mark.parametrize("word", ["+", "-"])
 @pytest.mark.parametrize("name", sorted(catalogue().techniques))
 def test_the_doctor_tells_a_cost_that_was_not_measured_elsewhere(name: str, word: str) -> None:
-    """What a reader is told he takes for his run's; the whole cost stands in the JSON."""
+    """Check that the doctor tells, as the cost of a change, a part of what its card says."""
     cost = _cost(catalogue(), f"{word}{name}")
     card = catalogue().find(name).card
     assert cost.removeprefix(BOUGHT) in card.parts("costs" if word == "+" else "buys")

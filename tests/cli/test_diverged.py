@@ -76,7 +76,7 @@ def test_weights_too_large_to_compute_with_are_named_with_a_checkpoint_that_was_
 def test_a_run_does_not_go_on_from_the_weights_that_gave_no_number(
     call: Callable[..., Any], tiny_demo: list[str], workshop: Path
 ) -> None:
-    """They gave a sound validation before, and the same step again would end the same way."""
+    """Check that a resume goes back to step 2 where the weights of step 3 gave no finite loss."""
     steps = ("eval.every_steps=1", "checkpoint.every_steps=1", "checkpoint.keep_last=4")
     call("train", *tiny_demo, *steps, "goal.steps=3", "name=stuck")
     plan = str(workshop / "runs" / "stuck" / "plan.toml")

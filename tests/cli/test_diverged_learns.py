@@ -71,7 +71,7 @@ def test_the_printed_remedy_learns(
 def test_given_weights_that_are_no_numbers_are_named(
     plan_file: Path, tmp_path: Path, zygote: Any, given: Any
 ) -> None:
-    """No rate helps them, and none is advised."""
+    """Check that the error names the weights that are NaN, and advises no other learning rate."""
     start = given()
     file = Path(start.partition("=")[2].strip("'")) / "model.safetensors"
     tensors = load_file(file)

@@ -188,7 +188,7 @@ def test_numbers_that_are_none_are_null(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_true_ctrl_c_is_one_document(
     verb: str, zygote: Any, wait_until: Any, tiny_demo: list[str], tmp_path: Path
 ) -> None:
-    """With the process that measures, whose words are no part of the document."""
+    """Check that Ctrl-C, while another process measures, leaves one JSON document and code 130."""
     child = zygote.start(tmp_path, *words(verb, VERBS[verb], tiny_demo, tmp_path), "--json")
     wait_until(lambda: any(tmp_path.rglob("trials.log")))
     child.send(signal.SIGINT)
@@ -199,7 +199,7 @@ def test_a_true_ctrl_c_is_one_document(
 
 
 def test_the_runner_of_tests_sees_both_outputs() -> None:
-    """What the others rest on: standard output alone is the document."""
+    """Check that the test runner keeps standard output apart from standard error."""
     ended = CliRunner().invoke(app, ["eval", "nothing-here", "--json"])
     assert json.loads(ended.stdout)["exit_code"] == 2 and not ended.stderr
 

@@ -148,7 +148,7 @@ def test_a_target_that_a_guess_meets_is_told(invoke: Run, tmp_path: Path) -> Non
 
 
 def test_a_few_targets_are_told_with_what_mends_it(invoke: Run, tmp_path: Path) -> None:
-    """The share that is printed gives an evaluation enough."""
+    """Check the doubt about few validation targets, and that its remedy gives more than 500."""
     lines(tmp_path / "a.jsonl", texts(0, 120))
     keys = ("data.sources=a.jsonl", "data.validation=0.01")
     started = invoke("train", *keys).stderr
@@ -193,7 +193,7 @@ def test_a_limit_that_leaves_few_targets_is_what_mends_it(invoke: Run, tmp_path:
 def test_a_validation_without_a_target_is_refused_before_training(
     invoke: Run, tmp_path: Path
 ) -> None:
-    """What the error prints leads to a run that is evaluated."""
+    """Check that the error's remedy leads to a run that is evaluated on at least one target."""
     lines(tmp_path / "a.jsonl", texts(0, 40))
     lines(tmp_path / "own.jsonl", ["mill 1"])
     keys = ("data.sources=a.jsonl", "data.validation=own.jsonl", "seed=3")

@@ -78,7 +78,7 @@ def test_ranks_print_one_document_of_success(ranks: Any) -> None:
 def test_an_error_that_one_rank_alone_has_is_told(
     agent: TCPStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Even by a rank that is not the first; whoever comes later is silent."""
+    """Check that rank 1 of two prints an error that it alone has, and prints it once."""
     agent.delete_key("headrace/told")
     for name, value in {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -186,7 +186,7 @@ def test_a_second_ctrl_c_changes_no_message(capsys: pytest.CaptureFixture[str]) 
 def test_a_signal_during_imports_is_one_message(
     number: signal.Signals, as_json: bool, tmp_path: Path
 ) -> None:
-    """A package named torch that is slow stands for the true one."""
+    """Check a signal during an import, with a slow file torch.py in the place of torch."""
     (tmp_path / "torch.py").write_text(
         "print('importing', flush=True)\nimport time\ntime.sleep(60)"
     )

@@ -238,7 +238,7 @@ def test_the_value_of_an_option_arrives(
     tiny_demo: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the default is: what is typed is another value."""
+    """Check that a value typed for an option reaches the function, and differs from the default."""
     seen: dict[str, Any] = {}
 
     def look(*given: Any, **named: Any) -> None:

@@ -79,7 +79,7 @@ def test_what_cannot_be_made_is_told_and_the_rest_is_there(
 
 
 def test_the_end_is_told_with_the_runs_own_numbers(ended: Path) -> None:
-    """Each of another size, so that none can stand in the place of another."""
+    """Check the last message with numbers that all differ, so that none can pass for another."""
     report = json.loads((ended / "report.json").read_text()) | {"not_made": {}}
     last = report["val"][-1] | {"bits_per_byte": 1.234, "share": 0.25}
     goal = report["goal"] | {
@@ -109,7 +109,7 @@ def test_messages_that_nobody_takes_fail_no_run(
     as_json: bool,
     shut: bool,
 ) -> None:
-    """As under `2> log` on a disk that is full, or where standard error is shut."""
+    """Check that a run ends well where standard error is closed or its disk is full."""
     monkeypatch.chdir(tmp_path)
     taken: Any = open("/dev/full", "w")  # noqa: SIM115 - it cannot be flushed, and so not closed
     if shut:
@@ -181,7 +181,7 @@ def test_a_signal_while_the_report_is_written_loses_none_of_it(
 def test_ctrl_c_at_the_end_of_a_run_fails_no_command(
     workshop: Path, tiny_demo: list[str], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Before the end it ends the command as ever."""
+    """Check that Ctrl-C before the first step ends the command, and after the last one does not."""
     monkeypatch.chdir(workshop)
     again, last = signalled(signal.SIGINT), session.last_look
     if where == "sample":

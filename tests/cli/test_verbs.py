@@ -213,7 +213,7 @@ def test_report_one_and_several(
 def test_doctor_names_the_narrowest_first(
     say: Callable[..., tuple[str, str]], call: Callable[..., Any], workshop: Path
 ) -> None:
-    """The run of that name, not the recipe; and what was not run by its file."""
+    """Check that the doctor takes `demo` for the run, not the recipe, and a plan by its file."""
     out, _ = say("doctor", "demo")
     first = call("doctor", "demo")[0]
     assert out.startswith(f"{first['bottleneck']}: {first['sentence']}\n")

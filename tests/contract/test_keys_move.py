@@ -169,7 +169,7 @@ def test_every_key_of_the_optimizer_and_the_schedule_moves_the_weights(key: str)
 
 
 def test_the_same_plan_leaves_the_same() -> None:
-    """Else every key would seem to move something."""
+    """Check that a plan leaves the same twice; else every key would seem to move something."""
     assert left_by(house.make_plan()) == left_by(house.make_plan())
 
 

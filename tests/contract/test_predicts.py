@@ -200,7 +200,7 @@ def test_the_baselines_memory(model: dict[str, Any]) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 def test_the_final_norms_memory(norm: str, precision: str) -> None:
-    """To less than half of a tensor of hidden states, of which it keeps two to five."""
+    """Check the peak that the final norm sets, to half of a tensor of hidden states."""
     plan = plan_of(layers=2, norm=norm, precision=precision)
     found = traced(plan)
     hidden = (4 if precision == "fp32" else 2) * plan.batch.tokens * plan.model.dim

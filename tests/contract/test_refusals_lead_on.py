@@ -46,7 +46,7 @@ def lead_on(asked: Asked, message: str, way: str, technique: str) -> bool:
 
 
 def test_a_way_that_leads_nowhere_is_seen() -> None:
-    """The test of the test: the same refusal, or a key that is none."""
+    """Check that `lead_on` fails for a remedy that is refused again, and for a key that is none."""
     asked = CASES["techniques/optim/sophia:Sophia.supports#1"]
     message, _ = asked.refusal()
     for wrong in ("model.layers=4", "techniques.sophia.shore=1.0"):

@@ -148,7 +148,7 @@ def test_no_key_is_left_out() -> None:
 
 
 def test_the_same_plan_leaves_the_same_run(left_by: Callable[..., dict[str, Any]]) -> None:
-    """Else every key would seem to move something."""
+    """Check that a plan leaves the same run twice; else every key would seem to move something."""
     assert left_by() == left_by()
 
 

@@ -18,7 +18,7 @@ def test_an_activated_environment_needs_no_path(tmp_path: Path) -> None:
 def test_without_activation_the_path_is_told(
     other: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `.venv/bin/headrace` is called where PATH has a Python without pyarrow, or none."""
+    """Check that the command runs this Python where PATH has one without pyarrow, or none."""
     if other:
         (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / "python").chmod(0o755)

@@ -9,7 +9,7 @@ from headrace.model.mask import MaskSpec
 
 
 def test_learned_positions_are_as_many_as_a_row_has_tokens() -> None:
-    """Also before a run has written them into `model.context`."""
+    """Check that learned positions count 14 for rows of 14 tokens, also without `model.context`."""
     config = ModelConfig(vocab=311, dim=16, heads=2, layers=2, ffn=24, position="learned")
     whole = config.model_copy(update={"context": 14})
     with torch.device("meta"):

@@ -96,7 +96,7 @@ def test_one_stream_for_all_layouts(packer: Counting, weights: tuple[float, ...]
 
 
 def test_the_hash_of_this_stream_is_pinned(packer: Counting) -> None:
-    """By its definition, from the rows alone; a change breaks every earlier report."""
+    """Check the stream's hash against its definition and a pinned value that reports rely on."""
     total = 0
     for k, row in enumerate(rows_of(packer)):
         ids = torch.cat([row[0], row[1, -1:]]).numpy().astype("<i4")

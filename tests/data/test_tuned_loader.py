@@ -188,7 +188,7 @@ def test_tuning_takes_the_wait_away(tuned: Callable[..., TunedLoader]) -> None:
 def test_what_was_read_during_a_long_first_step_hides_no_slow_thread(
     tuned: Callable[..., TunedLoader],
 ) -> None:
-    """A step compiles, and what was read meanwhile lasts for the next ones: no window of theirs."""
+    """Check that rows read ahead in a first step of 200 ms are not counted as fast reading."""
     one = tuned(0.004, prefetch=16)
     told = []
     for n in range(2 * WINDOW_STEPS):

@@ -33,7 +33,7 @@ def assert_named(told: str, run: Path, *, intact: str) -> None:
 def test_a_killed_rank_is_named_by_the_one_that_waits(
     zygote: Any, plan_file: Path, at_step: int, intact: str
 ) -> None:
-    """In the midst of a run, and in its last save, after which nothing is computed together."""
+    """Check that a rank killed in a run, or in its last save, is named by the one that waits."""
     cwd = plan_file.parent
     call = [str(DYING), "train", {"at_step": at_step, "argv": WORDS}]
     worlds = zygote.world(2)

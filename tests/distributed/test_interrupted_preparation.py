@@ -104,7 +104,7 @@ def test_a_signal_is_one_message_and_the_same_command_starts_again(
 def test_a_first_rank_that_is_killed_is_told_by_the_one_that_waits(
     begin: Callable[..., list[Any]], here: Path, zygote: Any
 ) -> None:
-    """What it had half made is not read, and the next preparation takes it away."""
+    """Check that a killed preparation ends both ranks, and the next one removes what it left."""
     ranks = begin(zygote.world(2))
     ranks[0].send(signal.SIGKILL)
     assert ranks[0].wait().code == -signal.SIGKILL

@@ -108,7 +108,7 @@ def test_the_planner_counts_it(max_z_loss: type[Any], plan_file: Path) -> None:
 
 
 def test_the_shared_suite_takes_it(copy: Path) -> None:
-    """Every kind of its tests, and what it asks of all techniques at once."""
+    """Check that the guide's technique passes every kind of contract test, and skips none."""
     said = _module(
         copy,
         "pytest",
@@ -129,7 +129,7 @@ def test_the_shared_suite_takes_it(copy: Path) -> None:
 
 @pytest.mark.slow
 def test_it_is_equal_where_the_model_is_split(copy: Path) -> None:
-    """The page says that it needs nothing for that."""
+    """Check that the guide's technique is equal under tensor, pipeline, context and FSDP splits."""
     splits = " or ".join(f"{kind}_parallel" for kind in ("tensor", "pipeline", "context"))
     said = _module(
         copy,

@@ -78,7 +78,7 @@ def test_an_interval_is_around_what_a_slow_host_would_make_of_it() -> None:
 
 
 def test_a_run_that_waited_for_launches_is_scaled_by_its_host() -> None:
-    """Though the ledger says that its device is the slower one, which stays as it is foreseen."""
+    """Check that a run that waited for launches is scaled by host time, against the ledger."""
     words = f"{BARE} +full_checkpoint batch.micro_sequences=8"
     out = words.replace("+full_checkpoint ", "")
     before, less, compiled = seen(words), seen(out), seen(words, "+torch_compile")

@@ -126,7 +126,7 @@ def test_another_recipe_has_to_beat_what_seeds_differ_by(
 
 
 def test_a_sibling_that_was_broken_off_or_ran_for_less_is_no_noise(tmp_path: Path) -> None:
-    """Its rate had not come down, or came down sooner."""
+    """Check that runs that were interrupted, or had a shorter goal, are not counted as siblings."""
     mine = run(tmp_path, "mine", CURVE)
     run(tmp_path, "better", sooner(0.8), optimizer={"lr": 3e-3})
     run(tmp_path, "broken", sooner(0.5), status="interrupted")

@@ -201,7 +201,7 @@ def test_the_hosts_pace_scales_no_step_of_the_device() -> None:
 
 @pytest.mark.parametrize("name", ["full_checkpoint", "selective_checkpoint"])
 def test_blocks_that_run_again_are_left_out_where_the_host_is_slow(name: str) -> None:
-    """By what the ledger says they take of the host, and not by a share of what nobody prices."""
+    """Check that leaving recomputation out is forecast from the ledger where the host is slow."""
     out, eager = f"-{name}", f"{BARE} batch.micro_sequences=1"
     found = asked("launch", 0.5, "160m", f"{eager} +{name}")[out]
     before, after = seconds("160m", f"{eager} +{name}"), seconds("160m", eager)

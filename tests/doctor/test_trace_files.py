@@ -21,7 +21,7 @@ from headrace.doctor.words import describe
 
 
 def test_a_trace_of_a_cpu_abstains(tmp_path: Path) -> None:
-    """A real one, so that categories and marks are what torch writes."""
+    """Check that a trace that torch records on a CPU gives no verdict, for it has no device."""
     model, path = torch.nn.Linear(8, 8), tmp_path / "cpu.json"
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU],
@@ -246,7 +246,7 @@ def test_a_mark_before_the_text_is_read_over(tmp_path: Path) -> None:
 
 
 def test_files_that_tell_no_rank_take_the_numbers_that_are_left(tmp_path: Path) -> None:
-    """In any order; and a file that is given twice is no second rank."""
+    """Check that traces without a rank take the free numbers, and that no file may come twice."""
     paths = []
     for name, rank in (("named.json", 1), ("a.json", None), ("b.json", None)):
         made = Recorder(rank, 3)

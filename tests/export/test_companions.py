@@ -133,7 +133,7 @@ def test_a_run_from_random_weights_lost_nothing(plan_file: Path, zygote: Any) ->
 
 
 def test_files_that_cannot_be_taken_over_are_told(here: Path, plan_file: Path, zygote: Any) -> None:
-    """Nothing of them fails a run, and nothing goes without a word."""
+    """Check that files that cannot be copied into an export are named, and fail no run."""
     base = here / "base"
     (base / "generation_config.json").write_text("{")
     (base / "special_tokens_map.json").write_text("[1]")

@@ -98,7 +98,7 @@ def test_what_changes_the_loss_equals_the_reference(
 
 @pytest.mark.parametrize("ignored", ["some", "all"])
 def test_the_z_loss_is_reported(ignored: str) -> None:
-    """Its part of the sum is added to what is there, by both functions."""
+    """Check that both functions add the z-loss's part of the sum to the given tensor."""
     logits, targets = given(7, 5003, torch.float32, ignored)
     (plain, _), (loss, grad) = wanted(logits, targets), wanted(logits, targets, z_loss=0.1)
     z_nats = torch.ones((), device=DEVICE)

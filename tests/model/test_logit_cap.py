@@ -113,7 +113,7 @@ def test_validation_and_text_are_of_capped_logits(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_run_keeps_its_cap(train: Callable[..., Path]) -> None:
-    """Resolved in its plan, so that what opens the run computes what was trained."""
+    """Check that a run's plan.toml holds its logit cap, for whatever opens the run."""
     folder = train("model.logit_cap=3.5", "goal.steps=1")
     assert "logit_cap = 3.5" in (folder / "plan.toml").read_text()
 
@@ -265,7 +265,7 @@ def test_eager_passes_are_counted(chunked: str) -> None:
 
 @pytest.mark.parametrize("head", ["fused_cross_entropy", "chunked_cross_entropy", "torch_compile"])
 def test_kernels_and_compilers_cap_in_passing(head: str) -> None:
-    """By the ledger of a GPU: nothing more is held or read."""
+    """Check that a cap changes neither memory, work nor FLOPs of these heads on a GPU."""
     found = []
     for cap in (0.0, CAP):
         plan = sized("bf16", {head: {}}, cap=cap).replaced(device="cuda")

@@ -187,7 +187,7 @@ def test_a_step_that_compiled_is_compiling_but_for_what_stands_outside(
 
 @pytest.mark.parametrize(("keep", "slack"), [(None, {}), (1, {"slack_s": 0.0})])
 def test_slack_is_told_where_the_host_asked(keep: int | None, slack: dict[str, float]) -> None:
-    """On a GPU; whoever never waits does not ask."""
+    """Check that slack is reported on a GPU, and only where the host asked for it."""
     signals = Signals(torch.device("cpu"))
     signals.mark("forward")
     signals.end_step(1, torch.tensor([1.0, 1.0, 1.0, 4.0]), {})

@@ -25,7 +25,7 @@ TEXT = (Path(__file__).parents[2] / "benchmarks" / "plans" / "160m.toml").read_t
 def test_a_key_that_a_technique_rewrites_is_said_where_the_plan_says_otherwise(
     given: str, words: tuple[str, ...]
 ) -> None:
-    """As the technique has it, and not as it would be if nobody had given it."""
+    """Check that a key that a technique rewrites is in the difference, and leads there and back."""
     before = Plan.read(TEXT, catalogue(), overrides=[given])
     after = changed(before, words, catalogue())
     assert difference(before, after) == words

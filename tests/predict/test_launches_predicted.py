@@ -191,7 +191,7 @@ def test_single_rows_take_as_much_longer_as_a_cpu_s_steps_that_python_bounds() -
 
 @pytest.mark.parametrize("name", ["full_checkpoint", "selective_checkpoint"])
 def test_ranks_of_a_pipeline_run_their_own_blocks_again(name: str) -> None:
-    """Once for each micro-batch, however many are in flight."""
+    """Check that each of two ranks recomputes its own blocks once for each micro-batch."""
     words = (f"+{name}", "+pipeline_parallel", "mesh.pipeline=2", "batch.micro_sequences=1")
     plan = plan_of(*words)
     each = make_ledgers(plan, on_h200(plan))
@@ -215,7 +215,7 @@ def test_recorded_kernels_are_launched_at_once_and_calls_are_not() -> None:
 
 @pytest.mark.parametrize("more", [(), ("+torch_compile",)])
 def test_queries_and_keys_are_turned_by_a_kernel_each(more: tuple[str, ...]) -> None:
-    """Their copies are none of its launches."""
+    """Check that a fused rotation launches two kernels each way, and no copies of its inputs."""
     words = (*more, "model.kv_heads=4")
     plain, turned = ledger_of(*words).work, ledger_of("+fused_rope", *words).work
     for way in ("forward", "backward"):
@@ -268,7 +268,7 @@ def test_a_short_convolution_is_launched_by_python() -> None:
 
 
 def test_a_budget_of_a_pipelines_rank_is_of_its_own_blocks() -> None:
-    """Not once more for each micro-batch that it holds meanwhile."""
+    """Check that a memory budget recomputes only the rank's own blocks, once a micro-batch."""
     words = ("+memory_budget", "+torch_compile", "batch.micro_sequences=4")
     whole = ledger_of(*words)
     for ranks in (2, 4):

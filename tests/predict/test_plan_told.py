@@ -98,7 +98,7 @@ def test_an_interval_is_widened_by_what_is_not_known(
 
 
 def test_a_prediction_is_told_in_words_of_everyday() -> None:
-    """No name of an instant, and what the driver holds and what the brackets are is said."""
+    """Check that a printed prediction names no internal instant, and explains its brackets."""
     plan, context = on_h200("goal.steps=24")
     found = predict(plan, context, H200)
     text, told_of = format_prediction(plan, found), found.to_dict()
@@ -144,7 +144,7 @@ def test_the_shares_of_a_step_are_all_of_it() -> None:
 
 
 def test_a_tokenizer_that_is_brought_along_tells_the_head_its_size(tmp_path: Path) -> None:
-    """Before a run has resolved the plan."""
+    """Check that a tokenizer's file sets the head's size before a run has resolved the plan."""
     tokenizer = train_tokenizer(["one two three four five six"] * 9, vocab=300)
     tokenizer.save(tmp_path / "mine.json")
     plan, context = on_h200("model.vocab=0", f"data.tokenizer={tmp_path / 'mine.json'}")

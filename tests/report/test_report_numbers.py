@@ -55,7 +55,7 @@ def test_no_number_stands_in_the_place_of_another(make_run: Callable[..., Path])
 
 
 def test_the_best_loss_is_told_beside_the_last(make_run: Callable[..., Path]) -> None:
-    """Not the last one twice, where an earlier one was lower."""
+    """Check that the report shows the lowest loss as the best where the last is higher."""
     run = make_run()
     values = json.loads((run / "report.json").read_text())
     first, last = values["val"][0], values["val"][-1]
