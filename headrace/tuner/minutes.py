@@ -4,7 +4,7 @@ No trial begins whose verdict cannot come within what is left; it says what it n
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from headrace.core.units import format_seconds
@@ -41,6 +41,11 @@ class Needs:
     def limit_s(self) -> float:
         """Return the limit of a reading in which they fit, in seconds."""
         return max(self.seconds / FITS, self.trained_s / TRAINED)
+
+    @property
+    def untrained(self) -> "Needs":
+        """Return what the trial needs where no training has to show anything."""
+        return replace(self, trained_s=0.0)
 
     @property
     def words(self) -> str:

@@ -203,12 +203,14 @@ class _TuningLoop(Tuning):
         assert self.pool is not None
         spent_s, seen, takes = self.store.spent_s, proposal.prediction, self.needs(proposal)
         late = takes is not None and takes.limit_s > self.trial_s
-        if late and takes.trained_s and replace(takes, trained_s=0.0).limit_s <= self.trial_s:
+        if takes is not None and late and takes.untrained.limit_s <= self.trial_s:
             if self.postpone(proposal, takes):
                 return
             late = self.first_s is not None  # a look is better than to measure nothing
-        known = takes is not None and takes.ready_s > 0
-        self.trying(proposal, f", about {format_seconds(takes.seconds)}" if known else "")
+        about = ""
+        if takes is not None and takes.ready_s:
+            about = f", about {format_seconds(takes.seconds)}"
+        self.trying(proposal, about)
         if seen.memory.fits == "no" or seen.memory.peak_bytes >= self.out_of_memory_bytes:
             least = min(self.out_of_memory_bytes, seen.memory.capacity_bytes)
             what = (
