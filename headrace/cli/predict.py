@@ -70,7 +70,7 @@ def plan(
             show_json(sweep.plain(ranked))
         else:
             show_table(sweep.HEAD, sweep.table(ranked), f"{wanted.name} on {machine.name}")
-            print(sweep.told(ranked))
+            print(sweep.format_summary(ranked))
             if more := sweep.command(ranked, plan, overrides or (), with_ or (), without or ()):
                 print(f"next: {more}{f'  # on {device_name}' if device_name else ''}")
 

@@ -10,7 +10,7 @@ from headrace.doctor.rules import UNUSED
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import saves_memory
 from headrace.plan.technique import Context
-from headrace.predict.prediction import IDLE, KINDS, LAUNCHES, Prediction
+from headrace.predict.prediction import IDLE, LAUNCHES, PART_NAMES, Prediction
 
 TRAFFIC_SHARE = 0.4
 """Share of the step in memory traffic from which a plan is called bound by it. Chosen."""
@@ -77,15 +77,15 @@ def _slowest(prediction: Prediction) -> Finding:
     if idle >= HOST_SHARE:
         return Finding(Kind.PLAN_LAUNCH, idle, {"step_s": prediction.time.step_s}, "inferred")
     facts: dict[str, Any] = {"shares": shares}
-    traffic = shares.get(KINDS["stream"], 0.0)
+    traffic = shares.get(PART_NAMES["stream"], 0.0)
     if traffic >= TRAFFIC_SHARE:
         return Finding(Kind.PLAN_MOVES_BYTES, traffic, facts, "inferred")
     works = {name: share for name, share in shares.items() if name not in IDLE}
     name = max(works, key=lambda work: works[work])
     bottleneck = "memory bandwidth"
-    if name in (KINDS["product"], KINDS["attention"]):
+    if name in (PART_NAMES["product"], PART_NAMES["attention"]):
         bottleneck = "computation"
-    elif name == KINDS["collective"]:
+    elif name == PART_NAMES["collective"]:
         bottleneck = "interconnect"
     facts |= {"bottleneck": bottleneck, "part": name}
     return Finding(Kind.PLAN_STEP, works[name], facts, "inferred")

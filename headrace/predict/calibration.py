@@ -143,7 +143,7 @@ class Calibration:
             )
         return cls(factors, waits_s, plan, measured.steps, host=host)
 
-    def tells(self, time: StepTime) -> bool:
+    def applies_to(self, time: StepTime) -> bool:
         """Return whether the measured steps show anything about a step like this one.
 
         Measured steps that waited for launches show nothing about a step that does not.

@@ -49,7 +49,7 @@ class PredictionFailed(UnsupportedError):
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _bugs_reported() -> Iterator[None]:
     """Turn an error that is no message for a user into one.
 
     Raises:
@@ -141,7 +141,7 @@ class Asking:
             ConfigError: the changed plan contradicts itself.
             PredictionFailed: a technique's own code failed.
         """
-        with _told():
+        with _bugs_reported():
             plan = changed(plan, words, self.catalogue) if words else plan
             return difference(self.start, plan), plan
 
@@ -152,7 +152,7 @@ class Asking:
             ConfigError, UnsupportedError: the plan cannot run there.
             PredictionFailed: a technique's own code failed.
         """
-        with _told():
+        with _bugs_reported():
             there = at(self.context, plan)
             return Candidate(changes, plan, predict(plan, there, self.machine, self.calibration))
 
@@ -197,7 +197,7 @@ class Asking:
             if new and not _meaningless(plan, kind):
                 out = self._taken_out(plan, kind)
                 if out is not None:
-                    yield (f"+{name}", *out, *_said_otherwise(plan, kind))
+                    yield (f"+{name}", *out, *_keys_set_otherwise(plan, kind))
         if self.layouts and plan.mesh.ranks > 1:
             for words, classes in layouts(plan, self.catalogue, near=plan is not self.start):
                 gone = [self._taken_out(plan, kind) for kind in classes]
@@ -265,7 +265,7 @@ def _clashes(plan: Plan, kind: type[Technique[Any]]) -> list[str]:
     ]
 
 
-def _said_otherwise(plan: Plan, kind: type[Technique[Any]]) -> Iterator[str]:
+def _keys_set_otherwise(plan: Plan, kind: type[Technique[Any]]) -> Iterator[str]:
     """Yield `key=value`, as a technique rewrites them, for keys that the plan sets otherwise."""
     given = plan.model_dump(exclude_unset=True)
     for key, value in _rewritten(plan, kind).items():

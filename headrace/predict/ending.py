@@ -26,7 +26,7 @@ from headrace.predict.intervals import Between
 BY_STEPS = "step "
 """Prefix of an ending whose hours are those of its steps."""
 BITS = "bits per byte"
-TELLS = "headrace train PLAN until there, then headrace plan PLAN --after RUN, tell it"
+END_REMEDY = "headrace train PLAN until there, then headrace plan PLAN --after RUN, tell it"
 """Remedy that is shown where the end of a run is unavailable."""
 Seconds = Callable[[float], float | None]
 """Function from a number of steps to their seconds; None where these are unavailable."""
@@ -168,7 +168,7 @@ def ending(
         budgets[name] = hours
     if unknown:
         whys = ", and ".join(dict.fromkeys(unknown.values()))
-        clauses.append(f"{' or '.join(unknown)}, nobody knows when: {whys} ({TELLS})")
+        clauses.append(f"{' or '.join(unknown)}, nobody knows when: {whys} ({END_REMEDY})")
     message = "; ".join(clauses)
     if not budgets:
         return message, None, None

@@ -13,16 +13,17 @@ SOURCES = {
 }
 
 
-def format_prediction(plan: Plan, found: Prediction) -> str:
+def format_prediction(plan: Plan, prediction: Prediction) -> str:
     """Return the prediction of a plan as text for a reader."""
-    rates = SOURCES[found.rates.source]
-    if found.rates.calibrated_by:
-        rates += f"; set by measured steps of {found.rates.calibrated_by}"
-    head = f"{plan.name} on {found.rates.device}" + (f" ({rates})" if found.time.step_s else "")
-    lines = [head, "", *_format_memory(found.memory)]
-    if found.rates.between_ranks:
-        lines.append(found.rates.between_ranks)
-    return "\n".join([*lines, *_format_time(found), *_format_end(plan, found)])
+    rates = SOURCES[prediction.rates.source]
+    if prediction.rates.calibrated_by:
+        rates += f"; set by measured steps of {prediction.rates.calibrated_by}"
+    source = f" ({rates})" if prediction.time.step_s else ""
+    head = f"{plan.name} on {prediction.rates.device}{source}"
+    lines = [head, "", *_format_memory(prediction.memory)]
+    if prediction.rates.between_ranks:
+        lines.append(prediction.rates.between_ranks)
+    return "\n".join([*lines, *_format_time(prediction), *_format_end(plan, prediction)])
 
 
 def _format_memory(memory: MemoryPrediction) -> list[str]:
@@ -46,37 +47,38 @@ def _format_memory(memory: MemoryPrediction) -> list[str]:
     ]
 
 
-def _format_time(found: Prediction) -> list[str]:
+def _format_time(prediction: Prediction) -> list[str]:
     """Return the lines about the time of a step."""
-    time, basis = found.time, STEP.get(found.rates.basis)
+    time, basis = prediction.time, STEP.get(prediction.rates.basis)
     if time.step_s is None:
         return [f"time: not predicted: {time.unknown}"]
     parts = ", ".join(f"{name} {share:.0%}" for name, share in time.shares().items())
     step, rate = format_seconds(time.step_s), format_count(time.tokens_per_s or 0)
-    begin = "time, if it fitted:" if found.memory.fits == "no" else "time:"
+    begin = "time, if it fitted:" if prediction.memory.fits == "no" else "time:"
     ends, rates = time.step_between, time.rate_between
     if ends is None or rates is None or basis is None:
         lines = [f"{begin} {step} a step, {rate} tokens/s", f"  no interval: {time.no_interval}"]
     else:
+        wider = _wider(prediction.rates.widening)
         lines = [
             f"{begin} {step} a step ({format_seconds(ends.low)} to {format_seconds(ends.high)}), "
             f"{rate} tokens/s ({format_count(rates.low)} to {format_count(rates.high)})",
-            f"  in brackets: where 80% of {basis.n} {basis.says}{_wider(found.rates.widening)}",
+            f"  in brackets: where 80% of {basis.n} {basis.says}{wider}",
         ]
     return [*lines, f"  where it goes: {parts}"]
 
 
-def _wider(found: Widening) -> str:
+def _wider(widening: Widening) -> str:
     """Return words for how much wider an interval is, and why; "" where it is not."""
-    if found.times == 1:
+    if widening.times == 1:
         return ""
-    return f", each end {found.times:g} times as far: {found.why}"
+    return f", each end {widening.times:g} times as far: {widening.why}"
 
 
-def _format_end(plan: Plan, found: Prediction) -> list[str]:
+def _format_end(plan: Plan, prediction: Prediction) -> list[str]:
     """Return the line about when the run ends, what fits until then, and what it costs."""
-    run = found.run
-    until = f"until {run.until}{', if it fitted' if found.memory.fits == 'no' else ''}"
+    run = prediction.run
+    until = f"until {run.until}{', if it fitted' if prediction.memory.fits == 'no' else ''}"
     if run.hours is None:
         return [until] if run.until else []
     last, facts = run.until.rpartition("; at the latest ")[2], list[str]()

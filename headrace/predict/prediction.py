@@ -46,7 +46,7 @@ from headrace.predict.intervals import (
 )
 
 TIGHT = number("tight_share")
-KINDS = {
+PART_NAMES = {
     "product": "matrix products",
     "attention": "attention",
     "stream": "memory traffic",
@@ -55,12 +55,13 @@ KINDS = {
     "wait": "waiting for other ranks' layers",
     "host": "Python between operations",
 }
+"""Kind of work -> the part of a step that its seconds are shown as."""
 LAUNCHES, DATA, EDGE = "waiting for launches", "waiting for data", "the pause between steps"
 LAUNCHED = "it waits for launches, and so few such steps were measured that its error is not known"
 FP32 = "of fp32 two models were measured, by which its rates are set: of others it is not known"
 ON_CPU = "no prediction was compared with measured steps of a CPU yet"
 FEW = "too few steps of its kind were measured, or none, to know how far off it is"
-IDLE = (LAUNCHES, DATA, EDGE, KINDS["wait"])
+IDLE = (LAUNCHES, DATA, EDGE, PART_NAMES["wait"])
 """Parts of a step in which the device does nothing."""
 
 
@@ -247,10 +248,10 @@ def predict(
     tier: Tier = "after_probes" if machine.source == "probes" else "no_gpu"
     basis: Basis = "on_cpu" if context.device == "cpu" else tier
     step_s, set_by = None if time is None else time.step_s, ""
-    if calibration is not None and time is not None and calibration.tells(time):
+    if calibration is not None and time is not None and calibration.applies_to(time):
         step_s, time = calibration.step_s(time), calibration.applied(time)
         set_by = calibration.plan
-        if calibration.tells(time):  # else the device's rates decide now, and not these steps
+        if calibration.applies_to(time):  # else the device's rates decide now, and not these steps
             tier = "after_20_steps"
             alike = calibration.workload == workload(plan, context, footprint.ledger)
             same: Basis = "same_workload" if alike else tier
@@ -376,7 +377,7 @@ def at(context: Context, plan: Plan) -> Context:
     return replace(context, plan=plan, ranks=plan.mesh.ranks, precision=precision)
 
 
-def _room(held: Footprint, left: float) -> tuple[str, float | None]:
+def _room(footprint: Footprint, left: float) -> tuple[str, float | None]:
     """Return whether a plan fits, and the most bytes that the allocator would reserve.
 
     The plan fits where its tensors find room in `TIGHT` of what is left, though the allocator may
@@ -384,10 +385,10 @@ def _room(held: Footprint, left: float) -> tuple[str, float | None]:
     left. The bytes are None where they are unavailable.
 
     Args:
-        held: what the plan needs.
+        footprint: what the plan needs.
         left: bytes of the device's memory that are left for the plan.
     """
-    allocated, unlimited = held.ledger.peak()[1] + held.workspace, held.free
+    allocated, unlimited = footprint.ledger.peak()[1] + footprint.workspace, footprint.free
     if unlimited is None:
         fits = "no" if allocated > left else "tight" if allocated > TIGHT * left else "yes"
         return fits, None
@@ -395,8 +396,8 @@ def _room(held: Footprint, left: float) -> tuple[str, float | None]:
         return "no", unlimited.bytes
     if unlimited.bytes <= TIGHT * left:
         return "yes", unlimited.bytes
-    fits = "yes" if allocated <= TIGHT * left and held.replayed(TIGHT * left).fits else "tight"
-    return fits, held.replayed(left).bytes if unlimited.bytes > left else unlimited.bytes
+    fits = "yes" if allocated <= TIGHT * left and footprint.replayed(TIGHT * left).fits else "tight"
+    return fits, footprint.replayed(left).bytes if unlimited.bytes > left else unlimited.bytes
 
 
 def _time(
@@ -442,5 +443,5 @@ def _parts(time: StepTime, step_s: float) -> dict[str, float]:
     part_seconds |= {name: spent_s for name, spent_s in waits.items() if spent_s > 0}
     for (phase, kind), spent_s in time.device_s.items():
         if phase != "optimizer" or kind == "collective":
-            part_seconds[KINDS[kind]] = part_seconds.get(KINDS[kind], 0.0) + spent_s
+            part_seconds[PART_NAMES[kind]] = part_seconds.get(PART_NAMES[kind], 0.0) + spent_s
     return dict(sorted(part_seconds.items(), key=lambda item: -item[1]))

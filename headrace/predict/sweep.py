@@ -297,26 +297,26 @@ def _front(candidates: list[Candidate]) -> list[Candidate]:
 # --- for a reader ----------------------------------------------------------------------------
 
 
-def table(found: Sweep, most: int = 12) -> list[list[str]]:
+def table(result: Sweep, most: int = 12) -> list[list[str]]:
     """Return the rows of a table under `HEAD`.
 
     They are the best plans, and the start whatever its rank.
 
     Args:
-        found: the result of a sweep.
+        result: the result of a sweep.
         most: largest number of plans, beside the start.
     """
     rows = []
-    for rank, candidate in enumerate(found.ranked, 1):
-        if rank <= most or candidate is found.start:
-            rows.append([str(rank), *_cells(found, candidate)])
-    if found.start not in found.ranked:
-        rows.append(["-", *_cells(found, found.start)])
+    for rank, candidate in enumerate(result.ranked, 1):
+        if rank <= most or candidate is result.start:
+            rows.append([str(rank), *_cells(result, candidate)])
+    if result.start not in result.ranked:
+        rows.append(["-", *_cells(result, result.start)])
     return rows
 
 
-def _cells(found: Sweep, candidate: Candidate) -> list[str]:
-    seen, gain = candidate.prediction, found.gain(candidate)
+def _cells(result: Sweep, candidate: Candidate) -> list[str]:
+    seen, gain = candidate.prediction, result.gain(candidate)
     whole = "" if seen.run.hours is None else format_seconds(3600 * seen.run.hours)
     price = "" if seen.run.dollars is None else f", ${seen.run.dollars:,.2f}"
     return [
@@ -330,28 +330,29 @@ def _cells(found: Sweep, candidate: Candidate) -> list[str]:
     ]
 
 
-def told(found: Sweep) -> str:
+def format_summary(result: Sweep) -> str:
     """Return for a reader what the table leaves out: counts, reasons and plans without a time."""
-    rate = found.asked / max(found.seconds, 1e-9)
-    refused = sum(found.refused.values())
+    rate = result.asked / max(result.seconds, 1e-9)
+    refused = sum(result.refused.values())
     lines = [
-        f"{found.asked} plans predicted in {format_seconds(found.seconds)} ({rate:.0f} a second): "
-        f"{len(found.ranked)} ranked, {refused} more cannot run, {found.too_large} do not fit",
+        f"{result.asked} plans predicted in {format_seconds(result.seconds)} "
+        f"({rate:.0f} a second): {len(result.ranked)} ranked, {refused} more cannot run, "
+        f"{result.too_large} do not fit",
     ]
-    if found.aim == "money" and found.start.plan.hardware.dollars_per_hour is None:
+    if result.aim == "money" and result.start.plan.hardware.dollars_per_hour is None:
         lines.append(NO_PRICE)
-    if found.unpriced:
-        names = ", ".join(f"{n} {c}" for n, c in Counter(found.unpriced).most_common(LISTED))
+    if result.unpriced:
+        names = ", ".join(f"{n} {c}" for n, c in Counter(result.unpriced).most_common(LISTED))
         lines.append(f"time not predicted, by what does not say it: {names}")
-    if found.unknown:
-        words = "; ".join(" ".join(c.changes) for c in found.unknown[:LISTED])
-        more = max(0, len(found.unknown) - LISTED)
+    if result.unknown:
+        words = "; ".join(" ".join(c.changes) for c in result.unknown[:LISTED])
+        more = max(0, len(result.unknown) - LISTED)
         lines.append(f"only a measurement tells: {words}" + (f"; {more} more" if more else ""))
     return "\n".join(lines)
 
 
 def command(
-    found: Sweep,
+    result: Sweep,
     plan: str,
     overrides: Sequence[str],
     with_: Sequence[str],
@@ -363,13 +364,13 @@ def command(
     command that measures. It is "" where no ranked plan fits.
 
     Args:
-        found: the result of a sweep.
+        result: the result of a sweep.
         plan: the plan as it was written on the command line.
         overrides: `key=value` words beside it.
         with_: techniques that were added to it by --with.
         without: techniques that were removed from it by --without.
     """
-    best = found.ranked[0] if found.ranked else None
+    best = result.ranked[0] if result.ranked else None
     if best is not None and best.prediction.memory.fits == "no":
         return ""
     changes = parse(() if best is None else best.changes)
@@ -387,25 +388,25 @@ def command(
     return shlex.join(parts)
 
 
-def plain(found: Sweep, most: int = 12) -> dict[str, Any]:
+def plain(result: Sweep, most: int = 12) -> dict[str, Any]:
     """Return the result of a sweep as JSON values, with the `most` best plans."""
 
     def rows(candidates: list[Candidate]) -> list[dict[str, Any]]:
         return [
-            {"changes": list(c.changes), "gain": found.gain(c), **c.prediction.to_dict()}
+            {"changes": list(c.changes), "gain": result.gain(c), **c.prediction.to_dict()}
             for c in candidates
         ]
 
     return {
-        "aim": found.aim,
-        "start": found.start.prediction.to_dict(),
-        "ranked": rows(found.ranked[:most]),
-        "ranks": len(found.ranked),
-        "unknown": rows(found.unknown),
-        "idle": [list(c.changes) for c in found.idle],
-        "asked": found.asked,
-        "refused": dict(found.refused),
-        "too_large": found.too_large,
-        "unpriced": dict(found.unpriced),
-        "seconds": found.seconds,
+        "aim": result.aim,
+        "start": result.start.prediction.to_dict(),
+        "ranked": rows(result.ranked[:most]),
+        "ranks": len(result.ranked),
+        "unknown": rows(result.unknown),
+        "idle": [list(c.changes) for c in result.idle],
+        "asked": result.asked,
+        "refused": dict(result.refused),
+        "too_large": result.too_large,
+        "unpriced": dict(result.unpriced),
+        "seconds": result.seconds,
     }

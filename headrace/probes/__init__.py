@@ -8,14 +8,14 @@ also measure the memory of CUDA's context. `headrace.costs.machine` predicts tim
 these points.
 
 A time is a median. On a GPU it is read from CUDA events, after a kernel that empties the L2 cache
-and one that waits until the host has queued everything. A kernel shorter than `clock.SHORT_S` is
-timed over many calls in a row instead. Its operands then stay in the cache, as results do that are
-used at once. What timing one kernel alone adds to it is subtracted. On a CPU the host's clock is
-read. Operands of matmuls and of attention are random, because zeros draw less power and run faster.
-A GPU's matmul that takes more than `HOT_S` is not kept as a point: timing it a few times in a row
-lowers the clock more than steps do. For the same reason no sustained load is probed: six seconds of
-nothing but matmuls took 1.18 and 1.19 times as long on two H200s whose steps agreed with their
-single matmuls.
+and one that waits until the host has queued everything. A kernel shorter than `clock.MIN_SINGLE_S`
+is timed over many calls in a row instead. Its operands then stay in the cache, as results do that
+are used at once. What timing one kernel alone adds to it is subtracted. On a CPU the host's clock
+is read. Operands of matmuls and of attention are random, because zeros draw less power and run
+faster. A GPU's matmul that takes more than `HOT_S` is not kept as a point: timing it a few times in
+a row lowers the clock more than steps do. For the same reason no sustained load is probed: six
+seconds of nothing but matmuls took 1.18 and 1.19 times as long on two H200s whose steps agreed with
+their single matmuls.
 
 Probes run in order of importance. A probe that would not end in time, judged by the earlier ones of
 its group, is left out and listed in `Machine.skipped`. What the device or its libraries refuse is
@@ -59,7 +59,14 @@ from headrace.costs.rates import (
 )
 from headrace.probes import host
 from headrace.probes.clock import Clock
-from headrace.probes.points import Found, Probe, attention_probe, in_order, launches, product_probe
+from headrace.probes.points import (
+    Probe,
+    Readings,
+    attention_probe,
+    in_order,
+    launches,
+    matmul_probe,
+)
 from headrace.train.run_folder import cpu_name
 
 T = TypeVar("T", MatmulRates, AttentionRates)
@@ -157,8 +164,8 @@ def measured(
         raise UnsupportedError(
             f"probes know CPUs and NVIDIA GPUs, not {device.type}", mend("device=cpu")
         )
-    measurements = _run(device, budget_s, progress)
-    machine = _machine(measurements)
+    readings = _run(device, budget_s, progress)
+    machine = _machine(readings)
     with suppress(ConfigError):  # the new file replaces a damaged one
         before = cached(device)
         machine = machine if before is None else replace(machine, links=before.links)
@@ -169,7 +176,7 @@ def add(
     machine: Machine,
     device: torch.device,
     *,
-    products: Iterable[tuple[Precision, int, int, int]] = (),
+    matmuls: Iterable[tuple[Precision, int, int, int]] = (),
     attention: Iterable[tuple[Kernel, Shape, bool]] = (),
     budget_s: float = 60.0,
     progress: Progress | None = None,
@@ -179,7 +186,7 @@ def add(
     Args:
         machine: what `measure` returned for this device.
         device: the device of `machine`.
-        products: matmuls as (precision, m, n, k); those that `machine` has are left out.
+        matmuls: matmuls as (precision, m, n, k); those that `machine` has are left out.
         attention: (kernel, (rows, heads, kv_heads, length, features), causal); those that
             `machine` has are left out.
         budget_s: seconds after which no further probe begins; `skipped` lists those left out.
@@ -187,22 +194,22 @@ def add(
     """
     known = {(p.precision, *point.sizes) for p in machine.products for point in p.points}
     mixed = {(a.kernel, p.shape, p.causal) for a in machine.attention for p in a.points}
-    found = _run(
+    readings = _run(
         device,
         budget_s,
         progress,
-        lambda found: [
-            *(product_probe(found, *one) for one in products if one not in known),
-            *(attention_probe(found, *one) for one in attention if one not in mixed),
+        lambda readings: [
+            *(matmul_probe(readings, *one) for one in matmuls if one not in known),
+            *(attention_probe(readings, *one) for one in attention if one not in mixed),
         ],
     )
-    new_matmuls, new_attention = _tables(found)
+    new_matmuls, new_attention = _tables(readings)
     machine = replace(
         machine,
         products=_cool(_merged(machine.products, new_matmuls), machine.kind),
         attention=_merged(machine.attention, new_attention),
-        absent=tuple({a.what: a for a in (*_absences(found), *machine.absent)}.values()),
-        skipped=machine.skipped + _missed(found),
+        absent=tuple({a.what: a for a in (*_absences(readings), *machine.absent)}.values()),
+        skipped=machine.skipped + _missed(readings),
     ).fitted()
     machine.write(path(device))
     return machine
@@ -212,8 +219,8 @@ def _run(
     device: torch.device,
     budget_s: float,
     progress: Progress | None,
-    choose: Callable[[Found], Iterable[Probe]] | None = None,
-) -> Found:
+    choose: Callable[[Readings], Iterable[Probe]] | None = None,
+) -> Readings:
     """Run the chosen probes, or all of them, and return what they measured.
 
     The process's matmul precision and torch's current device are restored afterwards.
@@ -226,34 +233,32 @@ def _run(
     every = in_order if device.type == "cuda" else host.in_order
     with here, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kernels that refuse give many warnings
-        measurements = Found(Clock(device, budget_s), torch.Generator(device).manual_seed(0))
+        readings = Readings(Clock(device, budget_s), torch.Generator(device).manual_seed(0))
         try:
             torch.set_float32_matmul_precision("highest")
             if choose is None:
-                launches(measurements)
-            _work_through(
-                measurements, list((choose or every)(measurements)), progress or Progress()
-            )
+                launches(readings)
+            _work_through(readings, list((choose or every)(readings)), progress or Progress())
         finally:
             torch.set_float32_matmul_precision(before)
-            measurements.clock.release()
-    return measurements
+            readings.clock.release()
+    return readings
 
 
-def _work_through(found: Found, probes: list[Probe], progress: Progress) -> None:
+def _work_through(readings: Readings, probes: list[Probe], progress: Progress) -> None:
     """Run each probe that there is time and memory for; note why others did not run."""
-    clock, fastest, seen = found.clock, dict[str, float](), set[tuple[str, str]]()
+    clock, fastest, seen = readings.clock, dict[str, float](), set[tuple[str, str]]()
     for probe in probes:
         if (probe.group, probe.label) in seen:
             continue
         seen.add((probe.group, probe.label))
         progress.task("probes", min(clock.spent_s, clock.budget_s), clock.budget_s)
-        if probe.group in found.absent:
+        if probe.group in readings.absent:
             continue
         left_s = clock.budget_s - clock.spent_s
         expected_s = probe.work * fastest.get(probe.group, 0.0) + probe.least_s
-        if not probe.must and (left_s <= expected_s or _lacks_memory(found, probe)):
-            found.skipped.setdefault(probe.group, []).append(probe.label)
+        if not probe.must and (left_s <= expected_s or _lacks_memory(readings, probe)):
+            readings.skipped.setdefault(probe.group, []).append(probe.label)
             continue
         begin_s = time.perf_counter()
         try:
@@ -265,35 +270,35 @@ def _work_through(found: Found, probes: list[Probe], progress: Progress) -> None
                 raise
             why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             if probe.group in fastest or is_out_of_memory(error):
-                found.skipped.setdefault(probe.group, []).append(f"{probe.label} ({why})")
+                readings.skipped.setdefault(probe.group, []).append(f"{probe.label} ({why})")
             else:
-                found.absent[probe.group] = why
+                readings.absent[probe.group] = why
             continue
         rate = (time.perf_counter() - begin_s) / probe.work
         fastest[probe.group] = min(rate, fastest.get(probe.group, rate))
 
 
-def _lacks_memory(found: Found, probe: Probe) -> bool:
+def _lacks_memory(readings: Readings, probe: Probe) -> bool:
     """Return whether a probe needs over 80% of the GPU's free memory, or 25% of the host's."""
-    if found.device.type != "cuda":
+    if readings.device.type != "cuda":
         return probe.bytes > 0.25 * host_memory_bytes()
     torch.cuda.empty_cache()
-    return probe.bytes > 0.8 * torch.cuda.mem_get_info(found.device)[0]
+    return probe.bytes > 0.8 * torch.cuda.mem_get_info(readings.device)[0]
 
 
 # --- the machine that is made of the measurements ---------------------------------------------
 
 
-def _machine(found: Found) -> Machine:
+def _machine(readings: Readings) -> Machine:
     """Return all points as a machine whose rates are fitted to the fastest of them."""
-    device, cuda = found.device, found.device.type == "cuda"
-    matmuls, attention = _tables(found)
+    device, cuda = readings.device, readings.device.type == "cuda"
+    matmuls, attention = _tables(readings)
     return Machine(
         name=name_of(device),
         kind="gpu" if cuda else "cpu",
         source="probes",
         says=f"medians of single kernels, attention in {'bf16' if cuda else 'fp32'}, in "
-        f"{found.clock.spent_s:.0f} of {found.clock.budget_s:.0f} s",
+        f"{readings.clock.spent_s:.0f} of {readings.clock.budget_s:.0f} s",
         date=time.strftime("%Y-%m-%d"),
         torch=torch.__version__,
         driver=driver_of(device),
@@ -304,26 +309,26 @@ def _machine(found: Found) -> Machine:
             if cuda
             else torch.get_num_threads()
         ),
-        launch_s=found.launch_s,
-        graph_launch_s=found.graph_launch_s,
-        traffic=_stream(found.traffic, found.kernel_s),
-        to_host=_stream(found.links[True]),
-        from_host=_stream(found.links[False]),
+        launch_s=readings.launch_s,
+        graph_launch_s=readings.graph_launch_s,
+        traffic=_stream(readings.traffic, readings.kernel_s),
+        to_host=_stream(readings.links[True]),
+        from_host=_stream(readings.links[False]),
         products=_cool(matmuls, "gpu" if cuda else "cpu"),
         attention=attention,
-        absent=_absences(found),
-        skipped=_missed(found),
-        linears=tuple(LinearRates(*key, tuple(known)) for key, known in found.linears.items()),
-        pieces=host.pieces_of(found),
-        steps=tuple(found.steps),
+        absent=_absences(readings),
+        skipped=_missed(readings),
+        linears=tuple(LinearRates(*key, tuple(known)) for key, known in readings.linears.items()),
+        pieces=host.pieces_of(readings),
+        steps=tuple(readings.steps),
     ).fitted()
 
 
-def _tables(found: Found) -> tuple[tuple[MatmulRates, ...], tuple[AttentionRates, ...]]:
+def _tables(readings: Readings) -> tuple[tuple[MatmulRates, ...], tuple[AttentionRates, ...]]:
     """Return tables of the matmul and attention points; `fitted` sets their rates later."""
-    matmuls = (MatmulRates(p, ANY, tuple(points)) for p, points in found.products.items())
+    matmuls = (MatmulRates(p, ANY, tuple(points)) for p, points in readings.matmuls.items())
     attention = (
-        AttentionRates(*key, ANY, tuple(points)) for key, points in found.attention.items()
+        AttentionRates(*key, ANY, tuple(points)) for key, points in readings.attention.items()
     )
     return tuple(matmuls), tuple(attention)
 
@@ -348,13 +353,15 @@ def _cool(tables: tuple[MatmulRates, ...], kind: str) -> tuple[MatmulRates, ...]
     )
 
 
-def _absences(found: Found) -> tuple[Absent, ...]:
-    return tuple(Absent(what, why) for what, why in found.absent.items())
+def _absences(readings: Readings) -> tuple[Absent, ...]:
+    return tuple(Absent(what, why) for what, why in readings.absent.items())
 
 
-def _missed(found: Found) -> tuple[str, ...]:
+def _missed(readings: Readings) -> tuple[str, ...]:
     """Return a line for each group of which probes were left out."""
-    return tuple(f"{of} ({len(which)}): {', '.join(which)}" for of, which in found.skipped.items())
+    return tuple(
+        f"{of} ({len(which)}): {', '.join(which)}" for of, which in readings.skipped.items()
+    )
 
 
 def _stream(points: list[StreamPoint], floor_s: float | None = None) -> StreamRates:

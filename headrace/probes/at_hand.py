@@ -37,19 +37,19 @@ beside another program they would be too low, and its steps slower."""
 
 
 def rates(
-    device: torch.device, tell: Callable[[], Progress] | None = None, *, sure: bool = False
+    device: torch.device, make_progress: Callable[[], Progress] | None = None, *, sure: bool = False
 ) -> Machine:
     """Return the rates of a device that is here.
 
     Args:
         device: the device.
-        tell: makes the progress display that shows how far the probes are, where they run.
+        make_progress: makes the progress display that shows how far the probes are, where they run.
             Without it nothing is measured, and guessed rates are returned for a CPU.
         sure: a free GPU is measured even where its datasheet's rates could be assumed.
 
     Raises:
         ConfigError: the file of measured rates is damaged.
-        UnsupportedError: there are no rates of the device, and `tell` is not given.
+        UnsupportedError: there are no rates of the device, and `make_progress` is not given.
     """
     if device.type == "mps":
         return Machine.assumed(device.type)
@@ -57,15 +57,15 @@ def rates(
         return cached_rates
     name = name_of(device)
     published = device.type == "cuda" and bool(lookup(name).family)
-    if published and not (sure and tell is not None and _is_free(device)):
+    if published and not (sure and make_progress is not None and _is_free(device)):
         return of_its_driver(Machine.assumed(name), device)
-    if tell is not None and not published:
-        return _measured_now(device, tell(), "nothing")
-    if tell is not None:
+    if make_progress is not None and not published:
+        return _measured_now(device, make_progress(), "nothing")
+    if make_progress is not None:
         try:
-            return _measured_now(device, tell(), "no more than its datasheet")
+            return _measured_now(device, make_progress(), "no more than its datasheet")
         except RuntimeError as error:
-            _note(tell, f"it could not be measured, and its datasheet is assumed: {error}")
+            _note(make_progress, f"it could not be measured, and its datasheet is assumed: {error}")
         return of_its_driver(Machine.assumed(name), device)
     if device.type == "cpu":
         return Machine.assumed(device.type)
@@ -80,9 +80,9 @@ def of_its_driver(machine: Machine, device: torch.device) -> Machine:
     ).fitted()
 
 
-def _note(tell: Callable[[], Progress], line: str) -> None:
+def _note(make_progress: Callable[[], Progress], line: str) -> None:
     """Show the user one line."""
-    progress = tell()
+    progress = make_progress()
     progress.note(line)
     progress.close()
 

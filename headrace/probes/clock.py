@@ -16,8 +16,8 @@ import torch
 MIB = 2**20
 REPEATS = 7
 """How many times a call is timed; the median counts."""
-SHORT_S, BURST = 20e-6, 100
-"""Seconds below which a kernel is timed over many calls in a row, and how many."""
+MIN_SINGLE_S, BACK_TO_BACK = 20e-6, 100
+"""Seconds below which a kernel is timed over many calls back to back, and how many."""
 AHEAD_CYCLES = 600_000
 """GPU clock cycles that the device waits, about 0.3 ms, while the host queues a call."""
 ROW = 8
@@ -47,13 +47,14 @@ class Clock:
         call()
         torch.cuda.synchronize(self.device)
         median_s = median(self._between_events(call, 1) for _ in range(REPEATS))
-        if median_s >= SHORT_S:
+        if median_s >= MIN_SINGLE_S:
             return median_s - self.edge_s
         begin_s = time.perf_counter()
         call()
         queue_s = time.perf_counter() - begin_s
-        cycles = AHEAD_CYCLES + int(4e9 * BURST * queue_s)
-        return median(self._between_events(call, BURST, cycles) for _ in range(REPEATS)) / BURST
+        cycles = AHEAD_CYCLES + int(4e9 * BACK_TO_BACK * queue_s)
+        all_s = median(self._between_events(call, BACK_TO_BACK, cycles) for _ in range(REPEATS))
+        return all_s / BACK_TO_BACK
 
     def _edge_s(self) -> float:
         """Return the seconds that timing a kernel alone adds to it: 1 to 7.5 us.
@@ -68,7 +69,7 @@ class Clock:
             return median(self._between_events(lambda: y.copy_(x), count) for _ in range(REPEATS))
 
         alone_s = copies(1)
-        return min(max(0.0, alone_s - (copies(ROW) - alone_s) / (ROW - 1)), SHORT_S / 2)
+        return min(max(0.0, alone_s - (copies(ROW) - alone_s) / (ROW - 1)), MIN_SINGLE_S / 2)
 
     def in_a_row(self, call: Callable[[], Any], calls: int) -> float:
         """Return the mean seconds of a GPU call among `calls` calls with nothing between them."""

@@ -46,17 +46,18 @@ from headrace.probes.points import (
     MOVED,
     ROWS,
     SQUARES,
-    Found,
     Probe,
+    Readings,
     attention_probe,
     grid,
     linking,
+    matmul_probe,
     moving,
     precisions,
-    product_probe,
 )
 
-WAYS: tuple[Way, ...] = ("result", "input", "weight")
+LINEAR_MATMULS: tuple[Way, ...] = ("result", "input", "weight")
+"""A linear layer's matmuls: its result, and the gradients of its input and of its weight."""
 LINEARS = (
     (4096, 384, 128), (4096, 768, 256), (4096, 2048, 128), (1024, 128, 128), (4096, 128, 352),
     (2048, 1152, 384), (512, 704, 128), (2048, 256, 704), (1024, 192, 64), (2048, 4096, 256),
@@ -131,86 +132,86 @@ STEPS = (
 """The small decoders whose whole steps are timed; the first and third are compiled too."""
 
 
-def in_order(found: Found) -> Iterator[Probe]:
+def in_order(readings: Readings) -> Iterator[Probe]:
     """Yield all probes of a CPU, the most important first: its rates and a step's operations."""
-    main, *others = precisions(found)
+    main, *others = precisions(readings)
     gpus = (f"attention by {kernel}" for kernel in ("cudnn", "efficient", "flash4"))
-    found.absent |= dict.fromkeys(gpus, "a kernel of NVIDIA GPUs")
-    found.absent["attention by flex"] = "on a CPU it has no backward pass"
-    moved = [moving(found, size) for size in MOVED["cpu"]]
-    linked = [linking(found, size, to_host) for size in LINKED["cpu"] for to_host in (True, False)]
+    readings.absent |= dict.fromkeys(gpus, "a kernel of NVIDIA GPUs")
+    readings.absent["attention by flex"] = "on a CPU it has no backward pass"
+    moved = [moving(readings, size) for size in MOVED["cpu"]]
+    linked = [linking(readings, n, to_host) for n in LINKED["cpu"] for to_host in (True, False)]
     small, large = SQUARES["cpu"]
-    for probe in (*moved[:2], *linked, product_probe(found, main, small, small, small)):
+    for probe in (*moved[:2], *linked, matmul_probe(readings, main, small, small, small)):
         probe.must = True
         yield probe
-    yield from (product_probe(found, other, small, small, small) for other in others)
-    rows = [attention_probe(found, "flash", one, True) for one in ROWS["cpu"]]
+    yield from (matmul_probe(readings, other, small, small, small) for other in others)
+    rows = [attention_probe(readings, "flash", one, True) for one in ROWS["cpu"]]
     yield from (rows[0], *moved[2:])
-    yield from _of_a_step(found, rows[1:])
-    yield attention_probe(found, "flash", (8, *ROWS["cpu"][0][1:]), False)
-    yield attention_probe(found, "math", (8, *ROWS["cpu"][0][1:]), True)
-    yield from (product_probe(found, main, large, large, large), *grid(found, main, 0))
-    yield from (product_probe(found, other, large, large, large) for other in others)
+    yield from _of_a_step(readings, rows[1:])
+    yield attention_probe(readings, "flash", (8, *ROWS["cpu"][0][1:]), False)
+    yield attention_probe(readings, "math", (8, *ROWS["cpu"][0][1:]), True)
+    yield from (matmul_probe(readings, main, large, large, large), *grid(readings, main, 0))
+    yield from (matmul_probe(readings, other, large, large, large) for other in others)
 
 
-def _of_a_step(found: Found, attention: list[Probe]) -> Iterator[Probe]:
+def _of_a_step(readings: Readings, attention: list[Probe]) -> Iterator[Probe]:
     """Yield a step's probes, the most important first: matmuls, attention, pieces and wholes."""
-    yield from linear_probes(found, *LINEARS[0])
-    yield from _piece_probes(found, SIZES[0])
-    yield _step_probe(found, STEPS[0])
+    yield from linear_probes(readings, *LINEARS[0])
+    yield from _piece_probes(readings, SIZES[0])
+    yield _step_probe(readings, STEPS[0])
     for shape in (*LINEARS[1:8], LEAST):
-        yield from linear_probes(found, *shape)
+        yield from linear_probes(readings, *shape)
     yield from attention[:3]
     for small in SIZES[1:]:
-        yield from _piece_probes(found, small)
+        yield from _piece_probes(readings, small)
     for small in STEPS[1:]:
-        yield _step_probe(found, small)
-    yield from _of_halves(found)
-    yield _step_probe(found, STEPS[0], compiled=True)
+        yield _step_probe(readings, small)
+    yield from _of_halves(readings)
+    yield _step_probe(readings, STEPS[0], compiled=True)
     keeping = STEPS[:2] if kept_memory.CAN_KEEP else ()
-    yield from (_step_probe(found, small, keeps=True) for small in keeping)
-    yield from (_step_probe(found, STEPS[0], threads=count) for count in thread_counts())
+    yield from (_step_probe(readings, small, keeps=True) for small in keeping)
+    yield from (_step_probe(readings, STEPS[0], threads=count) for count in thread_counts())
     yield from attention[3:]
     for shape in LINEARS[8:]:
-        yield from linear_probes(found, *shape)
-    yield _step_probe(found, STEPS[2], compiled=True)
+        yield from linear_probes(readings, *shape)
+    yield _step_probe(readings, STEPS[2], compiled=True)
 
 
-def _of_halves(found: Found) -> Iterator[Probe]:
+def _of_halves(readings: Readings) -> Iterator[Probe]:
     """Yield the probes of bf16; none where the CPU only emulates it, which is slower."""
     if not bf16_units():
         return
     for shape in HALF_LINEARS:
-        yield from linear_probes(found, *shape, "bf16")
+        yield from linear_probes(readings, *shape, "bf16")
     for small in (STEPS[0], STEPS[3], STEPS[2]):
-        yield from (_step_probe(found, small, half=half) for half in HALVES)
+        yield from (_step_probe(readings, small, half=half) for half in HALVES)
 
 
 # --- matmuls ---------------------------------------------------------------------------------
 
 
 def linear_probes(
-    found: Found, tokens: int, outer: int, inner: int, precision: Precision = "fp32"
+    readings: Readings, tokens: int, outer: int, inner: int, precision: Precision = "fp32"
 ) -> Iterator[Probe]:
     """Yield the probes of a linear layer's three matmuls, each laid out as by autograd."""
     dtype = DTYPES[precision]
 
-    def probe(way: Way, sizes: tuple[int, int, int]) -> Probe:
+    def probe(matmul: Way, sizes: tuple[int, int, int]) -> Probe:
         def run() -> None:
             sides = ((tokens, inner), (outer, inner), (tokens, outer))
-            x, w, g = (found.random(*side, dtype=dtype) for side in sides)
+            x, w, g = (readings.random(*side, dtype=dtype) for side in sides)
             calls: dict[Way, Callable[[], Tensor]] = {
                 "result": lambda: F.linear(x, w),
                 "input": lambda: g @ w,
                 "weight": lambda: g.t() @ x,
             }
-            seconds = found.clock.seconds(calls[way])
-            found.linears.setdefault((way, precision), []).append(MatmulPoint(*sizes, seconds))
+            point = MatmulPoint(*sizes, readings.clock.seconds(calls[matmul]))
+            readings.linears.setdefault((matmul, precision), []).append(point)
 
         work, needed = 2.0 * tokens * outer * inner, 8.0 * tokens * (outer + inner)
         label = "x".join(map(str, sizes))
         beside = "" if precision == "fp32" else f" in {precision}"
-        return Probe(f"linears' {way}s{beside}", label, work, needed, run)
+        return Probe(f"linears' {matmul}s{beside}", label, work, needed, run)
 
     yield probe("result", (tokens, outer, inner))
     yield probe("input", (tokens, inner, outer))
@@ -220,14 +221,14 @@ def linear_probes(
 # --- pieces ----------------------------------------------------------------------------------
 
 
-def _piece_probes(found: Found, small: Small) -> Iterator[Probe]:
+def _piece_probes(readings: Readings, small: Small) -> Iterator[Probe]:
     """Yield a probe for each kind of operation beside the matmuls; it times all its phases."""
     for name, make in MAKERS.items():
 
         def run(name: str = name, make: Maker = make) -> None:
-            for phase, call in make(found, small).items():
-                moved = StreamPoint(small.bytes_of(f"{name}/{phase}"), found.clock.seconds(call))
-                found.pieces.setdefault(f"{name}/{phase}", []).append(moved)
+            for phase, call in make(readings, small).items():
+                moved = StreamPoint(small.bytes_of(f"{name}/{phase}"), readings.clock.seconds(call))
+                readings.pieces.setdefault(f"{name}/{phase}", []).append(moved)
 
         at = f"{small.tokens} tokens of {small.dim}, vocabulary {small.vocab}"
         work = float(small.bytes_of(f"{name}/{PHASES.get(name, 'forward')}"))
@@ -236,7 +237,7 @@ def _piece_probes(found: Found, small: Small) -> Iterator[Probe]:
 
 Calls = dict[str, Callable[[], Any]]
 """Phase of a step -> the call that is timed for it."""
-Maker = Callable[[Found, Small], Calls]
+Maker = Callable[[Readings, Small], Calls]
 PHASES = {"gradients": "backward", "clip": "optimizer", "update": "optimizer"}
 """Piece that has a single phase other than forward and backward -> that phase."""
 
@@ -252,39 +253,39 @@ def _both(forward: Callable[[], Tensor], inputs: list[Tensor]) -> Calls:
     return {"forward": forward, "backward": backward}
 
 
-def _norms(found: Found, small: Small) -> Calls:
-    return _normed(found, small, RMSNorm(small.dim, 1e-5))
+def _norms(readings: Readings, small: Small) -> Calls:
+    return _normed(readings, small, RMSNorm(small.dim, 1e-5))
 
 
-def _layer_norms(found: Found, small: Small) -> Calls:
-    return _normed(found, small, LayerNorm(small.dim, 1e-5))
+def _layer_norms(readings: Readings, small: Small) -> Calls:
+    return _normed(readings, small, LayerNorm(small.dim, 1e-5))
 
 
-def _normed(found: Found, small: Small, module: nn.Module) -> Calls:
-    norm = _weighted(found, module)
-    x = found.random(small.rows, small.length, small.dim).requires_grad_()
+def _normed(readings: Readings, small: Small, module: nn.Module) -> Calls:
+    norm = _weighted(readings, module)
+    x = readings.random(small.rows, small.length, small.dim).requires_grad_()
     return _both(lambda: norm(x), [x, *norm.parameters()])
 
 
-def _qk_norm(found: Found, small: Small) -> Calls:
+def _qk_norm(readings: Readings, small: Small) -> Calls:
     """Return the norm of queries and keys as one call, since both have as many heads."""
     head = small.config.resolved_head_dim
-    norm = _weighted(found, RMSNorm(head, 1e-5))
-    x = found.random(small.rows, small.length, 2 * small.heads, head).requires_grad_()
+    norm = _weighted(readings, RMSNorm(head, 1e-5))
+    x = readings.random(small.rows, small.length, 2 * small.heads, head).requires_grad_()
     return _both(lambda: norm(x), [x, norm.weight])
 
 
-def _residual(found: Found, small: Small) -> Calls:
+def _residual(readings: Readings, small: Small) -> Calls:
     """Return the sum of a residual; backward sums the two gradients that meet there."""
-    x, delta = (found.random(small.tokens, small.dim) for _ in range(2))
+    x, delta = (readings.random(small.tokens, small.dim) for _ in range(2))
     return {"forward": lambda: x + delta, "backward": lambda: x + delta}
 
 
-def _rope(found: Found, small: Small) -> Calls:
+def _rope(readings: Readings, small: Small) -> Calls:
     """Return the rotation of queries and keys, cut from one matmul's result as in the mixer."""
     config, B, T = small.config, small.rows, small.length
     head, heads = config.resolved_head_dim, config.heads
-    grouped = found.random(B, T, heads, 3, head).requires_grad_()
+    grouped = readings.random(B, T, heads, 3, head).requires_grad_()
     rotation = RotaryPosition(config).prepare(torch.arange(T)[None])
 
     def forward() -> tuple[Tensor, Tensor, Tensor]:
@@ -300,34 +301,34 @@ def _rope(found: Found, small: Small) -> Calls:
     }
 
 
-def _activation(found: Found, small: Small) -> Calls:
+def _activation(readings: Readings, small: Small) -> Calls:
     mlp = SwiGLU(small.config, 0)
     mlp.gate_up, mlp.down = nn.Identity(), nn.Identity()  # type: ignore[assignment]
-    x = found.random(small.rows, small.length, 2 * small.config.resolved_ffn).requires_grad_()
+    x = readings.random(small.rows, small.length, 2 * small.config.resolved_ffn).requires_grad_()
     return _both(lambda: mlp(x), [x])
 
 
-def _plain_activation(found: Found, small: Small) -> Calls:
+def _plain_activation(readings: Readings, small: Small) -> Calls:
     """Return the calls of GPT-2's activation, which has no gate."""
-    x = found.random(small.rows, small.length, small.config.resolved_ffn).requires_grad_()
+    x = readings.random(small.rows, small.length, small.config.resolved_ffn).requires_grad_()
     return _both(lambda: F.gelu(x), [x])
 
 
-def _loss(found: Found, small: Small) -> Calls:
-    logits = found.random(small.tokens, small.vocab).requires_grad_()
-    targets = _ids(found, small, small.tokens)
+def _loss(readings: Readings, small: Small) -> Calls:
+    logits = readings.random(small.tokens, small.vocab).requires_grad_()
+    targets = _ids(readings, small, small.tokens)
     return _both(lambda: F.cross_entropy(logits, targets, reduction="sum"), [logits])
 
 
-def _embedding(found: Found, small: Small) -> Calls:
-    weight = found.random(small.vocab, small.dim).requires_grad_()
-    ids = _ids(found, small, small.rows, small.length)
+def _embedding(readings: Readings, small: Small) -> Calls:
+    weight = readings.random(small.vocab, small.dim).requires_grad_()
+    ids = _ids(readings, small, small.rows, small.length)
     return _both(lambda: F.embedding(ids, weight), [weight])
 
 
-def _gradients(found: Found, small: Small) -> Calls:
+def _gradients(readings: Readings, small: Small) -> Calls:
     """Return the call that adds a later micro-batch's gradients to those there are."""
-    accumulators = [found.random(*p.shape) for p in _decoder(found, small).parameters()]
+    accumulators = [readings.random(*p.shape) for p in _decoder(readings, small).parameters()]
     more = [x.clone() for x in accumulators]
 
     def add() -> None:
@@ -337,15 +338,15 @@ def _gradients(found: Found, small: Small) -> Calls:
     return {"backward": add}
 
 
-def _clip(found: Found, small: Small) -> Calls:
-    grads = [found.random(*p.shape) for p in _decoder(found, small).parameters()]
+def _clip(readings: Readings, small: Small) -> Calls:
+    grads = [readings.random(*p.shape) for p in _decoder(readings, small).parameters()]
     return {"optimizer": lambda: scale_gradients(grads, clip_factor(gradient_norm(grads), 1.0))}
 
 
-def _update(found: Found, small: Small) -> Calls:
-    model = _decoder(found, small)
+def _update(readings: Readings, small: Small) -> Calls:
+    model = _decoder(readings, small)
     for parameter in model.parameters():
-        parameter.grad = found.random(*parameter.shape)
+        parameter.grad = readings.random(*parameter.shape)
     return {"optimizer": make_adamw(OptimizerConfig(), dict(model.named_parameters())).step}
 
 
@@ -359,9 +360,9 @@ ALIKE = {"residual": "residual_out"}
 """A timed piece -> another piece, which is priced with the same times."""
 
 
-def pieces_of(found: Found) -> tuple[PieceRates, ...]:
+def pieces_of(readings: Readings) -> tuple[PieceRates, ...]:
     """Return the rates of each measured piece, by "piece/phase"."""
-    points = dict(found.pieces)
+    points = dict(readings.pieces)
     for name, twin in ALIKE.items():
         points |= {
             f"{twin}/{phase}": points[f"{name}/{phase}"]
@@ -374,20 +375,20 @@ def pieces_of(found: Found) -> tuple[PieceRates, ...]:
     )
 
 
-def _ids(found: Found, small: Small, *shape: int) -> Tensor:
+def _ids(readings: Readings, small: Small, *shape: int) -> Tensor:
     """Return random tokens of the decoder's vocabulary."""
-    return torch.randint(small.vocab, shape, generator=found.draw)
+    return torch.randint(small.vocab, shape, generator=readings.draw)
 
 
-def _weighted(found: Found, module: Any) -> Any:
+def _weighted(readings: Readings, module: Any) -> Any:
     """Return the module after its parameters are given small random values."""
     for parameter in module.parameters():
-        parameter.data = 0.02 * found.random(*parameter.shape)
+        parameter.data = 0.02 * readings.random(*parameter.shape)
     return module
 
 
-def _decoder(found: Found, small: Small) -> Decoder:
-    return _weighted(found, Decoder(small.config, baseline_parts(small.config), MaskSpec()))
+def _decoder(readings: Readings, small: Small) -> Decoder:
+    return _weighted(readings, Decoder(small.config, baseline_parts(small.config), MaskSpec()))
 
 
 # --- whole steps -----------------------------------------------------------------------------
@@ -401,7 +402,7 @@ def thread_counts() -> list[int]:
 
 
 def _step_probe(
-    found: Found,
+    readings: Readings,
     small: Small,
     *,
     compiled: bool = False,
@@ -412,7 +413,7 @@ def _step_probe(
     """Return the probe of a plain trainer's step: forward, backward, clipping and update.
 
     Args:
-        found: receives the measured step.
+        readings: receives the measured step.
         small: the decoder.
         compiled: torch compiles its blocks and its loss.
         keeps: the process keeps the memory that the step frees.
@@ -429,8 +430,8 @@ def _step_probe(
                 stack.enter_context(kept_memory.kept())
             if compiled:
                 stack.enter_context(_compiling())
-            seconds = found.clock.seconds(_plain_step(found, small, compiled, half))
-        found.steps.append(MeasuredStep(
+            seconds = readings.clock.seconds(_plain_step(readings, small, compiled, half))
+        readings.steps.append(MeasuredStep(
             small.dim, small.layers, small.heads, small.vocab, small.rows, small.length, compiled,
             keeps, threads or before, seconds, half,
         ))  # fmt: skip
@@ -456,12 +457,14 @@ def _compiling() -> Iterator[None]:
         torch.compiler.reset()
 
 
-def _plain_step(found: Found, small: Small, compiled: bool, half: Half = "") -> Callable[[], None]:
-    model = _decoder(found, small)
+def _plain_step(
+    readings: Readings, small: Small, compiled: bool, half: Half = ""
+) -> Callable[[], None]:
+    model = _decoder(readings, small)
     masters = _stored_in_bf16(model) if half == "parameters" else {}
     model.residual_dtype = torch.bfloat16 if half else torch.float32
     update = make_adamw(OptimizerConfig(lr=1e-5), dict(model.named_parameters()) | masters).step
-    ids, targets = (_ids(found, small, small.rows, small.length) for _ in range(2))
+    ids, targets = (_ids(readings, small, small.rows, small.length) for _ in range(2))
     rows, scale = Rows(torch.arange(small.length)[None]), torch.tensor(1.0 / small.tokens)
     if compiled:
         model.states = torch.compile(model.states, fullgraph=True, dynamic=False)  # type: ignore[method-assign]

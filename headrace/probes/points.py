@@ -114,12 +114,12 @@ class Probe:
 
 
 @dataclass
-class Found:
+class Readings:
     """Hold what the probes have measured so far."""
 
     clock: Clock
     draw: torch.Generator
-    products: dict[Precision, list[MatmulPoint]] = field(default_factory=dict)
+    matmuls: dict[Precision, list[MatmulPoint]] = field(default_factory=dict)
     attention: dict[tuple[Kernel, bool], list[AttentionPoint]] = field(default_factory=dict)
     traffic: list[StreamPoint] = field(default_factory=list)
     links: dict[bool, list[StreamPoint]] = field(default_factory=lambda: {True: [], False: []})
@@ -145,28 +145,30 @@ class Found:
 # --- one point --------------------------------------------------------------------------------
 
 
-def product_probe(found: Found, precision: Precision, m: int, n: int, k: int) -> Probe:
+def matmul_probe(readings: Readings, precision: Precision, m: int, n: int, k: int) -> Probe:
     """Return the probe of the matmul [m, k] times [k, n]."""
 
     def run() -> None:
-        seconds = found.clock.seconds(_multiply(found, precision, m, n, k))
-        found.products.setdefault(precision, []).append(MatmulPoint(m, n, k, seconds))
+        seconds = readings.clock.seconds(_multiply(readings, precision, m, n, k))
+        readings.matmuls.setdefault(precision, []).append(MatmulPoint(m, n, k, seconds))
 
     needed = 4.0 * (2 * (m * k + k * n) + m * n)
     return Probe(f"products in {precision}", f"{m}x{n}x{k}", 2.0 * m * n * k, needed, run)
 
 
-def _multiply(found: Found, precision: Precision, m: int, n: int, k: int) -> Callable[[], Any]:
+def _multiply(
+    readings: Readings, precision: Precision, m: int, n: int, k: int
+) -> Callable[[], Any]:
     """Return a call that multiplies matrices laid out as in a linear layer's forward pass."""
     if precision == "fp8":
-        a, b = (found.random(rows, k).to(torch.float8_e4m3fn) for rows in (m, n))
-        one = torch.ones((), device=found.device)
+        a, b = (readings.random(rows, k).to(torch.float8_e4m3fn) for rows in (m, n))
+        one = torch.ones((), device=readings.device)
         return lambda: torch._scaled_mm(  # type: ignore[attr-defined]
             a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
         )
     dtype = DTYPES[precision]
-    x, w = found.random(m, k, dtype=dtype), found.random(n, k, dtype=dtype)
-    out = torch.empty(m, n, dtype=dtype, device=found.device)
+    x, w = readings.random(m, k, dtype=dtype), readings.random(n, k, dtype=dtype)
+    out = torch.empty(m, n, dtype=dtype, device=readings.device)
 
     def multiply() -> None:
         if precision != "tf32":
@@ -181,17 +183,17 @@ def _multiply(found: Found, precision: Precision, m: int, n: int, k: int) -> Cal
     return multiply
 
 
-def attention_probe(found: Found, kernel: Kernel, shape: Shape, causal: bool) -> Probe:
+def attention_probe(readings: Readings, kernel: Kernel, shape: Shape, causal: bool) -> Probe:
     """Return the probe of attention by one kernel, forward and backward."""
     rows, heads, kv_heads, length, features = shape
     if kernel in ("efficient", "math"):
         kv_heads = heads  # they take no groups of query heads
 
     def run() -> None:
-        times = _mix(found, kernel, (rows, heads, kv_heads, length, features), causal)
+        times = _mix(readings, kernel, (rows, heads, kv_heads, length, features), causal)
         for backward, seconds in zip((False, True), times, strict=True):
             point = AttentionPoint(rows, heads, kv_heads, length, features, causal, seconds)
-            found.attention.setdefault((kernel, backward), []).append(point)
+            readings.attention.setdefault((kernel, backward), []).append(point)
 
     needed = 16.0 * rows * length * features * (heads + kv_heads)
     if kernel == "math":
@@ -201,14 +203,14 @@ def attention_probe(found: Found, kernel: Kernel, shape: Shape, causal: bool) ->
     return Probe(f"attention by {kernel}", label, flops, needed, run, COMPILING_S.get(kernel, 0.0))
 
 
-def _mix(found: Found, kernel: Kernel, shape: Shape, causal: bool) -> tuple[float, float]:
+def _mix(readings: Readings, kernel: Kernel, shape: Shape, causal: bool) -> tuple[float, float]:
     """Return the seconds of attention's forward pass and of its backward pass."""
     B, H, G, T, K = shape
-    dtype = torch.bfloat16 if found.device.type == "cuda" else torch.float32
-    drawn = [found.random(B, T, heads, K, dtype=dtype).transpose(1, 2) for heads in (H, G, G, H)]
+    dtype = torch.bfloat16 if readings.device.type == "cuda" else torch.float32
+    drawn = [readings.random(B, T, heads, K, dtype=dtype).transpose(1, 2) for heads in (H, G, G, H)]
     qkv, gradient = [x.requires_grad_() for x in drawn[:3]], drawn[3]
     if kernel == "flex":
-        return _flex(found.clock, qkv, gradient, causal)
+        return _flex(readings.clock, qkv, gradient, causal)
 
     q, k, v = qkv
 
@@ -217,8 +219,8 @@ def _mix(found: Found, kernel: Kernel, shape: Shape, causal: bool) -> tuple[floa
 
     with _standing(kernel), sdpa_kernel(BACKENDS[kernel]):
         mixed = forward()
-        forward_s = found.clock.seconds(forward)
-        backward_s = found.clock.seconds(
+        forward_s = readings.clock.seconds(forward)
+        backward_s = readings.clock.seconds(
             lambda: torch.autograd.grad(mixed, qkv, gradient, retain_graph=True)
         )
     return forward_s, backward_s
@@ -266,120 +268,126 @@ def _flex(clock: Clock, qkv: list[Tensor], gradient: Tensor, causal: bool) -> tu
     return forward_s, both_s - forward_s
 
 
-def moving(found: Found, size: int) -> Probe:
+def moving(readings: Readings, size: int) -> Probe:
     """Return the probe of a copy on the device; half of the bytes are read, half written."""
 
     def run() -> None:
-        x = torch.zeros(size // 2, dtype=torch.int8, device=found.device)
+        x = torch.zeros(size // 2, dtype=torch.int8, device=readings.device)
         y = torch.empty_like(x)
-        found.traffic.append(StreamPoint(size, found.clock.seconds(lambda: y.copy_(x))))
+        readings.traffic.append(StreamPoint(size, readings.clock.seconds(lambda: y.copy_(x))))
 
     return Probe("copies", f"{size} bytes", size, size, run)
 
 
-def linking(found: Found, size: int, to_host: bool) -> Probe:
+def linking(readings: Readings, size: int, to_host: bool) -> Probe:
     """Return the probe of a copy between device and pinned memory; a CPU copies within its own."""
 
     def run() -> None:
-        pin = found.device.type == "cuda"
+        pin = readings.device.type == "cuda"
         host = torch.zeros(size, dtype=torch.int8, pin_memory=pin)
-        here = torch.zeros(size, dtype=torch.int8, device=found.device)
+        here = torch.zeros(size, dtype=torch.int8, device=readings.device)
         onto, source = (host, here) if to_host else (here, host)
-        seconds = found.clock.seconds(lambda: onto.copy_(source, non_blocking=True))
-        found.links[to_host].append(StreamPoint(size, seconds))
+        seconds = readings.clock.seconds(lambda: onto.copy_(source, non_blocking=True))
+        readings.links[to_host].append(StreamPoint(size, seconds))
 
     direction = "to" if to_host else "from"
     return Probe(f"copies {direction} the host", f"{size} bytes", size, size, run)
 
 
-def launches(found: Found) -> None:
+def launches(readings: Readings) -> None:
     """Measure what queueing an operation costs the host, and the least time of a kernel."""
-    x = torch.zeros(1, device=found.device)
+    x = torch.zeros(1, device=readings.device)
 
     def queue() -> None:
         for _ in range(TINY):
             x.add_(1)
 
     queue()
-    found.launch_s = _queueing(found, queue) / TINY
-    if found.device.type != "cuda":
-        found.graph_launch_s = found.kernel_s = found.launch_s
-        found.absent["captured graphs"] = "a CPU has none: each operation costs what it costs"
+    readings.launch_s = _queueing(readings, queue) / TINY
+    if readings.device.type != "cuda":
+        readings.graph_launch_s = readings.kernel_s = readings.launch_s
+        readings.absent["captured graphs"] = "a CPU has none: each operation costs what it costs"
         return
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         queue()
-    found.graph_launch_s = _queueing(found, graph.replay)
-    found.kernel_s = found.clock.seconds(graph.replay) / TINY
+    readings.graph_launch_s = _queueing(readings, graph.replay)
+    readings.kernel_s = readings.clock.seconds(graph.replay) / TINY
 
 
-def _queueing(found: Found, queue: Callable[[], Any]) -> float:
+def _queueing(readings: Readings, queue: Callable[[], Any]) -> float:
     """Return the host seconds until `queue` returns; the device's queue is empty before it."""
     times = []
     for _ in range(REPEATS + 2):
-        found.clock.wait()
+        readings.clock.wait()
         begin_s = time.perf_counter()
         queue()
         times.append(time.perf_counter() - begin_s)
-    found.clock.wait()
+    readings.clock.wait()
     return median(times[2:])
 
 
 # --- which, and in which order ----------------------------------------------------------------
 
 
-def in_order(found: Found) -> Iterator[Probe]:
+def in_order(readings: Readings) -> Iterator[Probe]:
     """Yield all probes of a GPU, the most important first; note as absent what it cannot run."""
-    kind = found.device.type
-    main, *others = precisions(found)
-    moved = [moving(found, size) for size in MOVED[kind]]
+    kind = readings.device.type
+    main, *others = precisions(readings)
+    moved = [moving(readings, size) for size in MOVED[kind]]
     linked = [
-        linking(found, size, toward_host) for size in LINKED[kind] for toward_host in (True, False)
+        linking(readings, size, toward_host)
+        for size in LINKED[kind]
+        for toward_host in (True, False)
     ]
     squares = {
-        p: [product_probe(found, p, n, n, n) for n in SQUARES[kind]] for p in (main, *others)
+        p: [matmul_probe(readings, p, n, n, n) for n in SQUARES[kind]] for p in (main, *others)
     }
     kernels: list[Kernel] = ["cudnn", "flash", "efficient"]
-    rows = [[attention_probe(found, kernel, one, True) for kernel in kernels] for one in ROWS[kind]]
+    rows = [
+        [attention_probe(readings, kernel, one, True) for kernel in kernels] for one in ROWS[kind]
+    ]
     for probe in (*moved[:2], *linked[:4], squares[main][0]):
         probe.must = True
         yield probe
     yield from (squares[other][0] for other in others)
-    yield from (*rows[0], *rows[1], *moved[2:], *squares[main][1:], *grid(found, main, 0))
+    yield from (*rows[0], *rows[1], *moved[2:], *squares[main][1:], *grid(readings, main, 0))
     yield from (*linked[4:], *(probe for more in rows[2:] for probe in more))
     for other in others:
-        yield from (*squares[other][1:], *grid(found, other, 0))
-    yield attention_probe(found, "math", SMALL_ROWS, True)
-    yield from (attention_probe(found, kernel, (8, *SMALL_ROWS[1:]), False) for kernel in kernels)
+        yield from (*squares[other][1:], *grid(readings, other, 0))
+    yield attention_probe(readings, "math", SMALL_ROWS, True)
+    yield from (
+        attention_probe(readings, kernel, (8, *SMALL_ROWS[1:]), False) for kernel in kernels
+    )
     for level in range(1, len(GRIDS[kind])):
-        yield from grid(found, main, level)
-    yield from (product_probe(found, main, *one) for one in HEADS)
-    yield from (attention_probe(found, "flash4", ROWS[kind][n], True) for n in (0, 1))
-    yield from (attention_probe(found, "flex", ROWS[kind][n], True) for n in (2, -1))
+        yield from grid(readings, main, level)
+    yield from (matmul_probe(readings, main, *one) for one in HEADS)
+    yield from (attention_probe(readings, "flash4", ROWS[kind][n], True) for n in (0, 1))
+    yield from (attention_probe(readings, "flex", ROWS[kind][n], True) for n in (2, -1))
 
 
-def grid(found: Found, precision: Precision, level: int) -> Iterator[Probe]:
+def grid(readings: Readings, precision: Precision, level: int) -> Iterator[Probe]:
     """Yield a layer's matmuls: of the result, of the input's gradient and of the weight's."""
-    kind = found.device.type
+    kind = readings.device.type
     tokens, widths = GRIDS[kind][level]
     for m in tokens:
         for n in widths:
             for k in widths:
-                yield product_probe(found, precision, m, n, k)
+                yield matmul_probe(readings, precision, m, n, k)
     for n in widths:
         for k in widths:
-            yield product_probe(found, precision, n, k, max(tokens))
+            yield matmul_probe(readings, precision, n, k, max(tokens))
 
 
-def precisions(found: Found) -> Iterator[Precision]:
+def precisions(readings: Readings) -> Iterator[Precision]:
     """Yield the precisions that the device has, the most used first; note others as absent."""
-    if found.device.type == "cpu":
+    if readings.device.type == "cpu":
         yield from ("fp32", "bf16")
-        found.absent |= dict.fromkeys(
+        readings.absent |= dict.fromkeys(
             (f"products in {p}" for p in ("fp16", "tf32", "fp8")), "no matrix units of a GPU"
         )
         return
-    capability = torch.cuda.get_device_capability(found.device)
+    capability = torch.cuda.get_device_capability(readings.device)
     needed: dict[Precision, tuple[int, int]] = {
         "bf16": (8, 0),
         "fp8": (8, 9),
@@ -392,4 +400,4 @@ def precisions(found: Found) -> Iterator[Precision]:
             yield precision
         else:
             has = ".".join(map(str, capability))
-            found.absent[f"products in {precision}"] = f"compute capability {has} has no units"
+            readings.absent[f"products in {precision}"] = f"compute capability {has} has no units"

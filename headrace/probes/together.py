@@ -33,7 +33,7 @@ SIZES = {
     "cuda": (4 * KIB, 256 * KIB, 4 * MIB, 64 * MIB, 256 * MIB),
 }
 """Bytes of the whole tensors, by type of device; a rank sends its share of them."""
-WARM, BURSTS, CALLS = 2, 5, 4
+WARM, TIMED_GROUPS, CALLS = 2, 5, 4
 """Calls that are not timed; timed groups of calls, of which the median counts; calls in a group."""
 NUMBER = 4
 """Bytes of a number in fp32."""
@@ -115,7 +115,7 @@ def _pass_on(x: Tensor, world: World) -> None:
 def _seconds(call: Callable[[], object], device: torch.device, world: World) -> float:
     """Return the seconds of one call on the slowest rank."""
     spent = []
-    for trial in range(WARM + BURSTS):
+    for trial in range(WARM + TIMED_GROUPS):
         world.any(False)
         begin_s = time.perf_counter()
         for _ in range(CALLS if trial >= WARM else 1):

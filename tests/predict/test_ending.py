@@ -9,7 +9,7 @@ from test_prediction import H200, on_h200
 from headrace.cli.catalogue import catalogue
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
-from headrace.predict.ending import TELLS, Curve, ending
+from headrace.predict.ending import END_REMEDY, Curve, ending
 from headrace.predict.intervals import STEP
 from headrace.predict.page import format_prediction
 from headrace.predict.prediction import at, predict
@@ -25,8 +25,8 @@ from headrace.tuner.effects import learns_otherwise, runs_otherwise
         (["goal.tokens=3276800", "goal.steps=1000"], "step 100", None),
         (
             ["goal.bits_per_byte=1.1", "goal.minutes=6", "goal.steps=10000000"],
-            f"1.1 bits per byte, nobody knows when: no loss curve is measured yet ({TELLS}); at "
-            "the latest 6 minutes",
+            f"1.1 bits per byte, nobody knows when: no loss curve is measured yet ({END_REMEDY}); "
+            "at the latest 6 minutes",
             0.1,
         ),
     ],
@@ -103,7 +103,9 @@ def ran_on_a_cpu(folder: Path, plan: Plan, *words: str) -> tuple[Plan, Curve]:
 
 
 CPU = ["device=cpu", "goal.steps=350", "eval.every_steps=100"]
-OTHERWISE = f"a step's time is not predicted, and ran ran otherwise (eval.every_steps) ({TELLS})"
+OTHERWISE = (
+    f"a step's time is not predicted, and ran ran otherwise (eval.every_steps) ({END_REMEDY})"
+)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_the_clock_of_a_run_tells_where_no_step_is_foreseen(
     plan = on_h200("1b", *CPU, "schedule.steps=350")[0]
     plan, curve = ran_on_a_cpu(tmp_path, plan, *words.split())
     told, hours, between = ending(plan, None, None, curve)
-    assert until in told and told.count(TELLS) <= 1
+    assert until in told and told.count(END_REMEDY) <= 1
     if seconds is None:
         assert hours is None and not between
         return

@@ -25,12 +25,12 @@ from headrace.plan.technique import Card, Catalogue, Stage, Supported, Technique
 from headrace.predict.calibration import Calibration
 from headrace.predict.layouts import layouts
 from headrace.predict.page import format_prediction
-from headrace.predict.prediction import KINDS, Prediction, predict
+from headrace.predict.prediction import PART_NAMES, Prediction, predict
 from headrace.predict.sweep import sweep
 
 H200 = Machine.assumed("NVIDIA H200")
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "plans"
-EXPOSED, WAIT = KINDS["collective"], KINDS["wait"]
+EXPOSED, WAIT = PART_NAMES["collective"], PART_NAMES["wait"]
 FUNCTIONS = Path(__file__).parents[1] / "probe_ranks.py"
 ALONE = (
     "bf16_parameters",

@@ -31,7 +31,7 @@ from headrace.plan.changes import changed, difference, parse
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context, Stage, Supported, Technique, Unsupported
 from headrace.predict.candidates import Asking, singles
-from headrace.predict.sweep import HEAD, Sweep, command, plain, sweep, table, told
+from headrace.predict.sweep import HEAD, Sweep, command, format_summary, plain, sweep, table
 
 H200 = Machine.assumed("NVIDIA H200")
 SHAPE = (Path(__file__).parents[2] / "benchmarks" / "plans" / "160m.toml").read_text()
@@ -224,7 +224,7 @@ def test_a_design_that_the_plan_has_already_is_not_asked_about(
 def test_what_has_no_time_is_told_apart() -> None:
     found = swept(of=beside(Silent, Quick))
     assert [c.changes for c in found.unknown] == [("+silent",)]
-    assert found.unpriced["silent"] > 1 and "silent" in told(found)
+    assert found.unpriced["silent"] > 1 and "silent" in format_summary(found)
 
 
 def test_a_remedy_is_tried() -> None:
@@ -291,7 +291,7 @@ def test_a_cpu_without_rates_ranks_nothing_and_lists_what_may_be_measured(
     assert found.ranked == [] and peaks == sorted(peaks)
     assert ("+quick",) in [c.changes for c in found.unknown]
     assert table(found)[0][-1] == "(the plan as it is)"
-    assert "this CPU's rates are not known" in told(found)
+    assert "this CPU's rates are not known" in format_summary(found)
 
 
 def test_a_start_that_cannot_run_is_an_error() -> None:
@@ -361,7 +361,7 @@ def test_the_first_rank_has_a_command_that_makes_it() -> None:
 def test_a_sweep_for_money_says_that_it_has_no_price() -> None:
     def said(*overrides: str, aim: str) -> int:
         found = swept(*overrides, of=beside(), aim=aim, depth=1)
-        return told(found).count("hardware.dollars_per_hour=PRICE")
+        return format_summary(found).count("hardware.dollars_per_hour=PRICE")
 
     assert said(aim="money") == 1 and said(aim="time") == 0
     assert said("hardware.dollars_per_hour=3", aim="money") == 0

@@ -113,7 +113,7 @@ def test_the_shapes_of_a_plan_are_added(
     after = probes.add(
         before,
         CPU,
-        products=[("fp32", 96, 80, 72), ("fp32", *known)],
+        matmuls=[("fp32", 96, 80, 72), ("fp32", *known)],
         attention=[("flash", shape, True), ("cudnn", shape, True)],
     )
     (new,) = set(after.products[0].points) - set(before.products[0].points)
@@ -153,11 +153,11 @@ def test_rates_of_an_unknown_cpu_are_measured_once_told_and_kept(
     monkeypatch.setenv("HOME", str(tmp_path))
     assert at_hand.rates(CPU).source == "datasheet", "nothing is measured unless it is asked for"
     assert not list(tmp_path.rglob("*.json"))
-    tell = Progress()
-    machine = at_hand.rates(CPU, lambda: tell)
+    progress = Progress()
+    machine = at_hand.rates(CPU, lambda: progress)
     assert machine.source == "probes" and probes.cached(CPU) == machine
-    assert "nothing is known of this processor yet" in tell.notes[0]
-    assert str(probes.path(CPU)) in tell.notes[1]
+    assert "nothing is known of this processor yet" in progress.notes[0]
+    assert str(probes.path(CPU)) in progress.notes[1]
     assert at_hand.rates(CPU, not_again) == machine == at_hand.rates(CPU)
 
 
@@ -171,9 +171,9 @@ def test_rates_that_cannot_be_kept_count_all_the_same(
 ) -> None:
     (tmp_path / ".cache").write_text("a file where a folder has to be")
     monkeypatch.setenv("HOME", str(tmp_path))
-    tell = Progress()
-    assert at_hand.rates(CPU, lambda: tell).source == "probes"
-    assert "could not be kept" in tell.notes[1]
+    progress = Progress()
+    assert at_hand.rates(CPU, lambda: progress).source == "probes"
+    assert "could not be kept" in progress.notes[1]
 
 
 class Gpu(SimpleNamespace):
@@ -203,9 +203,9 @@ def test_a_gpu_at_hand_is_assumed_where_it_is_published_and_else_measured(
 
     monkeypatch.setattr("headrace.probes.at_hand.measured", measured)
     monkeypatch.setattr("headrace.probes.at_hand.keep", lambda machine, device: tmp_path)
-    tell = Progress()
-    assert at_hand.rates(cuda, lambda: tell, sure=True) == found and budgets == [40.0]
-    assert tell.notes[0].startswith("no more than its datasheet is known of NVIDIA L4 yet")
+    progress = Progress()
+    assert at_hand.rates(cuda, lambda: progress, sure=True) == found and budgets == [40.0]
+    assert progress.notes[0].startswith("no more than its datasheet is known of NVIDIA L4 yet")
     budgets.clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX 6000D")
     with pytest.raises(UnsupportedError, match="nothing is known of 'NVIDIA RTX 6000D'"):

@@ -11,8 +11,8 @@ from headrace.costs.decoder_work import baseline_work
 from headrace.costs.rates import MatmulPoint
 from headrace.probes import host
 from headrace.probes.clock import Clock
-from headrace.probes.host import PLAIN, WAYS, Small
-from headrace.probes.points import Found
+from headrace.probes.host import LINEAR_MATMULS, PLAIN, Small
+from headrace.probes.points import Readings
 
 LEAST = Small(16, 1, 2, 64, 2, 8)
 
@@ -31,25 +31,25 @@ class Counted(Clock):
 
 
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Found]:
+def readings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Readings]:
     """Nothing measured yet, of decoders that are as small as can be."""
     monkeypatch.setattr(host, "SIZES", (LEAST,))
     monkeypatch.setattr(host, "STEPS", (LEAST,) * 3)
     monkeypatch.setattr(host, "LINEARS", ((8, 6, 4),))
     before = torch.get_num_threads()
-    yield Found(Counted(), torch.Generator().manual_seed(0))
+    yield Readings(Counted(), torch.Generator().manual_seed(0))
     assert torch.get_num_threads() == before
 
 
-def run(found: Found) -> Found:
-    for probe in host._of_a_step(found, []):
+def run(readings: Readings) -> Readings:
+    for probe in host._of_a_step(readings, []):
         if probe.group != "compiled steps":
             probe.run()
-    return found
+    return readings
 
 
-def test_every_piece_of_a_ledger_is_timed_by_its_name(found: Found) -> None:
-    names = {piece.name: piece for piece in host.pieces_of(run(found))}
+def test_every_piece_of_a_ledger_is_timed_by_its_name(readings: Readings) -> None:
+    names = {piece.name: piece for piece in host.pieces_of(run(readings))}
     config = ModelConfig(dim=16, layers=1, heads=2, vocab=64, qk_norm=True)
     work = baseline_work(config, rows=2, length=8, precision="fp32", micro_batches=2.0)
     streams = {n: p for n, p in work.items() if p.kind == "stream" and p.count and p.bytes}
@@ -62,23 +62,23 @@ def test_every_piece_of_a_ledger_is_timed_by_its_name(found: Found) -> None:
     assert {name.partition("/")[0] for name in others} == set(PLAIN)
 
 
-def test_linears_are_timed_in_the_three_layouts_of_a_step(found: Found) -> None:
-    run(found)
-    sizes = {way: points[0].sizes for way, points in found.linears.items()}
+def test_linears_are_timed_in_the_three_layouts_of_a_step(readings: Readings) -> None:
+    run(readings)
+    sizes = {way: points[0].sizes for way, points in readings.linears.items()}
     ways = {"result": (8, 6, 4), "input": (8, 4, 6), "weight": (6, 4, 8)}
     assert sizes == {(way, "fp32"): size for way, size in ways.items()}
-    assert tuple(way for way, _ in sizes) == WAYS
-    assert isinstance(found.linears["input", "fp32"][0], MatmulPoint)
+    assert tuple(way for way, _ in sizes) == LINEAR_MATMULS
+    assert isinstance(readings.linears["input", "fp32"][0], MatmulPoint)
 
 
 def test_steps_are_timed_as_they_are_and_with_what_helps(
-    found: Found, monkeypatch: pytest.MonkeyPatch
+    readings: Readings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "thread_counts", lambda: [2])
-    run(found)
-    told = {(step.keeps, step.threads) for step in found.steps if not step.compiled}
+    run(readings)
+    told = {(step.keeps, step.threads) for step in readings.steps if not step.compiled}
     now = torch.get_num_threads()
     assert (False, now) in told and (False, 2) in told
-    clock: Any = found.clock
+    clock: Any = readings.clock
     assert clock.threads.count(2) >= 1
-    assert all(step.shape == (16, 1, 2, 64, 2, 8) for step in found.steps)
+    assert all(step.shape == (16, 1, 2, 64, 2, 8) for step in readings.steps)
