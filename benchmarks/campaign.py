@@ -151,14 +151,14 @@ class Campaign:
         now = time.monotonic()
         for mine in self.running:
             for one in list(mine):
-                late = now > one.ends_s
-                if late and one.process.poll() is None:
+                overdue = now > one.ends_s
+                if overdue and one.process.poll() is None:
                     end(one.process)
                 status = one.process.poll()
                 if status is not None:
                     mine.remove(one)
                     (self.logs / f"{one.label}.done").write_text(f"{status}\n")
-                    print(f"{one.label}: {'no time left, ' * late}status {status}", flush=True)
+                    print(f"{one.label}: {'no time left, ' * overdue}status {status}", flush=True)
 
 
 def has_room(mine: list[Running]) -> bool:

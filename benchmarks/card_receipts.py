@@ -33,8 +33,10 @@ ROUNDED = 0.005
 def measured_rows(file: Path = ROWS) -> list[dict[str, Any]]:
     """Return the rows that hold a measurement and that the table of techniques shows."""
     read = read_rows(file)
-    kinds = {row.get("measurement", "") for row in read}
-    each = (shown([row for row in read if row.get("measurement", "") == kind]) for kind in kinds)
+    measurements = {row.get("measurement", "") for row in read}
+    each = (
+        shown([row for row in read if row.get("measurement", "") == kind]) for kind in measurements
+    )
     return [row for some in each for _, row in some if row.get("metrics")]
 
 

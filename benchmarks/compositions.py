@@ -164,9 +164,9 @@ def main() -> None:
             continue
         if case.name in done:
             continue
-        late = torch.tensor([float(time.perf_counter() - began_s > arguments.seconds)])
-        dist.all_reduce(late)
-        if late.item():
+        out_of_time = torch.tensor([float(time.perf_counter() - began_s > arguments.seconds)])
+        dist.all_reduce(out_of_time)
+        if out_of_time.item():
             break
         if begun and dist.get_rank() == 0:
             with begun.open("a") as file:

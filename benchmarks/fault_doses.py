@@ -52,8 +52,10 @@ class Dose:
         """Seconds that the host may spend in a step before the device waits for it; 0 on a CPU."""
         self.facts: dict[str, Any] = {}
 
-    def found(self, act: Callable[[float], None] | None = None) -> AbstractContextManager[None]:
-        """Find the dose in the second step of the run that the context encloses.
+    def calibrated(
+        self, act: Callable[[float], None] | None = None
+    ) -> AbstractContextManager[None]:
+        """Calibrate the dose in the second step of the run that the context encloses.
 
         Args:
             act: spends the dose before a step; without it, hooks inside the step spend it.

@@ -60,7 +60,7 @@ def keep(run: Path, results: Path) -> str:
     return name
 
 
-def judge_again(kept: Path, results: Path, thresholds: str | None) -> tuple[int, int]:
+def rejudge(kept: Path, results: Path, thresholds: str | None) -> tuple[int, int]:
     """Judge the kept runs with the doctor of this checkout; return how many are right, and all.
 
     Args:

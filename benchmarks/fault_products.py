@@ -19,7 +19,7 @@ from headrace.assemble.sockets import Build
 
 
 @contextmanager
-def wide_products(case: Case) -> Iterator[Facts]:
+def wide_matmuls(case: Case) -> Iterator[Facts]:
     """Compute some matmuls in a wider dtype: in fp32 on a GPU, in fp64 on a CPU.
 
     A numpy constant of fp64 has this effect in a model whose plan says bf16 or fp32. On a GPU the
@@ -112,7 +112,7 @@ def _more_s(linear: nn.Linear, rows: int, length: int) -> float:
 
 
 @torch.library.custom_op("headrace_faults::wide_product", mutates_args=())
-def wide_product(a_NK: Tensor, b_KM: Tensor) -> Tensor:
+def wide_matmul(a_NK: Tensor, b_KM: Tensor) -> Tensor:
     """Multiply [N, K] by [K, M] in fp32, in the backward pass too.
 
     It is a custom operation, which no compiler looks into. Otherwise autocast, off around a forward
@@ -122,7 +122,7 @@ def wide_product(a_NK: Tensor, b_KM: Tensor) -> Tensor:
         return torch.mm(a_NK.float(), b_KM.float())
 
 
-@wide_product.register_fake
+@wide_matmul.register_fake
 def _(a_NK: Tensor, b_KM: Tensor) -> Tensor:
     return a_NK.new_empty((a_NK.size(0), b_KM.size(1)), dtype=torch.float32)
 
@@ -133,11 +133,11 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, grad_NM: Tensor) -> tuple[Tensor, Tensor]:
     a_NK, b_KM = ctx.saved_tensors
-    grad_a = wide_product(grad_NM, b_KM.T)
-    return grad_a.to(a_NK.dtype), wide_product(a_NK.T, grad_NM).to(b_KM.dtype)
+    grad_a = wide_matmul(grad_NM, b_KM.T)
+    return grad_a.to(a_NK.dtype), wide_matmul(a_NK.T, grad_NM).to(b_KM.dtype)
 
 
-wide_product.register_autograd(_backward, setup_context=_keep)
+wide_matmul.register_autograd(_backward, setup_context=_keep)
 
 
 def widened(linear: nn.Linear, count: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -146,7 +146,7 @@ def widened(linear: nn.Linear, count: int, dtype: torch.dtype) -> Callable[[Tens
 
     def wide(x_BTD: Tensor) -> Tensor:
         first_ND = x_BTD[:, :count].flatten(0, 1)
-        first = wide_product(first_ND, linear.weight.T).to(dtype).unflatten(0, (-1, count))
+        first = wide_matmul(first_ND, linear.weight.T).to(dtype).unflatten(0, (-1, count))
         if count == x_BTD.size(1):
             return first
         return torch.cat([first, plain(x_BTD[:, count:]).to(dtype)], dim=1)

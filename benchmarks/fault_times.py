@@ -29,7 +29,7 @@ NOTES = {f"blocks.{n}.mean": n / 7 for n in range(48)}
 """Values that a hook in Python keeps beside each small operation."""
 NUMBERS = count(2)
 """Numbers for a compiled function; none comes twice, since it would not be compiled again."""
-AGAIN = (0.1, 0.17, 0.25, 0.7, 0.8, 0.92)
+RECOMPILED_AT = (0.1, 0.17, 0.25, 0.7, 0.8, 0.92)
 """Shares of a GPU's run at which something recompiles: before its trace is recorded and after."""
 
 
@@ -56,7 +56,7 @@ def _sleeping(seconds: Callable[[int], float]) -> AbstractContextManager[None]:
 def slow_loader(case: Case) -> Iterator[Facts]:
     """Let the loader sleep before each batch."""
     dose = Dose(case)
-    with _sleeping(lambda n: dose.seconds), dose.found(time.sleep):
+    with _sleeping(lambda n: dose.seconds), dose.calibrated(time.sleep):
         yield dose.facts
         dose.facts["sleep_s"] = dose.seconds
 
@@ -97,7 +97,7 @@ def _small(dose: Dose) -> Callable[[Tensor], Any]:
 def tiny_kernels(case: Case) -> Iterator[Facts]:
     """Launch many kernels that do next to nothing."""
     dose = Dose(case)
-    with after_blocks(dose.spending(_small(dose))), dose.found():
+    with after_blocks(dose.spending(_small(dose))), dose.calibrated():
         yield dose.facts
 
 
@@ -105,7 +105,7 @@ def tiny_kernels(case: Case) -> Iterator[Facts]:
 def items(case: Case) -> Iterator[Facts]:
     """Read numbers from the device in the middle of a step, so that the host waits for each."""
     dose = Dose(case)
-    with after_blocks(dose.spending(lambda out: out.detach()[0, 0, 0].item())), dose.found():
+    with after_blocks(dose.spending(lambda out: out.detach()[0, 0, 0].item())), dose.calibrated():
         yield dose.facts
 
 
@@ -151,7 +151,7 @@ def new_numbers(case: Case) -> Iterator[Facts]:
     severity wants of all. torch would stop after eight, unless its limit is raised as it is here.
     """
     steps = case.plan().goal.steps or 0
-    numbers = sorted({max(2, round(share * steps)) for share in AGAIN})
+    numbers = sorted({max(2, round(share * steps)) for share in RECOMPILED_AT})
     dose = Dose(case)
     scaled: Any = torch.compile(lambda x, n: (x * n).mean(), backend="eager", dynamic=False)
 
@@ -198,7 +198,7 @@ def graph_breaks(case: Case) -> Iterator[Facts]:
 
         return broken
 
-    with patched(Block, "forward", make), dose.found():
+    with patched(Block, "forward", make), dose.calibrated():
         yield dose.facts
 
 

@@ -31,8 +31,8 @@ step's time; of all steps' time, where few have the fault; of the tokens; of the
 the share of the healthy run's steps that the faulty one is behind at its end; of the steps that had
 the fault, all of them where it ended the run; of the device's memory. A run that fails of its fault
 is judged by what it left. A fault that cannot be planted on a device is printed, without a row; a
-run that left nothing has a refused one. Rows of faults and workloads in HELD_OUT and UNSEEN are
-marked: these were written beside the thresholds and never run to set them.
+run that left nothing has a refused one. Rows of UNSEEN_FAULTS and of UNSEEN workloads are marked:
+these were written beside the thresholds and never run to set them.
 
 With `--keep` what a run left stays beside the rows, and `--again` judges it anew, at no device
 time: rows of other thresholds on the same runs. What is held out is run once these are fixed.
@@ -60,7 +60,7 @@ import receipts
 import torch
 from fault_hooks import Case
 from fault_workloads import UNSEEN, VARIANTS, WORKLOADS, Workload, variants
-from faults_planted import FAULTS, HELD_OUT, SEEN, change_of, settings_of, train_case
+from faults_planted import FAULTS, SEEN, UNSEEN_FAULTS, change_of, settings_of, train_case
 
 from headrace.doctor.observation import WARM_STEPS, read_rows
 
@@ -143,14 +143,14 @@ class Examination:
     def __init__(self, args: argparse.Namespace, work: Path) -> None:
         self.args, self.work = args, work
         self.ends_s = time.monotonic() + args.limit_s
-        self.count, self.right, self.said = 0, 0, 0
+        self.count, self.right, self.judged = 0, 0, 0
         self.thresholds = thresholds()
         self.healthy: dict[tuple[Any, ...], Ran | str] = {}
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["faults_planted"])
 
     @property
-    def late(self) -> bool:
+    def out_of_time(self) -> bool:
         """Return whether no further case may begin."""
         return time.monotonic() > self.ends_s
 
@@ -287,7 +287,7 @@ class Examination:
 
     def seed(self, workload: Workload, seed: int) -> None:
         """Run one healthy run; each seed has a variant of the workload."""
-        if self.late:
+        if self.out_of_time:
             return
         known = variants(workload.device)
         variant = known[seed % len(known)]
@@ -338,7 +338,7 @@ class Examination:
         verdict = answer["verdict"]
         label = f"healthy {about.get('variant', '')}".strip()
         if measurement == "fault":
-            self.said += 1
+            self.judged += 1
             self.right += verdict == about["expected"]
             share = "?" if about["severity"] is None else f"{about['severity']:.2f}"
             label = f"{about['fault']} {about['wanted']:g} (reached {share})"
@@ -388,7 +388,7 @@ def main() -> None:
     parser.add_argument(
         "--held-out",
         nargs="*",
-        default=[*HELD_OUT, *UNSEEN],
+        default=[*UNSEEN_FAULTS, *UNSEEN],
         help="faults and workloads that no threshold was set by",
     )
     parser.add_argument("--limit-s", type=float, default=math.inf, help="no case begins later")
@@ -402,7 +402,7 @@ def main() -> None:
     if unknown := set(args.held_out) - {*FAULTS, *WORKLOADS}:
         raise SystemExit(f"no fault and no workload: {', '.join(sorted(unknown))}")
     if args.again:
-        right, of = fault_kept.judge_again(args.again, args.results, thresholds())
+        right, of = fault_kept.rejudge(args.again, args.results, thresholds())
         print(f"{right} of {of} runs judged right")
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -417,11 +417,11 @@ def main() -> None:
             for fault, severity in ((f, s) for f in asked for s in args.severities):
                 if (fault, severity, name) in done:
                     continue
-                if exam.late:
+                if exam.out_of_time:
                     print(f"left: {fault} {severity:g} in {name}", flush=True)
                     continue
                 exam.fault(fault, severity, WORKLOADS[name])
-        print(f"{exam.right} of {exam.said} faults named right", flush=True)
+        print(f"{exam.right} of {exam.judged} faults named right", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ as it is entered, and the run knows nothing of it. It yields what it did, which 
 Those that take time are in fault_times.py and fault_products.py, how much of them a step is given
 in fault_doses.py, and the loop that is not ours in fault_foreign.py.
 
-HELD_OUT were written beside the doctor's thresholds and never run to set one.
+UNSEEN_FAULTS were written beside the doctor's thresholds and never run to set one.
 """
 
 import json
@@ -19,7 +19,7 @@ import fault_times as times
 import torch
 from fault_doses import SECOND
 from fault_hooks import MARGIN, Case, Facts, Fault, before_steps
-from fault_products import wide_products
+from fault_products import wide_matmuls
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
@@ -247,7 +247,7 @@ EVERY = {0.1: 2}
 """Blocks of which one is checkpointed, by wanted severity; else all, as always on a GPU: more than
 a fifth of its step checkpointing cannot take."""
 ALONE = "a CPU has one rank's own memory and no allocator that tells of it"
-HELD_OUT, SEEN = ("stalling_loader", "empty_rows", "changing_straggler"), ("overflows",)
+UNSEEN_FAULTS, SEEN = ("stalling_loader", "empty_rows", "changing_straggler"), ("overflows",)
 """The second's rule was written once its runs had been judged wrong, on the workloads that are held
 out too: it is not asked there."""
 FAULTS = {
@@ -284,7 +284,7 @@ FAULTS = {
     ),
     "fragments": Fault("fragmentation", _fragments, counts="memory", devices=CARDS, why_not=ALONE),
     "full_memory": Fault("memory capacity", _full, counts="memory", devices=CARDS, why_not=ALONE),
-    "wide_products": Fault("kernel efficiency", wide_products),
+    "wide_products": Fault("kernel efficiency", wide_matmuls),
     "throttled_rank": Fault(
         "straggler", times.throttled_rank, ranks=2, setting=BOTH, devices=("cpu",), why_not=DEVICES
     ),
@@ -333,7 +333,7 @@ def change_of(fault: Fault, severity: float, plan: Plan) -> tuple[str, ...]:
 
 
 def train_case(case: Case, file: Path) -> None:
-    """Train in this process, and write folder, facts and error to `told` as JSON."""
+    """Train in this process, and write folder, facts and error to `file` as JSON."""
     (given := file.with_suffix(".given")).mkdir()
     plan = case.plan_with_weights(given)
     if plan.device == "cpu":

@@ -75,7 +75,7 @@ class Pair:
         return max(abs(self.predicted), self.moved)
 
 
-def said_before(results: Path = RESULTS) -> list[Pair]:
+def recorded_pairs(results: Path = RESULTS) -> list[Pair]:
     """Return the pairs that were forecast and then measured, where the device sets the step."""
     return [
         Pair(
@@ -96,7 +96,7 @@ def sides(workload: str, remedy: str) -> tuple[Prediction, Prediction]:
     shape, _, base = workload.partition(" ")
     before = forecasts.planted(PLANS / f"{shape}.toml", base)
     after = changed(before, remedy.split(), CATALOGUE)
-    return _foreseen(before, DEVICE), _foreseen(after, DEVICE)
+    return _predicted(before, DEVICE), _predicted(after, DEVICE)
 
 
 def by_device(both: Sequence[Prediction]) -> bool:
@@ -118,10 +118,10 @@ def _of_lists() -> Iterator[Pair]:
         base = first.get(one.choice)
         if base is None or base == one or not {one.id, base.id} <= came.keys():
             continue
-        pair = _told(
+        pair = _receipt_pair(
             one.choice,
             one.id,
-            [_foreseen(c.plan, DEVICE) for c in (base, one)],
+            [_predicted(c.plan, DEVICE) for c in (base, one)],
             came[base.id] / came[one.id],
         )
         if pair is not None:
@@ -146,10 +146,12 @@ def _pair(row: dict[str, Any]) -> Pair | None:
         words = [f"+{n}" for n in on if n not in recipe] + [f"-{n}" for n in recipe if n not in on]
         seen.append(_of_words(shape, (*words, *sets), row["hardware"]))
     what = f"{row['base']} {name} {row['knobs']}".strip()
-    return _told(shape, what, seen, row["metrics"]["speed_ratio"]["value"])
+    return _receipt_pair(shape, what, seen, row["metrics"]["speed_ratio"]["value"])
 
 
-def _told(workload: str, what: str, seen: Sequence[Prediction | None], ratio: float) -> Pair | None:
+def _receipt_pair(
+    workload: str, what: str, seen: Sequence[Prediction | None], ratio: float
+) -> Pair | None:
     """Return a receipt's pair; None where the ledger prices only one plan, or no change."""
     before, after = seen
     if before is None or after is None or before.time.step_s is None or after.time.step_s is None:
@@ -165,12 +167,12 @@ def _of_words(shape: str, words: tuple[str, ...], device_name: str) -> Predictio
     """Return the prediction of a shape's recipe with changes; None where there is none."""
     try:
         plan = parse(words).plan((PLANS / f"{shape}.toml").read_text(), CATALOGUE)
-        return _foreseen(plan, device_name)
+        return _predicted(plan, device_name)
     except HeadraceError:
         return None
 
 
-def _foreseen(plan: Plan, device_name: str) -> Prediction:
+def _predicted(plan: Plan, device_name: str) -> Prediction:
     asking = Asking(plan, _place(device_name), forecasts.assumed(device_name), CATALOGUE)
     return asking.answer(plan).prediction
 
@@ -211,7 +213,7 @@ def interval(pairs_ahead: Sequence[Pair], receipts: Sequence[Pair]) -> tuple[flo
     """Return the fit that is wide enough and the level asked of it; else the fit to `LEVEL`."""
     for level in (LEVEL + step / 100 for step in range(round(100 * (1 - LEVEL)))):
         least, share = fit(pairs_ahead, level)
-        known = held_by(receipts, least, share) >= OF_RECEIPTS
+        known = covered_share(receipts, least, share) >= OF_RECEIPTS
         if known and left_out(pairs_ahead, level) >= LEVEL:
             return least, share, level
     return *fit(pairs_ahead), LEVEL
@@ -224,14 +226,14 @@ def residuals(pairs_ahead: Sequence[Pair], receipts: Sequence[Pair]) -> dict[str
         "least": least,
         "share": share,
         "n": len(pairs_ahead),
-        "coverage": held_by(pairs_ahead, least, share),
+        "coverage": covered_share(pairs_ahead, least, share),
         "level": level,
         "coverage_left_out": left_out(pairs_ahead, level),
         "median_width_of_gain": median(_width(pair, least, share) for pair in pairs_ahead),
         "median_error_of_gain": median(_error(pair) for pair in pairs_ahead),
         "receipts": {
             "n": len(receipts),
-            "coverage": held_by(receipts, least, share),
+            "coverage": covered_share(receipts, least, share),
             "median_error_of_gain": median(
                 _error(pair) for pair in receipts if abs(pair.measured) >= SMALL
             ),
@@ -243,7 +245,7 @@ def residuals(pairs_ahead: Sequence[Pair], receipts: Sequence[Pair]) -> dict[str
     }
 
 
-def held_by(pairs: Sequence[Pair], least: float, share: float) -> float:
+def covered_share(pairs: Sequence[Pair], least: float, share: float) -> float:
     """Return the share of pairs whose interval contains what was measured."""
     return mean(covers(pair, least, share) for pair in pairs)
 
@@ -269,4 +271,4 @@ def _place(device_name: str) -> Context:
 
 
 if __name__ == "__main__":
-    print(json.dumps(residuals(said_before(), of_receipts()), indent=1))
+    print(json.dumps(residuals(recorded_pairs(), of_receipts()), indent=1))

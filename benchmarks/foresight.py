@@ -109,7 +109,7 @@ def write_predictions(args: argparse.Namespace) -> None:
             continue
         if args.calibrated and one.choice not in measured:
             continue
-        found = planner.of(one)
+        prediction = planner.of(one)
         receipts.append(
             "plans",
             {},
@@ -117,9 +117,9 @@ def write_predictions(args: argparse.Namespace) -> None:
             kind="prediction",
             id=one.id,
             tier=planner.tier,
-            **predicted(one, one.plan, found),
+            **predicted(one, one.plan, prediction),
             rates_of=machine.date or "datasheet",
-            calibrated_by=found.rates.calibrated_by,
+            calibrated_by=prediction.rates.calibrated_by,
             predicted_for=DEVICE,
         )
         wrote += 1
@@ -130,14 +130,16 @@ def shared(args: argparse.Namespace, rows: list[dict[str, Any]]) -> set[str] | N
     """Return the groups of this part, split by the predictions without a GPU; None means all."""
     if args.part == (1, 1):
         return None
-    said = {r["id"]: r for r in rows if r["kind"] == "prediction" and r["tier"] == "no_gpu"}
-    every = [c for c in configurations(args.list) if c.id in said and _runs(c, said[c.id])]
-    return parts.share(_costs(every, said), args.part)
+    predictions = {r["id"]: r for r in rows if r["kind"] == "prediction" and r["tier"] == "no_gpu"}
+    every = [
+        c for c in configurations(args.list) if c.id in predictions and _runs(c, predictions[c.id])
+    ]
+    return parts.share(_costs(every, predictions), args.part)
 
 
-def predicted(one: Configuration, plan: Plan, found: Prediction) -> dict[str, Any]:
+def predicted(one: Configuration, plan: Plan, prediction: Prediction) -> dict[str, Any]:
     """Return the part of a row that a prediction fills."""
-    time, memory = found.time, found.memory
+    time, memory = prediction.time, prediction.memory
     ends = time.step_between if one.choice else None
     return {
         "step_s": time.step_s if one.choice else None,
@@ -147,19 +149,21 @@ def predicted(one: Configuration, plan: Plan, found: Prediction) -> dict[str, An
         "peak_at": memory.peak_at,
         "fits": memory.fits == "yes",
         "says": memory.fits,
-        "risky": risky(found),
+        "risky": risky(prediction),
         "choice": one.choice,
         "shape": one.shape,
         "changes": one.words,
-        "unknown": found.time.unknown,
+        "unknown": prediction.time.unknown,
         "techniques": sorted(plan.techniques),
         "plan_sha256": receipts.sha256(plan.dump()),
     }
 
 
-def risky(found: Prediction) -> bool:
+def risky(prediction: Prediction) -> bool:
     """Return whether the plan is so near the capacity that it may not fit."""
-    share = (found.memory.reserved_bytes or found.memory.peak_bytes) / found.memory.capacity_bytes
+    share = (
+        prediction.memory.reserved_bytes or prediction.memory.peak_bytes
+    ) / prediction.memory.capacity_bytes
     return RISKY[0] <= share <= RISKY[1]
 
 
@@ -171,9 +175,11 @@ def measure(args: argparse.Namespace) -> None:
     if not torch.cuda.is_available() and not args.here:
         raise SystemExit("no GPU is here: outcomes are measured on one")
     rows = known(args.missing) + (known(args.results) if args.results != args.missing else [])
-    said = {r["id"]: r for r in rows if r["kind"] == "prediction" and r["tier"] == "no_gpu"}
+    predictions = {r["id"]: r for r in rows if r["kind"] == "prediction" and r["tier"] == "no_gpu"}
     done = {r["id"] for r in rows if r["kind"] == "outcome"}
-    every = [c for c in configurations(args.list) if c.id in said and _runs(c, said[c.id])]
+    every = [
+        c for c in configurations(args.list) if c.id in predictions and _runs(c, predictions[c.id])
+    ]
     mine, first = shared(args, rows), firsts(args.list)
     ends_s, left = time.monotonic() + args.limit_s, []
     with Worker(here=args.here) as worker:
@@ -186,12 +192,12 @@ def measure(args: argparse.Namespace) -> None:
             if time.monotonic() >= ends_s:
                 left.append(one.id)
                 continue
-            measure_one(one, said[one.id], worker, args.results, ENOUGH if leads else TIMED)
+            measure_one(one, predictions[one.id], worker, args.results, ENOUGH if leads else TIMED)
     print(f"left: {', '.join(left) or 'none'}")
 
 
-def _runs(one: Configuration, said: dict[str, Any]) -> bool:
-    return bool(one.choice or said["risky"])
+def _runs(one: Configuration, prediction: dict[str, Any]) -> bool:
+    return bool(one.choice or prediction["risky"])
 
 
 def _group(one: Configuration) -> str:
@@ -199,34 +205,34 @@ def _group(one: Configuration) -> str:
     return one.choice or one.id
 
 
-def _costs(every: list[Configuration], said: dict[str, dict[str, Any]]) -> dict[str, float]:
+def _costs(every: list[Configuration], predictions: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Return the approximate seconds of each group."""
     costs: dict[str, float] = {}
     for one in every:
-        spent_s = START_S + (WARM + TIMED) * (said[one.id]["step_s"] or 0.0)
+        spent_s = START_S + (WARM + TIMED) * (predictions[one.id]["step_s"] or 0.0)
         costs[_group(one)] = costs.get(_group(one), 0.0) + spent_s
     return costs
 
 
 def measure_one(
-    one: Configuration, said: dict[str, Any], worker: Worker, results: Path, steps: int
+    one: Configuration, prediction: dict[str, Any], worker: Worker, results: Path, steps: int
 ) -> dict[str, Any]:
     """Run one configuration, with `steps` timed steps if it is of a choice, and write its row."""
     began_s, plan = time.monotonic(), one.plan
-    if receipts.sha256(plan.dump()) != said["plan_sha256"]:
+    if receipts.sha256(plan.dump()) != prediction["plan_sha256"]:
         raise SystemExit(f"{one.id} is not the plan that was predicted: give it another name")
     warm, timed = (WARM, steps) if one.choice else BRIEF
-    found = worker.ask(fresh_steps, plan, limit_s=CHILD_S, warm=warm, timed=timed)
-    full = found.refusal is RefusalKind.MEMORY
-    if found.refused and not full:
+    reading = worker.ask(fresh_steps, plan, limit_s=CHILD_S, warm=warm, timed=timed)
+    full = reading.refusal is RefusalKind.MEMORY
+    if reading.refused and not full:
         row = receipts.append(
             "plans",
             {},
             results=results,
             kind="outcome",
             id=one.id,
-            risky=said["risky"],
-            refused=found.refused,
+            risky=prediction["risky"],
+            refused=reading.refused,
         )
     else:
         row = receipts.append(
@@ -235,12 +241,12 @@ def measure_one(
             results=results,
             kind="outcome",
             id=one.id,
-            risky=said["risky"],
-            step_s=None if full or not one.choice else found.seconds[0],
-            allocated_bytes=None if full else found.peak_bytes,
-            reserved_bytes=None if full else found.reserved_bytes,
+            risky=prediction["risky"],
+            step_s=None if full or not one.choice else reading.seconds[0],
+            allocated_bytes=None if full else reading.peak_bytes,
+            reserved_bytes=None if full else reading.reserved_bytes,
             fits=not full,
-            out_of_memory=found.refused,
+            out_of_memory=reading.refused,
             choice=one.choice,
             shape=one.shape,
             warm=warm,
@@ -248,10 +254,10 @@ def measure_one(
             n=timed,
             seeds=[plan.seed],
             techniques=sorted(plan.techniques),
-            plan_sha256=said["plan_sha256"],
-            evidence=found.evidence,
+            plan_sha256=prediction["plan_sha256"],
+            evidence=reading.evidence,
         )
-    print(one.id, *beside(said, found), f"({time.monotonic() - began_s:.0f} s)", flush=True)
+    print(one.id, *beside(prediction, reading), f"({time.monotonic() - began_s:.0f} s)", flush=True)
     return row
 
 
@@ -264,14 +270,14 @@ def fresh_steps(plan: Plan, *, warm: int, timed: int) -> Reading:
     return time_steps(plan, text=False, warm=warm, timed=timed)
 
 
-def beside(said: dict[str, Any], found: Reading) -> list[str]:
+def beside(prediction: dict[str, Any], reading: Reading) -> list[str]:
     """Return lines that say how far a prediction was off."""
-    if found.refused:
-        return [f"said {said['says']}:", found.refused[:120]]
+    if reading.refused:
+        return [f"said {prediction['says']}:", reading.refused[:120]]
     pairs = (
-        ("step", said["step_s"], found.seconds[0]),
-        ("allocated", said["allocated_bytes"], found.peak_bytes),
-        ("reserved", said["reserved_bytes"], found.reserved_bytes),
+        ("step", prediction["step_s"], reading.seconds[0]),
+        ("allocated", prediction["allocated_bytes"], reading.peak_bytes),
+        ("reserved", prediction["reserved_bytes"], reading.reserved_bytes),
     )
     return [f"{name} {p / m - 1:+.1%}" for name, p, m in pairs if p and m]
 
@@ -286,13 +292,13 @@ def picks(args: argparse.Namespace) -> None:
     done = {(r["workload"], r.get("tier")) for r in map(json.loads, filter(None, lines))}
     came = {r["id"]: r for r in rows if r["kind"] == "outcome"}
     for tier in ("no_gpu", "after_probes", "after_20_steps"):
-        said = {r["id"]: r for r in rows if r["kind"] == "prediction" and r["tier"] == tier}
+        predictions = {r["id"]: r for r in rows if r["kind"] == "prediction" and r["tier"] == tier}
         asked: dict[str, list[str]] = {}
         for one in configurations(args.list):
-            if one.choice and one.id in said:
+            if one.choice and one.id in predictions:
                 asked.setdefault(one.choice, []).append(one.id)
         for choice, names in asked.items():
-            pairs = [(n, said[n]["step_s"], came.get(n, {}).get("step_s")) for n in names]
+            pairs = [(n, predictions[n]["step_s"], came.get(n, {}).get("step_s")) for n in names]
             ran = [(n, p, m) for n, p, m in pairs if p and m]
             if (choice, tier) in done or any(n not in came for n in names) or len(ran) < 2:
                 continue
@@ -311,38 +317,42 @@ def picks(args: argparse.Namespace) -> None:
 # --- the rest --------------------------------------------------------------------------------
 
 
-def tell(args: argparse.Namespace) -> None:
+def print_list(args: argparse.Namespace) -> None:
     """Print the list with its predictions without a GPU, and the device time that it would take."""
     planner, spent_s, runs = Planner(Machine.assumed(DEVICE)), 0.0, 0
     steps_s: dict[str, list[float]] = {}
     for one in configurations(args.list):
-        found = planner.of(one)
+        prediction = planner.of(one)
         steps = WARM + TIMED if one.choice else sum(BRIEF)
-        if one.choice or risky(found):
+        if one.choice or risky(prediction):
             runs += 1
-            spent_s += START_S + steps * (found.time.step_s or 1.0) * (found.memory.fits != "no")
-        others = steps_s.setdefault(one.choice, []) if one.choice and found.time.step_s else []
+            spent_s += START_S + steps * (prediction.time.step_s or 1.0) * (
+                prediction.memory.fits != "no"
+            )
+        others = steps_s.setdefault(one.choice, []) if one.choice and prediction.time.step_s else []
         close = any(
-            abs(math.log(found.time.step_s / s)) < CLOSE for s in others if found.time.step_s
+            abs(math.log(prediction.time.step_s / s)) < CLOSE
+            for s in others
+            if prediction.time.step_s
         )
-        others.append(found.time.step_s or math.nan)
+        others.append(prediction.time.step_s or math.nan)
         step = (
-            "no time: " + found.time.unknown
-            if found.time.step_s is None
-            else f"{found.time.step_s:.3f} s"
+            "no time: " + prediction.time.unknown
+            if prediction.time.step_s is None
+            else f"{prediction.time.step_s:.3f} s"
         )
         print(
-            f"{one.id:45} {step:10} {found.memory.peak_bytes / 2**30:7.1f} GiB "
-            f"{(found.memory.reserved_bytes or math.nan) / 2**30:7.1f} reserved "
-            f"{found.memory.fits:5} "
-            f"{'risky ' if risky(found) else ''}{'close' if close else ''}"
+            f"{one.id:45} {step:10} {prediction.memory.peak_bytes / 2**30:7.1f} GiB "
+            f"{(prediction.memory.reserved_bytes or math.nan) / 2**30:7.1f} reserved "
+            f"{prediction.memory.fits:5} "
+            f"{'risky ' if risky(prediction) else ''}{'close' if close else ''}"
         )
     print(f"{runs} to run, {spent_s:.0f} s of a GPU")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    phases = {"list": tell, "predict": write_predictions, "measure": measure, "picks": picks}
+    phases = {"list": print_list, "predict": write_predictions, "measure": measure, "picks": picks}
     parser.add_argument("phase", choices=phases)
     parser.add_argument("--list", type=Path, nargs="+", default=LISTS)
     parser.add_argument("--machine", type=Path, help="predict: what was probed")

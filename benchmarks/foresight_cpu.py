@@ -233,9 +233,9 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true", help="predict and measure nothing")
     parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
-    parser.add_argument("--commit", help=receipts.TOLD)
+    parser.add_argument("--commit", help=receipts.COMMIT_HELP)
     args = parser.parse_args()
-    receipts.told = args.commit
+    receipts.given_commit = args.commit
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU beside it is another device
     ends_s = time.monotonic() + 60 * args.minutes
     every = [c for c in configurations([args.list]) if c.id.startswith(args.only)]

@@ -32,7 +32,7 @@ from headrace.train import train
 from headrace.tuner.readings import opened
 
 STEPS = 3
-WAYS = ("HtoD", "DtoH")
+LINK_DIRECTIONS = ("HtoD", "DtoH")
 
 
 def idle_between(events: list[Any]) -> list[tuple[float, str, str]]:
@@ -51,7 +51,7 @@ def over_link(events: list[Any]) -> dict[str, float]:
     """Return the milliseconds a step that copies took over the link, and those beside kernels."""
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in events:
-        copied = any(direction in event.name for direction in WAYS)
+        copied = any(direction in event.name for direction in LINK_DIRECTIONS)
         if copied or family_of(event.name) != "copies":
             spans[copied].append((event.time_range.start, event.time_range.end))
     copies, kernels = Union(spans[True]), Union(spans[False])
@@ -102,7 +102,7 @@ def on_the_host(build: Build, micros: list[Micro], longest: int) -> list[dict[st
     ]
 
 
-def told(plan: Plan) -> dict[str, Any]:
+def work_facts(plan: Plan) -> dict[str, Any]:
     """Return the work of the plan by family, as a row stores it."""
     try:
         pieces = work_of(plan, make_context(plan, torch.device("cuda")))
@@ -118,7 +118,7 @@ def main() -> None:
     words.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     args = words.parse_args()
     plan = plan_from(args)
-    work = told(plan)
+    work = work_facts(plan)
     with opened(plan) as (build, micros):
         by_kernel, step_ms, events = profiled(build, micros(0))
         if args.host:

@@ -426,7 +426,7 @@ def read_memory(
 # --- what is predicted -----------------------------------------------------------------------
 
 
-def tell_plan(args: argparse.Namespace) -> None:
+def print_plan(args: argparse.Namespace) -> None:
     """Print the predicted peaks of all variants, and refusals; nothing is trained."""
     for what in args.measurements:
         if what not in VARIANTS or what == "start":
@@ -490,7 +490,7 @@ def main() -> None:
     args = parser.parse_args()
     args.ends_s = time.monotonic() + args.limit_s
     if "plan" in args.measurements:
-        tell_plan(args)
+        print_plan(args)
         return
     for what in args.measurements:
         MEASURES[what](args)

@@ -42,7 +42,7 @@ import receipts
 import torch
 from natural_gate import HOW, Crew, Gate, Task
 from natural_runs import RUNS, Run
-from natural_said import SPARE_BYTES, Said, say
+from natural_said import SPARE_BYTES, Answer, say
 from natural_times import BEGUN, STAGE, STAYS, Wanted, awake, measure
 
 from headrace.assemble.context import choose_device, find_device, make_context
@@ -51,7 +51,7 @@ from headrace.data.ingest import prepare
 from headrace.predict.prediction import predict
 from headrace.tuner.worker import Worker
 
-SAID, PARTS, ROWS = "natural_said", "natural_parts", "natural"
+ANSWERS, PARTS, ROWS = "natural_said", "natural_parts", "natural"
 WORKERS = {"cuda": 8, "cpu": 1}
 COMPILERS = "2"
 """Processes that each worker of a GPU compiles kernels with: there are several workers."""
@@ -86,16 +86,16 @@ class Book:
 
     def lines(self, topic: str) -> list[dict[str, Any]]:
         """Return the rows of a topic on this hardware that no row retracts."""
-        file, found = self.results / f"{topic}.jsonl", list[dict[str, Any]]()
+        file, rows = self.results / f"{topic}.jsonl", list[dict[str, Any]]()
         for line in filter(str.strip, file.read_text().splitlines() if file.is_file() else []):
             try:
-                found.append(json.loads(line))
+                rows.append(json.loads(line))
             except ValueError:
-                found.append({})
-        gone = {row.get("retracts") for row in found}
+                rows.append({})
+        gone = {row.get("retracts") for row in rows}
         return [
             row
-            for number, row in enumerate(found, 1)
+            for number, row in enumerate(rows, 1)
             if number not in gone and row.get("hardware") == self.hardware
         ]
 
@@ -113,9 +113,9 @@ class Book:
             "commit": receipts.commit(),
         }
 
-    def said(self, run: Run) -> dict[str, Any] | None:
+    def answer(self, run: Run) -> dict[str, Any] | None:
         """Return what this commit's doctor answered about a run with its plan as it is now."""
-        row = self.rows(SAID).get(run.id)
+        row = self.rows(ANSWERS).get(run.id)
         return row if row is not None and self.about(run).items() <= row.items() else None
 
     def write(self, topic: str, run: Run, **facts: Any) -> None:
@@ -167,7 +167,7 @@ class Call:
 
     def unsaid(self) -> list[Run]:
         """Return the runs that this commit's doctor has not judged, slow compilers first."""
-        left = [run for run in self.runs if self.book.said(run) is None]
+        left = [run for run in self.runs if self.book.answer(run) is None]
         return sorted(
             left, key=lambda run: ("torch_compile" in run.plan.techniques, run.cost), reverse=True
         )
@@ -183,7 +183,7 @@ class Call:
 
     def _say(self, crew: Crew, worker: Worker, run: Run, room_bytes: float) -> None:
         began_s, kept = time.monotonic(), self.args.keep
-        found = worker.ask(
+        reading = worker.ask(
             say,
             run.plan,
             run.in_folder(self.args.work),
@@ -196,27 +196,31 @@ class Call:
         if crew.closed:
             return
         spent_s = time.monotonic() - began_s
-        if isinstance(found, Said) and not found.refused:
-            self.book.write(SAID, run, **found.facts)
-            first = found.facts["first"]
-            told = f"{found.facts['verdict']}; {' '.join(first['change']) if first else 'nothing'}"
-        elif found.timed_out:
-            told = f"{found.refused}, no row"
+        if isinstance(reading, Answer) and not reading.refused:
+            self.book.write(ANSWERS, run, **reading.facts)
+            first = reading.facts["first"]
+            message = (
+                f"{reading.facts['verdict']}; {' '.join(first['change']) if first else 'nothing'}"
+            )
+        elif reading.timed_out:
+            message = f"{reading.refused}, no row"
         else:
-            self.book.write(SAID, run, refused=found.refused)
-            told = found.refused
-        print(f"said {run.id}: {told} ({spent_s:.0f} s)", flush=True)
+            self.book.write(ANSWERS, run, refused=reading.refused)
+            message = reading.refused
+        print(f"said {run.id}: {message} ({spent_s:.0f} s)", flush=True)
 
     # --- measured ---
 
     def unmeasured(self) -> list[tuple[Run, dict[str, Any]]]:
         """Return the runs that can be measured and have no row, large and small in alternation."""
         done = self.book.rows(ROWS)
-        told = [(run, self.book.said(run)) for run in self.runs]
+        answers = [(run, self.book.answer(run)) for run in self.runs]
         left = [
-            (run, said)
-            for run, said in told
-            if said is not None and "refused" not in said and not _of(done.get(run.id, {}), said)
+            (run, answer)
+            for run, answer in answers
+            if answer is not None
+            and "refused" not in answer
+            and not _of(done.get(run.id, {}), answer)
         ]
         left.sort(key=lambda one: one[1]["bytes"])
         half = (len(left) + 1) // 2
@@ -229,28 +233,28 @@ class Call:
             [
                 Task(
                     run.id,
-                    said["bytes"],
-                    lambda worker, run=run, said=said: self._measure(crew, worker, run, said),
+                    answer["bytes"],
+                    lambda worker, run=run, answer=answer: self._measure(crew, worker, run, answer),
                 )
-                for run, said in self.unmeasured()
+                for run, answer in self.unmeasured()
             ]
         )
 
-    def _measure(self, crew: Crew, worker: Worker, run: Run, said: dict[str, Any]) -> None:
+    def _measure(self, crew: Crew, worker: Worker, run: Run, answer: dict[str, Any]) -> None:
         began_s, about = time.monotonic(), self.book.about(run)
-        file, first = self.book.results / f"{PARTS}.jsonl", said["first"]
+        file, first = self.book.results / f"{PARTS}.jsonl", answer["first"]
         for attempt in range(TRIES):
-            left = self.left(run, said)
+            left = self.left(run, answer)
             if not left or time.time() >= self.ends_s:
                 break
-            peaks = {tuple(w): b for w, b in zip(said["changes"], said["peaks"], strict=True)}
+            peaks = {tuple(w): b for w, b in zip(answer["changes"], answer["peaks"], strict=True)}
             wanted = Wanted(
                 left,
                 [peaks[words] for words in left],
                 tuple(first["change"]) if first else (),
                 attempt > 0,
             )
-            found = worker.ask(
+            reading = worker.ask(
                 measure,
                 run.in_folder(self.args.work),
                 wanted,
@@ -262,35 +266,42 @@ class Call:
             )
             if crew.closed:
                 return
-            if found.timed_out:
+            if reading.timed_out:
                 break
-            stage = found.evidence.get(STAGE)
+            stage = reading.evidence.get(STAGE)
             if stage == BEGUN:
-                print(f"{run.id}: its own plan cannot be timed: {found.refused}", flush=True)
+                print(f"{run.id}: its own plan cannot be timed: {reading.refused}", flush=True)
                 break
-            if stage is None and attempt and self.left(run, said) == left:  # over the first of them
-                line = {**about, "change": list(left[0]), "refused": found.refused}
+            if (
+                stage is None and attempt and self.left(run, answer) == left
+            ):  # over the first of them
+                line = {**about, "change": list(left[0]), "refused": reading.refused}
                 with file.open("a") as out:
                     out.write(json.dumps(line) + "\n")
         spent_s = time.monotonic() - began_s
-        self.finish(run, said, f"({spent_s:.0f} s)")
+        self.finish(run, answer, f"({spent_s:.0f} s)")
 
-    def left(self, run: Run, said: dict[str, Any]) -> list[tuple[str, ...]]:
+    def left(self, run: Run, answer: dict[str, Any]) -> list[tuple[str, ...]]:
         """Return the changes of a run that are not measured yet, in the order of measuring."""
         done = {tuple(row["change"]) for row in self.book.parts(run)}
-        left = [tuple(words) for words in said["changes"] if tuple(words) not in done]
+        left = [tuple(words) for words in answer["changes"] if tuple(words) not in done]
         return sorted(left, key=lambda words: any(word in STAYS for word in words))
 
     def finish(
-        self, run: Run, said: dict[str, Any], spent: str = "", *, close: bool = False
+        self, run: Run, answer: dict[str, Any], spent: str = "", *, close: bool = False
     ) -> None:
         """Write the row of a run whose changes are all measured."""
-        left, found = self.left(run, said), self.book.parts(run)
-        first = said["first"]["change"] if said["first"] else None
-        others = sum("gain" in row and row["change"] != first for row in found)
-        enough = others >= OTHERS and (first is None or first in [row["change"] for row in found])
-        if left and not enough and not (close and found):
-            print(f"{run.id}: {len(found)} of {len(said['changes'])} measured {spent}", flush=True)
+        left, part_rows = self.left(run, answer), self.book.parts(run)
+        first = answer["first"]["change"] if answer["first"] else None
+        others = sum("gain" in row and row["change"] != first for row in part_rows)
+        enough = others >= OTHERS and (
+            first is None or first in [row["change"] for row in part_rows]
+        )
+        if left and not enough and not (close and part_rows):
+            print(
+                f"{run.id}: {len(part_rows)} of {len(answer['changes'])} measured {spent}",
+                flush=True,
+            )
             return
         own = (
             "change",
@@ -305,34 +316,34 @@ class Call:
             "turn_s",
             "together",
         )
-        measured = [{key: row[key] for key in own if key in row} for row in found]
+        measured = [{key: row[key] for key in own if key in row} for row in part_rows]
         before = [row["before_s"] for row in measured if "before_s" in row]
         self.book.write(
             ROWS,
             run,
-            precision=said["precision"],
-            compiled=said["compiled"],
-            parameters=said["parameters"],
-            threads=said["threads"],
-            said=said["commit"],
-            verdict=said["verdict"],
-            healthy=said["healthy"],
+            precision=answer["precision"],
+            compiled=answer["compiled"],
+            parameters=answer["parameters"],
+            threads=answer["threads"],
+            said=answer["commit"],
+            verdict=answer["verdict"],
+            healthy=answer["healthy"],
             first_change=first,
             measured=measured,
-            steps=said["steps"],
+            steps=answer["steps"],
             before_s=sorted(before)[len(before) // 2] if before else None,
             left=[list(words) for words in left],
         )
         gains = {" ".join(row["change"]): row["gain"]["value"] for row in measured if "gain" in row}
         best = max(gains, key=lambda name: gains[name], default="")
-        told = f"first {gains.get(' '.join(first), float('nan')):+.1%}, " if first else ""
-        told += f"best {gains[best]:+.1%} by {best}" if best else "nothing could be measured"
-        print(f"measured {run.id}: {told} {spent}", flush=True)
+        message = f"first {gains.get(' '.join(first), float('nan')):+.1%}, " if first else ""
+        message += f"best {gains[best]:+.1%} by {best}" if best else "nothing could be measured"
+        print(f"measured {run.id}: {message} {spent}", flush=True)
 
 
-def _of(row: dict[str, Any], said: dict[str, Any]) -> bool:
+def _of(row: dict[str, Any], answer: dict[str, Any]) -> bool:
     """Return whether the row of a run belongs to this answer of the doctor."""
-    return (row.get("plan_sha256"), row.get("said")) == (said["plan_sha256"], said["commit"])
+    return (row.get("plan_sha256"), row.get("said")) == (answer["plan_sha256"], answer["commit"])
 
 
 def peak_bytes(run: Run) -> float:
@@ -366,9 +377,9 @@ def main() -> None:
     parser.add_argument("--close", action="store_true", help="also rows of runs that are not whole")
     parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
-    parser.add_argument("--commit", help=receipts.TOLD)
+    parser.add_argument("--commit", help=receipts.COMMIT_HELP)
     args = parser.parse_args()
-    receipts.told = args.commit
+    receipts.given_commit = args.commit
     args.work, args.results = args.work.absolute(), args.results.absolute()
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: rows name the processor
@@ -410,16 +421,18 @@ def go(runs: list[Run], args: argparse.Namespace, cores: int) -> int:
             print("nothing is measured before all is said", flush=True)
         elif args.what != "say":
             call.measure(crew)
-            for run, said in call.unmeasured():
-                call.finish(run, said, "until now", close=args.close)
+            for run, answer in call.unmeasured():
+                call.finish(run, answer, "until now", close=args.close)
     for run in unsaid:
         print(f"left: {run.id}: not said", flush=True)
     unmeasured = call.unmeasured() if args.what != "say" else []
-    for run, said in unmeasured:
-        left = len(call.left(run, said))
-        print(f"left: {run.id}: {left} of {len(said['changes'])} changes", flush=True)
-    done, told = call.book.rows(ROWS), {run.id: call.book.said(run) for run in runs}
-    whole = sum(said is not None and _of(done.get(name, {}), said) for name, said in told.items())
+    for run, answer in unmeasured:
+        left = len(call.left(run, answer))
+        print(f"left: {run.id}: {left} of {len(answer['changes'])} changes", flush=True)
+    done, answers = call.book.rows(ROWS), {run.id: call.book.answer(run) for run in runs}
+    whole = sum(
+        answer is not None and _of(done.get(name, {}), answer) for name, answer in answers.items()
+    )
     print(f"{len(runs) - len(unsaid)} of {len(runs)} said, {whole} measured", flush=True)
     return int(bool(unsaid or unmeasured))
 

@@ -65,17 +65,18 @@ class Gate:
             try:
                 while begun := {*descendants(self.program)} - mine - {*stopped}:
                     stopped += begun
-                    tell([*begun], signal.SIGSTOP)  # one may have begun another before it stood
+                    # one may have begun another before it stood
+                    send_signal([*begun], signal.SIGSTOP)
                 calm, before_s = Calm(quiet()), used_s(stopped)
                 yield calm
                 calm.others_s = used_s(stopped) - before_s
             finally:
-                tell(stopped, signal.SIGCONT)
+                send_signal(stopped, signal.SIGCONT)
 
     def wake(self) -> None:
         """Let all stopped processes go on, unless a process is inside."""
         with suppress(Timeout), FileLock(self.file, timeout=0):
-            tell(descendants(self.program), signal.SIGCONT)
+            send_signal(descendants(self.program), signal.SIGCONT)
 
 
 def descendants(pid: int) -> list[int]:
@@ -104,7 +105,7 @@ def used_s(processes: list[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def tell(processes: list[int], signal_: signal.Signals) -> None:
+def send_signal(processes: list[int], signal_: signal.Signals) -> None:
     """Send a signal to each of these processes that still exists."""
     for pid in processes:
         with suppress(ProcessLookupError):
@@ -161,7 +162,7 @@ class Crew:
     here: bool = False
     _waiting: list[Task] = field(default_factory=list)
     _running: list[Task] = field(default_factory=list)
-    _turn: threading.Condition = field(default_factory=threading.Condition)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __post_init__(self) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -194,13 +195,13 @@ class Crew:
             try:
                 task.do(worker)
             finally:
-                with self._turn:
+                with self._changed:
                     self._running.remove(task)
-                    self._turn.notify_all()
+                    self._changed.notify_all()
 
     def _take(self) -> Task | None:
         """Return the next task that fits beside what runs; None where none may begin."""
-        with self._turn:
+        with self._changed:
             while self._waiting and time.monotonic() < self.ends_s and not self.closed:
                 left = self.bytes - sum(task.bytes for task in self._running)
                 fits = (t for t in self._waiting if t.bytes <= left or not self._running)
@@ -209,7 +210,7 @@ class Crew:
                     self._waiting.remove(task)
                     self._running.append(task)
                     return task
-                self._turn.wait(timeout=WAKE_S)
+                self._changed.wait(timeout=WAKE_S)
         return None
 
     def __enter__(self) -> "Crew":
@@ -218,7 +219,7 @@ class Crew:
     def __exit__(self, *error: object) -> None:
         self.closed = True
         begun = {*descendants(os.getpid())} - self._before
-        tell([*begun], signal.SIGCONT)
+        send_signal([*begun], signal.SIGCONT)
         for worker in self._crew:
             worker.close()
-        tell([*begun.intersection(descendants(os.getpid()))], signal.SIGTERM)
+        send_signal([*begun.intersection(descendants(os.getpid()))], signal.SIGTERM)

@@ -76,7 +76,7 @@ SPARE_BYTES = 2 << 30
 
 
 @dataclass
-class Said(Reading):
+class Answer(Reading):
     """Hold what the doctor answered about a run, as facts of a row."""
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Said(Reading):
 
 def say(
     plan: Plan, work: Plan, gate: Gate, most: int, room_bytes: float, kept: Path | None
-) -> Said:
+) -> Answer:
     """Train a run, ask the doctor, and list what is to be measured.
 
     Args:
@@ -96,8 +96,8 @@ def say(
         kept: the folder that the run's small files are copied to, if any.
     """
     facts: dict[str, Any] = {}
-    found = read(lambda reading: facts.update(_say(plan, work, gate, most, room_bytes, kept)))
-    return Said(refused=found.refused, poisoned=found.poisoned, facts=facts)
+    outcome = read(lambda reading: facts.update(_say(plan, work, gate, most, room_bytes, kept)))
+    return Answer(refused=outcome.refused, poisoned=outcome.poisoned, facts=facts)
 
 
 def _say(
@@ -105,7 +105,7 @@ def _say(
 ) -> dict[str, Any]:
     device = choose_device(work)
     drawn = nullcontext() if device.type == "cpu" else device_weights(device)
-    with drawn, turn_from_third_step(gate):
+    with drawn, alone_from_third_step(gate):
         path = train.run(work).folder
     folder = resolve_run(path or Path(work.directory) / work.name)
     advice, run = advise(folder, catalogue(), rates_measured), RunFolder(folder)
@@ -113,10 +113,10 @@ def _say(
     place = place_of(plan, run.read("environment") or {}, rates_measured)
     asking = Asking(plan, *place, catalogue())
     spent_s = observe(report, rows_of(folder)).step_s
-    told = verdict(advice)
+    answer = verdict(advice)
     if kept is not None:
         copy(folder, kept)
-    said = [tuple(one["change"]) for one in told["remedies"]]
+    remedies = [tuple(one["change"]) for one in answer["remedies"]]
     return {
         "precision": asking.context.precision,
         "compiled": "torch_compile" in plan.techniques,
@@ -124,26 +124,26 @@ def _say(
         "steps": report["steps"],
         "step_s": median(spent_s) if spent_s else None,
         "threads": torch.get_num_threads(),
-        **told,
+        **answer,
         "rates": render_rates(advice.rates),
         "unknown": why_no_remedy(advice),
-        **to_measure(asking, said, most, room_bytes),
+        **to_measure(asking, remedies, most, room_bytes),
     }
 
 
 @contextmanager
-def turn_from_third_step(gate: Gate) -> Iterator[None]:
+def alone_from_third_step(gate: Gate) -> Iterator[None]:
     """Make a run inside wait before its third step until it is alone on the device."""
-    next_batch, finish, held = Session.next_batch, Session.finish, ExitStack()
+    next_batch, finish, stack = Session.next_batch, Session.finish, ExitStack()
 
     def before(session: Session) -> Any:
         if session.counters.step == WARM_STEPS:
-            held.enter_context(gate.alone())
+            stack.enter_context(gate.alone())
         return next_batch(session)
 
     def after(session: Session, *given: Any) -> Any:
         wait(session.build)
-        held.close()
+        stack.close()
         return finish(session, *given)
 
     Session.next_batch, Session.finish = before, after  # type: ignore[method-assign]
@@ -151,7 +151,7 @@ def turn_from_third_step(gate: Gate) -> Iterator[None]:
         yield
     finally:
         Session.next_batch, Session.finish = next_batch, finish  # type: ignore[method-assign]
-        held.close()
+        stack.close()
 
 
 def verdict(advice: Advice) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class Choice:
 
 
 def to_measure(
-    asking: Asking, said: Sequence[Words], most: int, room_bytes: float
+    asking: Asking, remedies: Sequence[Words], most: int, room_bytes: float
 ) -> dict[str, Any]:
     """Return the changes to measure and their bytes: remedies, compiling, the best predicted.
 
@@ -235,10 +235,10 @@ def to_measure(
     may be the best one.
     """
     own_bytes = asking.answer(asking.start).prediction.memory.peak_bytes
-    told = [_said(asking, words, own_bytes) for words in said]
-    more = [one for one in told[1:] if one.moves and not one.learns]
-    chosen = [*told[:1], *more[:1]]
-    known, others = {frozenset(words) for words in said}, more[1:]
+    remedy_choices = [_remedy_choice(asking, words, own_bytes) for words in remedies]
+    more = [one for one in remedy_choices[1:] if one.moves and not one.learns]
+    chosen = [*remedy_choices[:1], *more[:1]]
+    known, others = {frozenset(words) for words in remedies}, more[1:]
     for candidate in singles(asking):
         one = _choice(asking, candidate)
         room = own_bytes + one.bytes + SPARE_BYTES <= room_bytes
@@ -250,12 +250,12 @@ def to_measure(
             others.append(one)
     others.sort(key=lambda one: -(UNKNOWN if one.promise is None else one.promise))
     taken = {frozenset(one.words) for one in chosen}
-    kinds = {one.kind for one in chosen if one.kind}
+    kind_names = {one.kind for one in chosen if one.kind}
     runs = {one.run for one in chosen}
     for one in others:
-        if frozenset(one.words) not in taken and one.kind not in kinds and one.run not in runs:
+        if frozenset(one.words) not in taken and one.kind not in kind_names and one.run not in runs:
             chosen.append(one)
-            kinds |= {one.kind} - {""}
+            kind_names |= {one.kind} - {""}
             runs.add(one.run)
     chosen = chosen[: max(0, most - (own_bytes >= LARGE_BYTES))]
     peaks = [one.bytes for one in chosen]
@@ -267,7 +267,7 @@ def to_measure(
     }
 
 
-def _said(asking: Asking, words: Words, otherwise: float) -> Choice:
+def _remedy_choice(asking: Asking, words: Words, otherwise: float) -> Choice:
     """Return a remedy with its bytes: those of the plan where it has no prediction."""
     try:
         candidate = asking.answer(asking.start, words)
@@ -340,13 +340,13 @@ def _by_precision(asking: Asking, candidate: Candidate) -> bool | None:
     precision to what it is already does nothing.
     """
     before, after = asking.start.techniques, candidate.plan.techniques
-    kinds = [technique for name, technique in after.items() if name not in before]
-    if asking.context.device == "cpu" and any("float8" in t.name() for t in kinds):
+    added = [technique for name, technique in after.items() if name not in before]
+    if asking.context.device == "cpu" and any("float8" in t.name() for t in added):
         return False
     there = at(asking.context, candidate.plan).precision
     if there != asking.context.precision:
         if asking.context.device != "cpu":
             return None
         return there == "bf16" and bool(bf16_units())
-    sockets = {socket for t in kinds for socket in (*t.claims, *t.composes)}
+    sockets = {socket for t in added for socket in (*t.claims, *t.composes)}
     return False if sockets == {"config.precision"} else None

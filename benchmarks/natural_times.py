@@ -253,7 +253,7 @@ class _Measuring:
             if not sides:
                 return later
             try:
-                calm = turn(base, sides, self.wanted.first, self.best, self.gate)
+                calm = time_alone(base, sides, self.wanted.first, self.best, self.gate)
             except torch.OutOfMemoryError as error:
                 if len(sides) > 1:
                     return [*(side.words for side in sides), *later]
@@ -324,7 +324,7 @@ def warm(one: Timed, than_s: float = math.inf) -> None:
             return
 
 
-def turn(
+def time_alone(
     base: Timed, sides: Sequence[Timed], first: Words, best: float, gate: Gate
 ) -> dict[str, Any]:
     """Time plans beside the base while alone on the device; return how calm it was."""
@@ -343,11 +343,11 @@ def turn(
                     running.append(side)
             if running:
                 heat([base, *running], pace.heat_s)
-                in_turn(base, running, first, best, pace)
-            turn_s = time.monotonic() - began_s
+                time_blocks(base, running, first, best, pace)
+            spent_s = time.monotonic() - began_s
     finally:
         gc.unfreeze()
-    return {"quiet": calm.quiet, "others_s": calm.others_s, "turn_s": turn_s}
+    return {"quiet": calm.quiet, "others_s": calm.others_s, "turn_s": spent_s}
 
 
 @contextmanager
@@ -399,7 +399,7 @@ def heat(sides: Sequence[Timed], heat_s: float) -> None:
             side.once()
 
 
-def in_turn(base: Timed, sides: Sequence[Timed], first: Words, best: float, pace: Pace) -> None:
+def time_blocks(base: Timed, sides: Sequence[Timed], first: Words, best: float, pace: Pace) -> None:
     """Time blocks A B C C B A: a look, then more of the first remedy and of the best."""
     running, done = list(sides), 0
     while running:

@@ -71,7 +71,7 @@ class Sides:
         """Return the seconds of a block with what a run always reads."""
         return self._block(self.signals, None)
 
-    def burst(self) -> float:
+    def profiled(self) -> float:
         """Return the seconds of a block with one profiler window in it."""
         return self._block(self.signals, self._profiler_windows())
 
@@ -103,11 +103,11 @@ class Sides:
         spent_s = time.perf_counter() - begin
         gauges.close()
         if windows and not windows.files:
-            raise RuntimeError(f"no burst was recorded: {windows.report()}")
+            raise RuntimeError(f"no profiler window was recorded: {windows.report()}")
         return spent_s
 
 
-def in_turn(
+def alternate(
     a: Callable[[], float], b: Callable[[], float], rounds: int
 ) -> tuple[list[float], list[float]]:
     """Return the seconds of blocks of both sides, timed A B B A."""
@@ -174,16 +174,16 @@ def measure(sides: Sides, rounds: int, every: int) -> Iterator[tuple[str, int, d
     """Yield the measurement, the number of pairs and the metrics of both rows."""
     for warm in (sides.off, sides.on):
         warm()
-    off, on = in_turn(sides.off, sides.on, rounds)
+    off, on = alternate(sides.off, sides.on, rounds)
     always = less_one(paired_ratio(on, off))
     step_s = median(off) / sides.steps
     metrics = {"overhead": metric(always, "of a step"), "step_s": one(step_s, "s")}
     yield "always_on", always.n, metrics
     blocks = len(off) * 3 // 2
     before = [sides.off() for _ in range(blocks)]
-    first_s = sides.burst() - median(on)
+    first_s = sides.profiled() - median(on)
     lasting = jump(before, [sides.off() for _ in range(blocks)])
-    plain, with_window = in_turn(sides.on, sides.burst, -(-rounds // 4))
+    plain, with_window = alternate(sides.on, sides.profiled, -(-rounds // 4))
     cost_s = differences(with_window, plain)
     low, value, high = (s / (every * step_s) for s in (cost_s.low, cost_s.value, cost_s.high))
     whole = together([always, lasting, Interval(low, value, high, cost_s.n)])
@@ -205,7 +205,9 @@ def main() -> None:
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=8, help="of A B B A, two pairs each")
     parser.add_argument("--steps", type=int, default=20, help="of a block")
-    parser.add_argument("--every", type=int, default=1000, help="steps from burst to burst")
+    parser.add_argument(
+        "--every", type=int, default=1000, help="steps from one profiler window to the next"
+    )
     parser.add_argument("--set", nargs="*", default=[])
     parser.add_argument("--without", nargs="*", default=[])
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")

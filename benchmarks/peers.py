@@ -288,14 +288,14 @@ def compare(
                     failed[name] = facts[name]["failed_later"] = str(error)[-1500:]
                     continue
                 readings[name].append(reading)
-                tell(f"{size} round {index} {name}", reading)
+                print_progress(f"{size} round {index} {name}", reading)
     finally:
         for peer in peers.values():
             peer.close()
         write(size, {n: values for n, values in readings.items() if values}, facts, results)
 
 
-def tell(what: str, reading: dict[str, Any]) -> None:
+def print_progress(what: str, reading: dict[str, Any]) -> None:
     """Print a line or two of progress."""
     print(f"{what}: {reading['tokens_per_s'] or 0:,.0f} tokens/s", flush=True)
     if start_s := reading.get("report", {}).get("start_s"):

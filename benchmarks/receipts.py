@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PLANS = Path(__file__).resolve().parent / "plans"
 CODE = ("headrace", "benchmarks")
 """The folders of the code that a measurement runs."""
-told: str | None = None
+given_commit: str | None = None
 """The commit that `--commit` gives a program; None without it.
 
 It is for a copy of the code whose checkout may be older.
 """
-TOLD = "commit of this code, where the checkout is older; rows tell it"
+COMMIT_HELP = "commit of this code, where the checkout is older; rows tell it"
 """The help of `--commit`."""
 
 
@@ -70,16 +70,16 @@ def commit() -> str | None:
     It is the one that `--commit` gave, else this checkout's. `-dirty` follows where the checkout
     knows that commit and its code differs.
     """
-    return _commit(told)
+    return _commit(given_commit)
 
 
 @cache
 def _commit(given: str | None) -> str | None:
-    short = _git("rev-parse", "--short", "--verify", "--quiet", f"{given or 'HEAD'}^{{commit}}")
-    if not short.stdout.strip():
+    resolved = _git("rev-parse", "--short", "--verify", "--quiet", f"{given or 'HEAD'}^{{commit}}")
+    if not resolved.stdout.strip():
         return given
     same = _git("diff", "--quiet", given or "HEAD", "--", *CODE).returncode == 0
-    return short.stdout.strip() + ("" if same else "-dirty")
+    return resolved.stdout.strip() + ("" if same else "-dirty")
 
 
 def _git(*words: str) -> "subprocess.CompletedProcess[str]":

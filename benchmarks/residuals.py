@@ -77,7 +77,7 @@ NEUTRAL = np.array([1.0, 1.0, 1.0])
 class Parts:
     """Hold a step's predicted parts before `CONSTANTS`, and the measured step, in seconds."""
 
-    products_s: float
+    matmuls_s: float
     attention_s: float
     loose_s: float
     """Seconds of streams that are not fused."""
@@ -267,7 +267,7 @@ def quantiles(logs: list[float], level: float = LEVEL) -> tuple[float, float]:
 def errors(rows_R: list[Parts], constants: Any) -> Any:
     """Return the logarithm of measured over predicted step time for each of R rows."""
     matmuls, attention, loose, rest, host, measured = np.array(
-        [[p.products_s, p.attention_s, p.loose_s, p.rest_s, p.host_s, p.measured_s] for p in rows_R]
+        [[p.matmuls_s, p.attention_s, p.loose_s, p.rest_s, p.host_s, p.measured_s] for p in rows_R]
     ).T
     beside, in_step, unfused = constants
     device = beside * matmuls + in_step * attention + unfused * loose + rest

@@ -55,8 +55,8 @@ class Side:
     @property
     def end_loss(self) -> float | None:
         """Return the mean loss of the last tenth, in nats per token."""
-        found = self.loss.losses
-        return mean(found[-max(1, len(found) // 10) :]) if found else None
+        losses = self.loss.losses
+        return mean(losses[-max(1, len(losses) // 10) :]) if losses else None
 
 
 def sides(
@@ -81,7 +81,7 @@ def sides(
     recipe = _read(text, overrides, with_, without)
     gone = [n for n in recipe.techniques if n not in with_] if base == "trunk" else []
     gone += without
-    found = [Side("", _read(text, overrides, with_, gone))]
+    compared = [Side("", _read(text, overrides, with_, gone))]
     for asked in names:
         name, _, knobs = asked.partition(":")
         keys = [k for k in knobs.split(",") if k]
@@ -95,10 +95,10 @@ def sides(
             device = choose_device(plan)
             check_supported(list(plan.techniques.values()), make_context(plan, device))
         except HeadraceError as error:
-            found.append(Side(asked, recipe, refused=str(error), replaces=taken))
+            compared.append(Side(asked, recipe, refused=str(error), replaces=taken))
         else:
-            found.append(Side(asked, plan, replaces=taken))
-    return found
+            compared.append(Side(asked, plan, replaces=taken))
+    return compared
 
 
 def _owners(recipe: Plan, name: str) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ def _read(text: str, overrides: list[str], more: Sequence[str], without: Sequenc
 # --- readings -------------------------------------------------------------------------------
 
 
-def short(plan: Plan, *, steps: int, rows: int, seed: int = 0) -> Plan:
+def brief_plan(plan: Plan, *, steps: int, rows: int, seed: int = 0) -> Plan:
     """Return the plan of a short training.
 
     Args:
@@ -137,7 +137,7 @@ def run_whole(plan: Plan, *, steps: int) -> Reading:
     from torch._dynamo.utils import counters
     from torch._inductor.utils import fresh_cache
 
-    def go(found: Reading) -> None:
+    def go(reading: Reading) -> None:
         with fresh_cache(), opened(plan, text=True) as (build, micros):
             before, clock = counters["stats"]["unique_graphs"], StepClock(build.device)
             if build.device.type == "cuda":
@@ -146,12 +146,12 @@ def run_whole(plan: Plan, *, steps: int) -> Reading:
             for index in range(steps):
                 train.step(build, micros(index), index)
                 clock.mark()
-            found.seconds = clock.seconds()
-            found.peak_bytes = peak(build) if counted(plan) else None
+            reading.seconds = clock.seconds()
+            reading.peak_bytes = peak(build) if counted(plan) else None
             if build.device.type == "cuda":
-                found.reserved_bytes = float(torch.cuda.max_memory_reserved())
-            found.evidence = {n: e.detail for n, e in check_active(build).items()}
-            found.evidence[GRAPHS] = str(counters["stats"]["unique_graphs"] - before)
+                reading.reserved_bytes = float(torch.cuda.max_memory_reserved())
+            reading.evidence = {n: e.detail for n, e in check_active(build).items()}
+            reading.evidence[GRAPHS] = str(counters["stats"]["unique_graphs"] - before)
 
     return read(go)
 
@@ -159,12 +159,12 @@ def run_whole(plan: Plan, *, steps: int) -> Reading:
 def attention_of(plan: Plan) -> Reading:
     """Return what the attention of a plan launches at the shapes of its steps."""
 
-    def go(found: Reading) -> None:
+    def go(reading: Reading) -> None:
         with opened(plan) as (build, micros):
             train.step(build, micros(0), 0)  # which some make their masks in
             note_own_attention(build)
             owners = build.filled.get("parts.attend", [])
-            told = [
+            details = [
                 f"{t.name()} {t.active(build).detail}"
                 for t in build.techniques
                 if t.name() in owners
@@ -172,7 +172,7 @@ def attention_of(plan: Plan) -> Reading:
             if own := build.run_notes.own_attention:
                 names = (n.removeprefix("void ").partition("<")[0] for n in own["kernels"])
                 more = [n for n in names if n not in own["detail"]]
-                told = [", ".join(dict.fromkeys([own["detail"], *more]))]
-            found.evidence = {ATTENTION: "; ".join(told)}
+                details = [", ".join(dict.fromkeys([own["detail"], *more]))]
+            reading.evidence = {ATTENTION: "; ".join(details)}
 
     return read(go)

@@ -41,7 +41,7 @@ from statistics import mean
 from typing import Any
 
 import receipts
-from sides import ATTENTION, GRAPHS, Side, attention_of, run_whole, short, sides
+from sides import ATTENTION, GRAPHS, Side, attention_of, brief_plan, run_whole, sides
 
 from headrace.cli.catalogue import catalogue
 from headrace.tuner.brief_training import train_steps
@@ -192,7 +192,7 @@ class Bench:
     def train(self, side: Side, seed: int = 0) -> None:
         """Train briefly for the loss, with `seed` added to the plan's."""
         began_s, steps = time.monotonic(), self.args.loss_steps
-        plan = short(side.plan, steps=steps, rows=loss_rows(self.args, self.shape), seed=seed)
+        plan = brief_plan(side.plan, steps=steps, rows=loss_rows(self.args, self.shape), seed=seed)
         side.loss = self.worker.ask(train_steps, plan, limit_s=SIDE_LIMIT_S, steps=steps)
         self.say(side, side.loss.refused or f"loss {side.end_loss:.4f}", began_s)
 
@@ -225,7 +225,7 @@ class Bench:
             facts["base_attention"] = self.attention
         if self.wants_loss(side):
             steps, rows = self.args.loss_steps, loss_rows(self.args, self.shape)
-            curve = short(side.plan, steps=steps, rows=rows).schedule.model_dump()
+            curve = brief_plan(side.plan, steps=steps, rows=rows).schedule.model_dump()
             facts |= {"loss_steps": steps, "loss_rows": rows, "loss_schedule": curve}
         metrics: dict[str, Any] = {}
         why_not = side.why_not or (side.loss.refused if self.args.only_loss else "")

@@ -313,10 +313,10 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="overrides of the recipe")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), TOPIC))
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
-    parser.add_argument("--commit", help=receipts.TOLD)
+    parser.add_argument("--commit", help=receipts.COMMIT_HELP)
     parser.add_argument("--job", type=json.loads, help="of this program's own processes")
     args = parser.parse_args()
-    receipts.told = args.commit or (args.job or {}).get("commit")
+    receipts.given_commit = args.commit or (args.job or {}).get("commit")
     if args.job:
         work(args.job)
         return

@@ -341,9 +341,9 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     parser.add_argument("--set", nargs="*", default=[], help="overrides for every plan")
-    parser.add_argument("--commit", help=receipts.TOLD)
+    parser.add_argument("--commit", help=receipts.COMMIT_HELP)
     args = parser.parse_args()
-    receipts.told = args.commit
+    receipts.given_commit = args.commit
     for name in args.workloads:
         row = measure(name, args)
         if row is None:

@@ -417,13 +417,13 @@ def parser() -> argparse.ArgumentParser:
     )
     accepted.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     accepted.add_argument("--set", nargs="*", default=[], help="changes of every plan, in words")
-    accepted.add_argument("--commit", help=receipts.TOLD)
+    accepted.add_argument("--commit", help=receipts.COMMIT_HELP)
     return accepted
 
 
 def main() -> None:
     args = parser().parse_args()
-    receipts.told = args.commit
+    receipts.given_commit = args.commit
     args.shapes = args.shapes or list(SHAPES if args.device == "cuda" else ON_CPU)
     args.folder.mkdir(parents=True, exist_ok=True)
     with Worker(here=args.here, log=args.folder / "worker.log") as worker:

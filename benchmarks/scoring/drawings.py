@@ -40,7 +40,7 @@ class Class:
     Args:
         fault: the name of the fault, or HEALTHY.
         expected: the right verdict; several are right for a healthy run.
-        said: maps a verdict to how often it was given.
+        verdict_counts: maps a verdict to how often it was given.
         right: how many verdicts were right.
         held_out: how many runs were never used to set a threshold.
         severities: how many different severities there were.
@@ -48,7 +48,7 @@ class Class:
 
     fault: str
     expected: tuple[str, ...]
-    said: Counter[str]
+    verdict_counts: Counter[str]
     right: int
     held_out: int
     severities: int
@@ -56,7 +56,7 @@ class Class:
     @property
     def n(self) -> int:
         """Return how often the fault was planted and judged."""
-        return self.said.total()
+        return self.verdict_counts.total()
 
 
 def classes(results: Path) -> list[Class]:
@@ -74,7 +74,7 @@ def classes(results: Path) -> list[Class]:
             Class(
                 name,
                 tuple(sorted({r.expected for r in own})),
-                Counter(map(_said, own)),
+                Counter(map(_verdict, own)),
                 sum(r.right for r in own),
                 sum(r.held_out for r in own),
                 len({r.level for r in own}),
@@ -85,11 +85,11 @@ def classes(results: Path) -> list[Class]:
     if healthy:
         right = sum(r.abstained or r.verdict in QUIET for r in healthy)
         quiet = ("computation", ABSTAINED)
-        faults_seen.append(Class(HEALTHY, quiet, Counter(map(_said, healthy)), right, 0, 0))
+        faults_seen.append(Class(HEALTHY, quiet, Counter(map(_verdict, healthy)), right, 0, 0))
     return faults_seen
 
 
-def _said(row: Fault | Healthy) -> str:
+def _verdict(row: Fault | Healthy) -> str:
     return ABSTAINED if row.abstained or row.verdict in (None, "not measured") else row.verdict
 
 
@@ -104,7 +104,7 @@ def confusion(faults: Sequence[Class]) -> str | None:
     """Draw faults by verdicts: how often each verdict was given for each fault."""
     if not faults:
         return None
-    verdicts = {v for c in faults for v in (*c.expected, *c.said)}
+    verdicts = {v for c in faults for v in (*c.expected, *c.verdict_counts)}
     columns = sorted(verdicts, key=_place)
     width = LABELS + CELL * len(columns) + 84
     height = HEADS + 34 * len(faults) + 26
@@ -112,7 +112,7 @@ def confusion(faults: Sequence[Class]) -> str | None:
     label = f"What the doctor said of {n} runs, by what was planted; {right} verdicts were right"
     draw = Picture(width, height, label)
     for at, name in enumerate(columns):
-        draw.text(LABELS + CELL * (at + 0.5) + 4, HEADS - 10, name, turn=-40, size=12)
+        draw.text(LABELS + CELL * (at + 0.5) + 4, HEADS - 10, name, angle=-40, size=12)
     draw.text(16, HEADS - 10, "planted \\ said", colour="soft", size=12)
     draw.text(width - 16, HEADS - 10, "right", colour="soft", anchor="end", size=12)
     for row, one in enumerate(faults):
@@ -134,7 +134,7 @@ def confusion(faults: Sequence[Class]) -> str | None:
 
 def _cell(draw: Picture, left: float, top: float, one: Class, verdict: str) -> None:
     """Draw how often a verdict was given, darker the more; right ones have a frame."""
-    times, right = one.said[verdict], verdict in one.expected
+    times, right = one.verdict_counts[verdict], verdict in one.expected
     colour = "c0" if right else "c7" if verdict == ABSTAINED else "c1"
     if times:
         draw.box(left + 2, top + 2, CELL - 4, 30, fill=colour, opacity=0.15 + 0.45 * times / one.n)
@@ -190,10 +190,10 @@ def natural_runs(runs: Sequence[Run]) -> str | None:
         size=12,
     )
     for run, x, y in sorted(zip(shown, best, first, strict=True), key=lambda one: not one[0].right):
-        silent = run.said.healthy or run.first is None
+        silent = run.answer.healthy or run.first is None
         colour = "c0" if run.right else "c1"
         shape: Shape = "diamond" if silent else "circle" if run.right else "square"
-        title = f"{run.said.id}, {run.said.hardware}: {run.why}; "
+        title = f"{run.answer.id}, {run.answer.hardware}: {run.why}; "
         title += f"first {_gain(y)}, best {_gain(x)}"
         draw.mark(*panel.at(x, y), shape, colour, title)
     return draw.svg()
@@ -205,7 +205,7 @@ def _best_of(run: Run) -> float:
 
 def _first_of(run: Run) -> float:
     """Return the gain of the first remedy; zero where there was none or it did not run."""
-    return 0.0 if run.said.healthy or run.first is None else run.first.value
+    return 0.0 if run.answer.healthy or run.first is None else run.first.value
 
 
 # --- forecasts -------------------------------------------------------------------------------

@@ -286,7 +286,7 @@ def table(numbers: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
             reached(name, numbers[name]),
             wanted(mark),
             _count(mark, numbers[name]["n"]),
-            _held_out(mark, numbers[name]),
+            _unseen_part(mark, numbers[name]),
             judge(name, numbers[name]).partition(":")[0],
         ]
         for name, mark in MARKS.items()
@@ -426,7 +426,7 @@ def _count(mark: Mark, n: int) -> str:
     return f"{n}/{mark.fewest}" if n < mark.fewest and mark.fewest > 1 else str(n)
 
 
-def _held_out(mark: Mark, number: Mapping[str, Any]) -> str:
+def _unseen_part(mark: Mark, number: Mapping[str, Any]) -> str:
     """Render the number over held-out rows; "all" where predictions must stand before outcomes."""
     if not number["n"]:
         return "-"

@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 
 from scoring.rows import (
     NATURAL,
-    NATURAL_SAID,
+    NATURAL_ANSWERS,
+    NaturalAnswer,
     NaturalOutcome,
-    NaturalSaid,
     Spread,
     broken,
 )
@@ -58,11 +58,11 @@ class Run:
     """Hold a natural run: the doctor's answer, and the outcome of every change.
 
     Args:
-        said: the answer, given before anything was measured.
+        answer: the answer, given before anything was measured.
         came: the measured outcome.
     """
 
-    said: NaturalSaid
+    answer: NaturalAnswer
     came: NaturalOutcome
 
     @property
@@ -80,7 +80,7 @@ class Run:
     @property
     def first(self) -> Spread | None:
         """Return the gain of the first remedy; None where there was none, or it did not run."""
-        first = self.said.first
+        first = self.answer.first
         gains = {change.words: change.gain for change in self.measured}
         return gains.get(tuple(first.change)) if first else None
 
@@ -92,12 +92,12 @@ class Run:
     @property
     def why(self) -> Why:
         """Return why the run counts as right or wrong, in the words of a table."""
-        first, gain = self.said.first, self.first
+        first, gain = self.answer.first, self.first
         best = self.best.gain.value if self.best else 0.0
         gains = best > HEALTHY_GAIN
-        if self.said.healthy or first is None:
+        if self.answer.healthy or first is None:
             right: Why = "healthy, and it is"
-            return right if not gains else _silent(self.said)
+            return right if not gains else _silent(self.answer)
         if gain is None:
             words = tuple(first.change)
             refused = any(tuple(m.change) == words for m in self.came.measured)
@@ -123,17 +123,17 @@ class Run:
     @property
     def healthy_wrong(self) -> bool:
         """Return whether the run was called healthy though some change gains more than a tenth."""
-        return self.said.healthy and bool(self.best and self.best.gain.value > WRONGED_GAIN)
+        return self.answer.healthy and bool(self.best and self.best.gain.value > WRONGED_GAIN)
 
     @property
     def forecast(self) -> tuple[Spread, Spread] | None:
         """Return the forecast and the measured gain of the first remedy; None without both."""
-        said, gain = self.said.first, self.first
-        return (said.gain, gain) if said and said.gain and gain else None
+        first, gain = self.answer.first, self.first
+        return (first.gain, gain) if first and first.gain and gain else None
 
 
-def _silent(said: NaturalSaid) -> Why:
-    return "healthy was said" if said.healthy else "no remedy was said"
+def _silent(answer: NaturalAnswer) -> Why:
+    return "healthy was said" if answer.healthy else "no remedy was said"
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Runs:
     Args:
         scored: runs whose answer stood before, and of which enough was measured.
         thin: runs whose answer stood before, with too few measured changes to be called right.
-        late: outcomes without a standing answer from before.
+        unanswered: outcomes without a standing answer from before.
         open: answers without an outcome yet.
         retracted: retracted outcomes with their answers.
         refused: rows of runs that could not be measured at all.
@@ -151,8 +151,8 @@ class Runs:
 
     scored: list[Run]
     thin: list[Run]
-    late: list[NaturalOutcome]
-    open: list[NaturalSaid]
+    unanswered: list[NaturalOutcome]
+    open: list[NaturalAnswer]
     retracted: list[Run]
     refused: int
 
@@ -166,7 +166,7 @@ def natural(results: Path) -> Runs:
     Raises:
         ConfigError: a row is wrong, or a run has a second one that stands.
     """
-    answers, came = NATURAL_SAID.read(results), NATURAL.read(results)
+    answers, came = NATURAL_ANSWERS.read(results), NATURAL.read(results)
     answered = {row.key: row for row in answers.rows}
     for standing in (answers, came):
         for key, times in Counter(row.key for row in standing.rows).items():
@@ -174,34 +174,34 @@ def natural(results: Path) -> Runs:
                 keys = [row.key for row in standing.rows]
                 earlier = len(keys) - 1 - keys[::-1].index(key)
                 raise broken(standing.places[earlier], f"a second row of {' on '.join(key)!r}")
-    runs, too_late = list[Run](), list[NaturalOutcome]()
+    runs, unanswered = list[Run](), list[NaturalOutcome]()
     for row in came.rows:
         before = answered.get(row.key)
         if before is not None and _ahead(before, row):
             runs.append(Run(before, row))
         else:
-            too_late.append(row)
+            unanswered.append(row)
     measured = {row.key for row in came.rows}
     return Runs(
         [run for run in runs if run.counts],
         [run for run in runs if not run.counts],
-        too_late,
+        unanswered,
         [row for row in answers.rows if row.key not in measured],
         _retracted(results),
         came.refused,
     )
 
 
-def _ahead(answer: NaturalSaid, came: NaturalOutcome) -> bool:
+def _ahead(answer: NaturalAnswer, came: NaturalOutcome) -> bool:
     """Return whether a row was written by the day of an outcome and belongs to it."""
-    same = came.said in (None, answer.commit)
+    same = came.answer_commit in (None, answer.commit)
     first = answer.first.change if answer.first else None
     return same and answer.date <= came.date and first == (came.first_change or None)
 
 
 def _retracted(results: Path) -> list[Run]:
     """Return the retracted outcomes, each with an earlier row that it was measured for."""
-    answered = [row for row, _ in NATURAL_SAID.history(results)]
+    answered = [row for row, _ in NATURAL_ANSWERS.history(results)]
     gone: Sequence[NaturalOutcome] = [r for r, why in NATURAL.history(results) if why is not None]
     pairs = [
         (next((s for s in answered if s.key == row.key and _ahead(s, row)), None), row)

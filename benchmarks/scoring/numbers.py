@@ -28,7 +28,7 @@ from scoring.number import (
     beside_retracted,
     pooled,
 )
-from scoring.pairs import Pairs, paired, retracted, said_ahead, taken
+from scoring.pairs import Pairs, forecasts_ahead, paired, retracted, taken
 from scoring.rows import (
     DOCTOR,
     OVERHEAD,
@@ -55,7 +55,7 @@ RUNS = 40
 """The least number of forecasts of runs from which forecasts of plans no longer count with them."""
 BUDGETS = {"small": 3.0, "demo": 3.0, "160m": 5.0, "1b": 8.0}
 """Maps a workload to the minutes of tuning on one GPU that must come near the best plan."""
-LATE = 1.1
+OVERTIME = 1.1
 """The factor of its minutes that a tuning may take, since its last reading ends after them."""
 LOSER_NATS, LOSER_STEPS = 0.01, 1000
 """An accepted approximate change is a loser when it loses more nats after that many steps."""
@@ -159,7 +159,7 @@ def _natural(results: Path) -> dict[str, Number]:
     runs = scored.scored
     beside = {
         "open": len(scored.open),
-        "late": len(scored.late),
+        "late": len(scored.unanswered),
         "refused": scored.refused,
         "thin": len(scored.thin),
     }
@@ -168,10 +168,10 @@ def _natural(results: Path) -> dict[str, Number]:
         shares[f"doctor_{name}"] = as_share(
             sum(map(hit, runs)),
             len(runs),
-            workloads=len({run.said.workload for run in runs}),
-            kinds=len({(run.said.precision, run.said.compiled) for run in runs}),
-            devices=len({_kind(run.said.hardware) for run in runs}),
-            healthy_said=sum(run.said.healthy for run in runs),
+            workloads=len({run.answer.workload for run in runs}),
+            kinds=len({(run.answer.precision, run.answer.compiled) for run in runs}),
+            devices=len({_kind(run.answer.hardware) for run in runs}),
+            healthy_said=sum(run.answer.healthy for run in runs),
             unfinished=sum(bool(run.came.left) for run in runs),
             by_hardware=_parts(runs, lambda own, h=hit: as_share(sum(map(h, own)), len(own))),
             **beside,
@@ -181,9 +181,9 @@ def _natural(results: Path) -> dict[str, Number]:
     return {
         **shares,
         "forecast_natural_coverage": {
-            **_held(forecast),
-            "by_hardware": _parts(forecast, _held),
-            "late": len(scored.late),
+            **_natural_coverage(forecast),
+            "by_hardware": _parts(forecast, _natural_coverage),
+            "late": len(scored.unanswered),
             "retracted": sum(bool(run.forecast) for run in scored.retracted),
         },
     }
@@ -206,12 +206,12 @@ def _parts(runs: Sequence[Run], number: Callable[[list[Run]], Number]) -> dict[s
     """Return a number for the runs of each device alone, most runs first."""
     own: dict[str, list[Run]] = {}
     for run in runs:
-        own.setdefault(run.said.hardware, []).append(run)
+        own.setdefault(run.answer.hardware, []).append(run)
     ordered = sorted(own.items(), key=lambda item: (-len(item[1]), item[0]))
     return {name: number(those) for name, those in ordered}
 
 
-def _held(runs: Sequence[Run]) -> Number:
+def _natural_coverage(runs: Sequence[Run]) -> Number:
     """Return the share of first remedies whose gain lies in its interval, and the median error."""
     pairs = [run.forecast for run in runs if run.forecast]
     if not pairs:
@@ -232,7 +232,7 @@ def _forecasts(results: Path) -> dict[str, Number]:
     The doctor is asked about runs, so those of runs count alone once there are `RUNS` of them;
     until then those of plans count too. Each alone and both together stand beside it.
     """
-    every, others = said_ahead(results)
+    every, others = forecasts_ahead(results)
     if not every:
         none = as_number(0, 0, **others)
         return {"forecast_coverage": none, "forecast_median_error": none}
@@ -297,7 +297,7 @@ def _plans(results: Path) -> dict[str, Number]:
             tier.errors("step_s"),
             fmean,
             open=len(tier.open),
-            late=len(tier.late),
+            late=len(tier.after_outcome),
             refused=refused,
             **beside_retracted(gone.tier(name).errors("step_s"), tier.errors("step_s")),
         )
@@ -320,7 +320,7 @@ def _on_cpu(pairs: Pairs, gone: Pairs) -> Number:
         tier.errors(name),
         fmean,
         open=len(tier.open),
-        late=len(tier.late),
+        late=len(tier.after_outcome),
         memory_error=median(memory) if memory else None,
         memory_n=len(memory),
         by_hardware={where: as_errors(errors, fmean) for where, errors in by.items() if errors},
@@ -415,7 +415,7 @@ def _by_workload(newest: Mapping[str, Tuned]) -> dict[str, Any]:
 
 def _small(rows: Sequence[Tuned]) -> Number:
     """Return the smallest of the newest ratios on a GPU within a workload's minutes."""
-    newest = {row.workload: row for row in rows if not on_cpu(row.hardware) and _short(row)}
+    newest = {row.workload: row for row in rows if not on_cpu(row.hardware) and _within_budget(row)}
     if not newest:
         return as_number(0, 0)
     least = min((row.metrics.ratio_to_best for row in newest.values()), key=lambda r: r.value)
@@ -430,11 +430,11 @@ def _small(rows: Sequence[Tuned]) -> Number:
     )
 
 
-def _short(row: Tuned) -> bool:
+def _within_budget(row: Tuned) -> bool:
     """Return whether the plan was tuned within its workload's minutes, all calls together."""
     budget, tuning = BUDGETS.get(row.workload, 0.0), row.metrics.tuning
     asked = row.minutes is not None and row.minutes <= budget
-    return asked and (tuning is None or tuning.value <= LATE * 60 * budget)
+    return asked and (tuning is None or tuning.value <= OVERTIME * 60 * budget)
 
 
 def _trials(results: Path) -> dict[str, Number]:

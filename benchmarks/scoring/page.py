@@ -26,7 +26,7 @@ from scoring.drawings import (
 from scoring.marks import MARKS, notes, table
 from scoring.natural import natural
 from scoring.numbers import compute
-from scoring.pairs import Pairs, paired, retracted, said_ahead
+from scoring.pairs import Pairs, forecasts_ahead, paired, retracted
 from scoring.rows import (
     PICKS,
     TRIALS,
@@ -105,7 +105,7 @@ def render(results: Path) -> dict[str, str]:
     """
     numbers = compute(results)
     pairs, _ = paired(results)
-    faults, runs, (gains, _) = classes(results), natural(results), said_ahead(results)
+    faults, runs, (gains, _) = classes(results), natural(results), forecasts_ahead(results)
     drawn = {
         "confusion": confusion(faults),
         "natural": natural_runs([*runs.scored, *runs.thin]),

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from scoring.accuracy import relative_errors
 from scoring.rows import (
     FORECASTS,
-    FORECASTS_SAID,
     PLANS,
+    RECORDED_FORECASTS,
     Forecast,
     Outcome,
     Prediction,
@@ -30,19 +30,19 @@ def taken(topic: Topic[T], results: Path) -> list[T]:
     return [row for row, why in topic.history(results) if why is not None]
 
 
-def said_ahead(results: Path) -> tuple[list[Forecast], dict[str, int]]:
+def forecasts_ahead(results: Path) -> tuple[list[Forecast], dict[str, int]]:
     """Return forecasts written by the day of their outcome; count late, retracted and refused ones.
 
     A forecast counts as late, too, where forecasts_said.jsonl holds no standing row of it.
     """
     topic = FORECASTS.read(results)
     days: dict[tuple[Any, ...], str] = {}
-    for row in FORECASTS_SAID.read(results).rows:
+    for row in RECORDED_FORECASTS.read(results).rows:
         days.setdefault(row.same(row.commit), row.date)
     rows = [
         row
         for row in topic.rows
-        if (day := days.get(row.same(row.said))) is not None and day <= row.date
+        if (day := days.get(row.same(row.forecast_commit))) is not None and day <= row.date
     ]
     return rows, {
         "late": len(topic.rows) - len(rows),
@@ -53,18 +53,18 @@ def said_ahead(results: Path) -> tuple[list[Forecast], dict[str, int]]:
 
 @dataclass
 class Pairs:
-    """Hold predictions that stood before their outcomes, those without outcome, and late ones."""
+    """Hold predictions written before their outcome, without one yet, and after it."""
 
     scored: list[tuple[Prediction, Outcome]] = field(default_factory=list)
     open: list[Prediction] = field(default_factory=list)
-    late: list[Prediction] = field(default_factory=list)
+    after_outcome: list[Prediction] = field(default_factory=list)
 
     def tier(self, name: str) -> "Pairs":
         """Return the pairs of one tier."""
         return Pairs(
             [(p, o) for p, o in self.scored if p.tier == name],
             [p for p in self.open if p.tier == name],
-            [p for p in self.late if p.tier == name],
+            [p for p in self.after_outcome if p.tier == name],
         )
 
     def on(self, *, cpu: bool) -> "Pairs":
@@ -72,7 +72,7 @@ class Pairs:
         return Pairs(
             [(p, o) for p, o in self.scored if o.on_cpu is cpu],
             [p for p in self.open if p.for_cpu is cpu],
-            [p for p in self.late if p.for_cpu is cpu],
+            [p for p in self.after_outcome if p.for_cpu is cpu],
         )
 
     def both(self, what: str) -> list[tuple[Id, float, float]]:
@@ -102,7 +102,7 @@ def paired(results: Path) -> tuple[Pairs, int]:
                 raise broken(where, f"a second outcome of {row.id!r}")
             outcomes[row.id] = row
         elif row.id in outcomes:
-            pairs.late.append(row)
+            pairs.after_outcome.append(row)
         elif (row.id, row.tier) in before:
             raise broken(where, f"a second prediction of {row.id!r} at the tier {row.tier}")
         else:

@@ -44,14 +44,14 @@ class Picture:
         colour: str = "ink",
         anchor: str = "start",
         size: float = 13,
-        turn: float = 0,
+        angle: float = 0,
         bold: bool = False,
     ) -> None:
         """Draw words that begin, or have their middle or end, at (x, y); `angle` in degrees."""
         more = f' font-size="{_at(size)}"' if size != 13 else ""
         more += f' text-anchor="{anchor}"' if anchor != "start" else ""
         more += ' font-weight="600"' if bold else ""
-        more += f' transform="rotate({_at(turn)} {_at(x)} {_at(y)})"' if turn else ""
+        more += f' transform="rotate({_at(angle)} {_at(x)} {_at(y)})"' if angle else ""
         place = f'x="{_at(x)}" y="{_at(y)}"'
         self._add(f"<text {place}{self._class(fill=colour)}{more}>{escape(words)}</text>")
 
@@ -119,7 +119,10 @@ class Picture:
         """Return the file's text."""
         size = f"{_at(self.width)} {_at(self.height)}"
         light, dark = (
-            "".join(f".{way[0]}-{name}{{{way}:{scheme[name]}}}" for way, name in sorted(self._used))
+            "".join(
+                f".{paint[0]}-{name}{{{paint}:{scheme[name]}}}"
+                for paint, name in sorted(self._used)
+            )
             for scheme in SCHEMES
         )
         head = (
@@ -132,9 +135,9 @@ class Picture:
         return "\n".join([head, style, ground, *self._drawn, "</svg>\n"])
 
     def _class(self, **colours: str) -> str:
-        used = [(way, name) for way, name in colours.items() if name]
+        used = [(paint, name) for paint, name in colours.items() if name]
         self._used.update(used)
-        names = " ".join(f"{way[0]}-{name}" for way, name in used)
+        names = " ".join(f"{paint[0]}-{name}" for paint, name in used)
         return f' class="{names}"' if names else ""
 
     def _add(self, element: str) -> None:

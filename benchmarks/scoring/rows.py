@@ -102,17 +102,17 @@ class Gain(Row):
         return (self.of, self.workload, self.remedy, self.forecast, self.baseline_sha256, commit)
 
 
-class SaidGain(Gain):
+class RecordedGain(Gain):
     """Hold a forecast gain as the code of `commit` recorded it."""
 
     commit: str | None
 
 
 class Forecast(Gain):
-    """Hold a forecast gain of the code of commit `said`, and the measured gain."""
+    """Hold a forecast gain of the code of `forecast_commit`, and the measured gain."""
 
     measured: float
-    said: str | None
+    forecast_commit: str | None = Field(alias="said")
 
     @model_validator(mode="after")
     def _nonzero(self) -> Self:
@@ -144,7 +144,7 @@ FIRST = "held_out"
 """The list that a command without --list uses."""
 
 
-class Said(Row):
+class PlanRow(Row):
     """Hold the fields that a prediction and its outcome share."""
 
     id: str | int
@@ -157,7 +157,7 @@ class Said(Row):
     device: str | None = None
 
     @property
-    def held_out_list(self) -> str:
+    def list_name(self) -> str:
         """Return the list that its command names, or FIRST; "not told" without a command."""
         named = re.search(r"--list[ =](\S+)", self.command)
         if named:
@@ -165,7 +165,7 @@ class Said(Row):
         return FIRST if self.command else "not told"
 
 
-class Prediction(Said):
+class Prediction(PlanRow):
     """Hold what the planner predicted before a run."""
 
     kind: Literal["prediction"]
@@ -178,7 +178,7 @@ class Prediction(Said):
         return self.device == "cpu" or on_cpu(self.predicted_for)
 
 
-class Outcome(Said):
+class Outcome(PlanRow):
     """Hold an outcome. `fits` is null if it was not run; `risky` means near the capacity."""
 
     kind: Literal["outcome"]
@@ -206,7 +206,7 @@ class Pick(Row):
     candidates: list[Candidate] = Field(min_length=2)
 
 
-class SaidRemedy(Row):
+class NamedRemedy(Row):
     """Hold a remedy that the doctor named: its words, and its forecast gain."""
 
     change: list[str] = Field(min_length=1)
@@ -227,7 +227,7 @@ class OfRun(Row):
         return self.id, self.hardware
 
 
-class NaturalSaid(OfRun):
+class NaturalAnswer(OfRun):
     """Hold the doctor's answer about a natural run, before anything else was measured.
 
     `healthy` means that no remedy is forecast to gain more than a twentieth. `first` is the remedy
@@ -239,7 +239,7 @@ class NaturalSaid(OfRun):
     compiled: bool
     verdict: str | None
     healthy: bool
-    first: SaidRemedy | None
+    first: NamedRemedy | None
     commit: str | None = None
 
 
@@ -260,14 +260,14 @@ class MeasuredChange(Row):
 class NaturalOutcome(OfRun):
     """Hold the measured gain of each change of a natural run.
 
-    `first_change` is the first remedy of the answer, and `said` the commit whose code gave the
-    answer, where it is known. `left` are changes that were to be measured, and were not.
+    `first_change` is the first remedy of the answer, and `answer_commit` the commit whose code gave
+    the answer, where it is known. `left` are changes that were to be measured, and were not.
     """
 
     measured: list[MeasuredChange]
     first_change: list[str] | None
     left: list[list[str]] = []
-    said: str | None = None
+    answer_commit: str | None = Field(default=None, alias="said")
 
 
 class Trial(Row):
@@ -355,7 +355,7 @@ class Topic(Generic[T]):
         Refused and invalid rows are left out; `read` raises an error for invalid ones that stand.
         """
         file = results / f"{self.name}.jsonl"
-        for _, row, why in _told(file) if file.is_file() else ():
+        for _, row, why in _rows_with_reasons(file) if file.is_file() else ():
             try:
                 checked = self.shape.validate_python(row)
             except ValidationError:
@@ -376,14 +376,14 @@ DOCTOR: Topic[Fault | Healthy] = Topic(
     "doctor", TypeAdapter(Annotated[Fault | Healthy, Field(discriminator="measurement")])
 )
 FORECASTS = Topic("forecasts", TypeAdapter(Forecast))
-FORECASTS_SAID = Topic("forecasts_said", TypeAdapter(SaidGain))
+RECORDED_FORECASTS = Topic("forecasts_said", TypeAdapter(RecordedGain))
 OVERHEAD = Topic("overhead", TypeAdapter(Overhead))
 PLANS: Topic[Prediction | Outcome] = Topic(
     "plans", TypeAdapter(Annotated[Prediction | Outcome, Field(discriminator="kind")])
 )
 PICKS = Topic("picks", TypeAdapter(Pick))
 TUNER = Topic("tuner", TypeAdapter(Tuned))
-NATURAL_SAID = Topic("natural_said", TypeAdapter(NaturalSaid))
+NATURAL_ANSWERS = Topic("natural_said", TypeAdapter(NaturalAnswer))
 NATURAL = Topic("natural", TypeAdapter(NaturalOutcome))
 TRIALS = Topic("tuner_trials", TypeAdapter(Trial))
 NAMES = tuple(topic.name for topic in (DOCTOR, FORECASTS, OVERHEAD, PLANS, PICKS, TUNER, NATURAL))
@@ -392,12 +392,12 @@ NAMES = tuple(topic.name for topic in (DOCTOR, FORECASTS, OVERHEAD, PLANS, PICKS
 
 def standing(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield FILE:LINE and row, without retractions, retracted rows and points of a sweep."""
-    for where, row, why in _told(file):
+    for where, row, why in _rows_with_reasons(file):
         if why is None:
             yield where, row
 
 
-def _told(file: Path) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+def _rows_with_reasons(file: Path) -> Iterator[tuple[str, dict[str, Any], str | None]]:
     """Yield FILE:LINE, row and why it was retracted, without retractions and sweep points.
 
     Rows are numbered as retractions number them: from 1, blank lines left out.

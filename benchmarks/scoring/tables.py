@@ -41,7 +41,9 @@ def verdict_table(faults: Sequence[Class]) -> str:
     for one in faults:
         wrong = [
             f"{verdict} {times}"
-            for verdict, times in sorted(one.said.items(), key=lambda item: (-item[1], item[0]))
+            for verdict, times in sorted(
+                one.verdict_counts.items(), key=lambda item: (-item[1], item[0])
+            )
             if verdict not in one.expected
         ]
         healthy = one.fault == HEALTHY
@@ -95,16 +97,16 @@ def run_table(runs: Runs) -> str:
         return ""
     rows = [
         (
-            run.said.id,
-            run.said.hardware,
-            run.said.verdict or ABSTAINED,
+            run.answer.id,
+            run.answer.hardware,
+            run.answer.verdict or ABSTAINED,
             _first_remedy(run),
             "-" if run.first is None else _gain(run.first),
             _best(run.best),
             _gain(run.best.gain) if run.best else "-",
             "; ".join(_why(run)),
         )
-        for run in sorted(every, key=lambda run: (run.right, run.said.hardware, run.said.id))
+        for run in sorted(every, key=lambda run: (run.right, run.answer.hardware, run.answer.id))
     ]
     wrong = sum(not run.right for run in every)
     head = ("run", "on", "verdict", "first remedy", "gained", "best", "gained", "so it was")
@@ -123,8 +125,8 @@ def _why(run: Run) -> Iterator[str]:
 
 def _first_remedy(run: Run) -> str:
     """Render the remedy that was named first, or that the run was called healthy."""
-    words = f"`{' '.join(run.said.first.change)}`" if run.said.first else "none"
-    return f"healthy; {words}" if run.said.healthy else words
+    words = f"`{' '.join(run.answer.first.change)}`" if run.answer.first else "none"
+    return f"healthy; {words}" if run.answer.healthy else words
 
 
 def _best(change: Change | None) -> str:
@@ -189,8 +191,8 @@ def list_table(pairs: Pairs, taken: Sequence[tuple[Prediction, Outcome, str]]) -
     listed = [*((p, o, "") for p, o in pairs.scored), *taken]
     listed = [(p, o, why) for p, o, why in listed if p.step_s and o.step_s]
     rows, reasons = [], Counter[tuple[str, str, str]]()
-    for name in sorted({o.held_out_list for _, o, _ in listed}):
-        own = [(p, o, why) for p, o, why in listed if o.held_out_list == name]
+    for name in sorted({o.list_name for _, o, _ in listed}):
+        own = [(p, o, why) for p, o, why in listed if o.list_name == name]
         cells = [name, str(len({o.id for _, o, _ in own}))]
         for tier in TIERS:
             stand = Pairs([(p, o) for p, o, why in own if not why]).tier(tier).errors("step_s")

@@ -24,6 +24,7 @@ IN_TEXT: dict[str, str] = KNOWN["glossary"]["text"]
 ALLOWED: dict[str, str] = KNOWN["allowed"]
 """Name, text or file that may stay -> why."""
 NO_START = re.compile(r"(Of|Likewise|The same|And|So many|So|As one|That|Those|These|Such)\b")
+FILE_NAME = re.compile(r"\b(\w+)\.py\b")
 PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -79,9 +80,13 @@ def of_name(name: str) -> Iterator[str]:
 
 
 def of_text(text: str) -> Iterator[str]:
-    """Yield the field's words for what a reader shall not meet in a text."""
+    """Yield the field's words for what a reader shall not meet in a text.
+
+    The name of a Python file may stand in a text where the file may have it.
+    """
     if text in ALLOWED:
         return
+    text = FILE_NAME.sub(lambda file: "" if file[1] in ALLOWED else file[0], text)
     for pattern, instead in IN_TEXT.items():
         if found := re.search(rf"\b({pattern})\b", text, re.IGNORECASE):
             yield f'"{found[0]}" in a text: say {instead}'

@@ -20,6 +20,7 @@ SOURCE = Path("headrace/core/x.py")
         ("narrowest_phase = 1", "say bottleneck"),
         ("def f(trunk_s): ...", "say baseline"),
         ('raise ValueError("the narrowest station")', "in a text"),
+        ('PROGRAM = "python benchmarks/trunks.py"', "in a text"),
     ],
 )
 def test_each_kind_is_refused_when_it_is_put_back(source: str, problem: str) -> None:
@@ -31,6 +32,7 @@ def test_each_kind_is_refused_when_it_is_put_back(source: str, problem: str) -> 
     [
         'def f():\n    """Return the step time in seconds."""',
         'class A:\n    """A plan holds what is asked."""',
+        'PROGRAM = "python benchmarks/foresight.py"',
         'STEP_S = 1\n"""Seconds of a step at most."""',
     ],
 )

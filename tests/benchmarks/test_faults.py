@@ -138,7 +138,7 @@ def test_held_out_faults_take_hold(monkeypatch: pytest.MonkeyPatch) -> None:
             planted.train.step(None, [], index)
             Block.__call__(None, torch.ones(1))  # type: ignore[arg-type]
     assert [s > 0 for s in slept] == [False, True, False]
-    assert set(planted.HELD_OUT) <= set(planted.FAULTS)
+    assert set(planted.UNSEEN_FAULTS) <= set(planted.FAULTS)
     assert set(workloads.UNSEEN) <= set(workloads.WORKLOADS)
 
 

@@ -29,7 +29,7 @@ def test_the_fit_holds_what_it_promises_of_workloads_that_it_has_not_seen() -> N
 @pytest.mark.slow
 def test_the_interval_in_use_is_the_one_that_what_was_said_before_asks_for() -> None:
     """When rows come, ERROR follows: `forecast_error.py`. It holds 90% of receipts."""
-    said = forecast_error.said_before()
+    said = forecast_error.recorded_pairs()
     found = forecast_error.of_receipts()
     least, share, level = forecast_error.interval(said, found)
     assert (ERROR.least, ERROR.share) == (least, share)
@@ -38,7 +38,9 @@ def test_the_interval_in_use_is_the_one_that_what_was_said_before_asks_for() -> 
     assert f"{len({pair.workload for pair in said})} workloads" in ERROR.source
     shapes = Counter(pair.workload for pair in found)
     assert min(shapes["160m"], shapes["1b"]) >= 60 and len(found) >= 240 and 20 < len(shapes) < 40
-    assert forecast_error.held_by(found, ERROR.least, ERROR.share) >= forecast_error.OF_RECEIPTS
+    assert (
+        forecast_error.covered_share(found, ERROR.least, ERROR.share) >= forecast_error.OF_RECEIPTS
+    )
 
 
 def test_an_interval_is_widened_until_it_holds_what_it_has_not_seen(
@@ -66,7 +68,7 @@ def test_what_was_said_is_read_as_it_was_said(tmp_path: Path) -> None:
         {"retracts": 3},
     ]
     (tmp_path / "forecasts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (found,) = forecast_error.said_before(tmp_path)
+    (found,) = forecast_error.recorded_pairs(tmp_path)
     assert (found.workload, found.what) == ("1b eager", "+torch_compile")
     assert math.exp(found.predicted) == pytest.approx(1.25)
     assert math.exp(found.measured) == pytest.approx(1.5)
@@ -85,8 +87,8 @@ def test_what_a_fit_is_told_by() -> None:
     assert forecast_error._width(wide, 0.01, 0.5) > forecast_error._width(pair, 0.01, 0.5)
     assert forecast_error.covers(wide, 0.0, 0.2) and not forecast_error.covers(pair, 0.0, 0.2)
     pairs = [pair, forecast_error.Pair("w", "", 0.1, 0.1)]
-    assert forecast_error.held_by(pairs, 0.0, 0.0) == 0.5
-    assert forecast_error.held_by(pairs[:1], 0.0, 0.0) == 0.0
+    assert forecast_error.covered_share(pairs, 0.0, 0.0) == 0.5
+    assert forecast_error.covered_share(pairs[:1], 0.0, 0.0) == 0.0
 
 
 def test_receipts_are_scored_and_not_fitted_to() -> None:

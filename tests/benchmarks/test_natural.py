@@ -177,7 +177,7 @@ def test_the_first_remedy_and_the_best_are_timed_to_the_end() -> None:
     base = Sleeper("", 1.0)
     sides = [Sleeper(name, s) for name, s in (("+first", 0.9), ("+best", 0.5), ("+other", 1.0))]
     pace = natural_times.Pace(0.0, 2, 4, 0.1, 0.0)
-    natural_times.in_turn(base, sides, ("+first",), 1.0, pace)
+    natural_times.time_blocks(base, sides, ("+first",), 1.0, pace)
     assert [len(side.seconds) for side in sides] == [8, 8, 4]
     assert [len(side.beside) for side in sides] == [8, 8, 4]
 
@@ -186,12 +186,12 @@ def test_a_commit_is_told_where_the_checkout_does_not_know_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     receipts = natural.receipts
-    monkeypatch.setattr(receipts, "told", "f00dface")
+    monkeypatch.setattr(receipts, "given_commit", "f00dface")
     assert receipts.commit() == "f00dface"
-    monkeypatch.setattr(receipts, "told", None)
+    monkeypatch.setattr(receipts, "given_commit", None)
     here = receipts.commit()
     first = receipts._git("rev-list", "--max-parents=0", "HEAD").stdout.split()[0]
-    monkeypatch.setattr(receipts, "told", first)
+    monkeypatch.setattr(receipts, "given_commit", first)
     assert receipts.commit().endswith("-dirty") and here != receipts.commit()
 
 

@@ -57,7 +57,7 @@ def test_a_known_cost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         def on(self) -> float:
             return self.took(0.002)
 
-        def burst(self) -> float:
+        def profiled(self) -> float:
             self.loaded = 0.003
             return self.took(0.002, 0.5)
 

@@ -161,7 +161,7 @@ def test_verdicts_are_counted_as_the_numbers_are(tmp_path: Path) -> None:
     found = {c.fault: c for c in classes(_results(tmp_path / "results", "doctor"))}
     assert list(found) == ["slow_loader", "spikes", HEALTHY]
     assert (found["slow_loader"].right, found["slow_loader"].severities) == (3, 3)
-    assert found["spikes"].said == {"launch": 1} and found["spikes"].right == 0
+    assert found["spikes"].verdict_counts == {"launch": 1} and found["spikes"].right == 0
     assert found[HEALTHY].right == found[HEALTHY].n == 2
     files = render(tmp_path / "results")
     assert "| spikes | instability | 0 of 1 | 1 | 1 | launch 1 |" in files["page"]
@@ -281,7 +281,7 @@ def test_the_list_that_a_row_tells_holds_its_configuration() -> None:
             for name in choice["sets"]
         }
     where = {row.id: str(row.id).rpartition(": ")[2] for row in timed}  # CPU: PROCESSOR: NAME
-    assert [row.id for row in timed if where[row.id] not in held[row.held_out_list]] == []
+    assert [row.id for row in timed if where[row.id] not in held[row.list_name]] == []
 
 
 def test_every_program_that_the_page_names_is_there() -> None:
