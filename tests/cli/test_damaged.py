@@ -40,12 +40,12 @@ def rewritten(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     [
         (b"", "is empty"),
         (b"{", "is not whole JSON"),
-        (b"\xff\xfe", "is not UTF-8, by its byte 0"),
-        (b"no", "is no JSON: it begins with 'no'"),
-        (DEEP, "lists in lists too deep"),
-        (b"9" * 5000, "holds a NoneType, not a JSON object"),
-        (b"[]", "holds a list, not a JSON object"),
-        (b"null", "holds a NoneType, not a JSON object"),
+        (b"\xff\xfe", "by its byte 0"),
+        (b"no", "begins with 'no'"),
+        (DEEP, "too deep"),
+        (b"9" * 5000, "holds a NoneType"),
+        (b"[]", "holds a list"),
+        (b"null", "holds a NoneType"),
         (b"{}", "' is not in it"),
     ],
 )
@@ -74,7 +74,7 @@ def test_a_damaged_report_is_named_and_written_anew(
 def test_a_value_of_another_kind_is_told(key: str, value: Any, run: Path, call: Call) -> None:
     rewritten(run / "report.json", lambda report: report.update({key: value}))
     told = call("doctor", str(run), code=1)
-    assert "report.json is damaged, or of another version: a" in told["error"]
+    assert told["error"].startswith(f"{run / 'report.json'} is damaged, or of")
     assert told["remedy"].endswith(f"headrace train {run / 'plan.toml'} --resume")
 
 
@@ -101,7 +101,8 @@ def test_a_row_with_no_number_is_named(
     file = run / "metrics.jsonl"
     rewritten(file, lambda row: row.update({key: value}))
     told = call("doctor", str(run), code=1)
-    assert told["error"] == f"{file} is damaged: {key} of row 1 is {shown}, and no number"
+    assert told["error"].startswith(f"{file} is damaged")
+    assert f"{key} of row 1 is {shown}" in told["error"]
     mend, then = told["remedy"].split("; ")
     assert mend == f"mv {file} {file}.damaged" and then == f"headrace doctor {run}"
     file.rename(f"{file}.damaged")
@@ -120,10 +121,11 @@ def test_rows_that_are_none_are_told(harm: bytes, run: Path, call: Call) -> None
 
 def test_an_environment_that_is_no_object_is_told(run: Path, call: Call) -> None:
     (run / "environment.json").write_text('"cuda"')
-    with pytest.raises(RunError, match=r"environment\.json is damaged: it holds a str, not"):
+    with pytest.raises(RunError, match=r"environment\.json is damaged.*\bstr\b"):
         RunFolder(run).read("environment")
     (run / "environment.json").write_bytes(DEEP)
-    assert "too deep to be read" in call("report", str(run), code=2)["error"]
+    told = call("report", str(run), code=2)["error"]
+    assert str(run / "environment.json") in told and "too deep" in told
 
 
 @pytest.mark.parametrize("harm", [b"", DEEP, b'{"tokens": [], "val": []}', b'{"val": 3}'])
@@ -136,7 +138,9 @@ def test_a_curve_is_not_read_off_a_damaged_report(harm: bytes, run: Path, call: 
 def test_a_damaged_plan_of_a_run_is_named(run: Path, call: Call) -> None:
     (run / "plan.toml").write_text("[goal]\n")
     told = call("eval", str(run), code=2)
-    assert told["error"].startswith(f"{run / 'plan.toml'}: the plan has no goal")
+    assert told["error"].startswith(f"{run / 'plan.toml'}: ") and "no goal" in told["error"]
+    shown, recorded = run / "plan.toml", run / ".plan.toml"
+    assert told["remedy"] == f"cp {recorded} {shown}"
 
 
 def test_a_finding_that_changes_nothing_is_damaged(run: Path, call: Call) -> None:
@@ -202,7 +206,7 @@ def test_a_cpu_is_no_gpu_that_is_elsewhere(run: Path, call: Call) -> None:
 def test_an_ablation_is_given_time(minutes: str, run: Path, call: Call) -> None:
     plan = str(run / "plan.toml")
     told = call("ablate", plan, "--with", "selective_checkpoint", "--minutes", minutes, code=2)
-    assert "no time to measure in" in told["error"] and told["remedy"].startswith("--minutes")
+    assert f"{float(minutes)} minutes" in told["error"] and told["remedy"] == "--minutes 30"
 
 
 def test_more_layers_than_any_model_has_are_refused(run: Path, call: Call) -> None:
@@ -212,4 +216,4 @@ def test_more_layers_than_any_model_has_are_refused(run: Path, call: Call) -> No
 
 def test_a_family_is_a_name(run: Path, call: Call) -> None:
     told = call("plan", str(run / "plan.toml"), "model.family=[]", code=2)
-    assert "there is no model family []" in told["error"]
+    assert "no model family []" in told["error"]

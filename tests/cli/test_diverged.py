@@ -21,7 +21,7 @@ def test_a_checkpoint_that_diverged_unseen_is_no_place_to_go_on_from(
     call: Callable[..., Any], tiny_demo: list[str]
 ) -> None:
     told = call("train", *tiny_demo, *WILD, "goal.steps=1", "name=wild", code=1)
-    assert "after step 1 is nan" in told["error"] and "no checkpoint is known" in told["error"]
+    assert "step 1 is nan" in told["error"] and "no checkpoint is known" in told["error"]
     assert "--resume" not in told["remedy"] and "name=wild-again" in told["remedy"]
 
 
@@ -47,7 +47,8 @@ def test_the_last_checkpoint_that_was_evaluated_is_named(
     wild = str(workshop / "runs" / "tame-2" / "plan.toml")
     begun = ("--resume", "--checkpoint", "step-3")  # another rate is a new run that begins there
     told = call("train", plan, *WILD, "goal.steps=4", *begun, code=1)
-    assert "step-3 is the last checkpoint known to be sound" in told["error"]
+    assert "step-3 is the last" in told["error"]
+    assert "--resume --checkpoint step-3 " in told["remedy"]
     words = told["remedy"].removeprefix("headrace ").split()
     words = [wild if word.endswith("tame-2/plan.toml") else word for word in words]
     again = call(*[w for w in words if "lr=" not in w], "optimizer.lr=1e-3", "goal.steps=4")
@@ -69,7 +70,7 @@ def test_weights_too_large_to_compute_with_are_named_with_a_checkpoint_that_was_
         assert call(*words[1:])["exit_code"] == 0
     huge(1, 2)(run)
     told = call("eval", "large", "--checkpoint", "step-4", code=1)
-    assert "no earlier checkpoint is sound" in told["error"]
+    assert "no earlier checkpoint" in told["error"] and "--checkpoint" not in told["remedy"]
     assert told["remedy"].startswith("headrace train ") and "name=large-again" in told["remedy"]
 
 
@@ -82,7 +83,7 @@ def test_a_run_does_not_go_on_from_the_weights_that_gave_no_number(
     plan = str(workshop / "runs" / "stuck" / "plan.toml")
     huge(3)(workshop / "runs" / "stuck")
     told = call("train", plan, "--resume", "goal.steps=5", code=1)
-    assert "step-3 holds these weights; the largest number in them is 3e+38" in told["error"]
+    assert "step-3 holds these weights" in told["error"] and " 3e+38, in " in told["error"]
     assert "--checkpoint step-2 " in told["remedy"]
     assert call(*shlex.split(told["remedy"])[1:])["status"] == "done"
 
@@ -96,7 +97,7 @@ def test_a_checkpoint_of_weights_that_are_no_numbers_is_named_with_the_last_soun
         spoil(workshop / "runs" / "ends" / "checkpoints" / f"step-{step}")
     for verb in (("eval", "ends"), ("sample", "ends", "--prompt", "river", "--tokens", "4")):
         told = call(*verb, "--checkpoint", "step-4", code=1)
-        assert "step-4 holds weights that are NaN" in told["error"], told
+        assert "step-4 holds weights" in told["error"] and "NaN" in told["error"], told
         assert "2 numbers of " in told["error"] and "in model/" in told["error"]
         assert "step-2 is sound" in told["error"]
         words = shlex.split(told["remedy"])
@@ -105,7 +106,7 @@ def test_a_checkpoint_of_weights_that_are_no_numbers_is_named_with_the_last_soun
     for step in (2, 1):
         spoil(workshop / "runs" / "ends" / "checkpoints" / f"step-{step}")
     told = call("eval", "ends", "--checkpoint", "step-4", code=1)
-    assert "no earlier one is sound" in told["error"]
+    assert "no earlier one" in told["error"] and "--checkpoint" not in told["remedy"]
     assert told["remedy"].startswith("headrace train ") and "name=ends-again" in told["remedy"]
 
 

@@ -95,12 +95,12 @@ def test_every_verb_tells_what_is_lost(here: Path, lossy: tuple[Path, list[str],
     by_probe = lossy[2].startswith("comes")  # a sample reads no text
     assert bool(sampled.get("tokenizer_loses")) == by_probe
     assert sampled.get("tokenizer_loses", "") in loses
-    assert lossy[2] in loses and " bytes of a text of " in loses
+    assert lossy[2] in loses
     assert evaluated["tokenizer_loses"] == ingested["tokenizer_loses"] == loses
     raw = sum(file.stat().st_size for file in (here / "text").iterdir())
     counted = raw - 8 * 40 * (1 if "\\xe9" in loses else 2)
     assert about["lost_share"] == pytest.approx(1 - counted / raw)
-    assert f"stand for {counted:,} bytes of a text of {raw:,}" in loses
+    assert f" {counted:,} bytes of " in loses and f" text of {raw:,}" in loses
     assert "tokenizer loses" in (here / "runs/lossy/report.html").read_text()
 
 

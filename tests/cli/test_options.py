@@ -122,7 +122,7 @@ def test_the_page_of_one_run_goes_where_it_is_asked_to(call: Call, tmp_path: Pat
 def test_a_part_of_a_run_leads_to_the_run(call: Call, part: str, more: str) -> None:
     for verb in ("eval", "sample"):
         told = call(verb, f"{RUN}/{part}", code=2)
-        assert f"a part of the run {RUN}" in told["error"]
+        assert f"part of the run {RUN}" in told["error"]
         assert told["remedy"] == f"headrace {verb} {RUN}{more}"
         assert [*follow(told["remedy"])]
 

@@ -53,5 +53,6 @@ def test_a_pipe_is_told_as_such(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "text.jsonl")
     with pytest.raises(ConfigError) as caught:
         [*read_documents(str(pipe))]
-    assert "neither a file nor a folder" in caught.value.message
+    assert str(pipe) in caught.value.message and "neither a file nor" in caught.value.message
+    assert caught.value.remedy.text.startswith(f"cat {pipe} > TEXT.txt, ")
     assert "nearest" not in caught.value.message

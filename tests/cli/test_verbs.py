@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from headrace.cli.app import app
 from headrace.core.errors import UnsupportedError
+from headrace.costs.host import UNPROBED
 from headrace.plan.technique import installed
 from headrace.report.compare import compare_reports
 from headrace.train import train as trainer
@@ -356,14 +357,14 @@ def test_a_wrong_command_line_is_one_message_and_2(
 )
 def test_json_is_no_options_value(argv: tuple[str, ...], call: Callable[..., Any]) -> None:
     told = call(*argv, code=2)
-    assert told["error"] == f"{argv[-1]} needs a value, and --json is none"
+    assert told["error"].startswith(f"{argv[-1]} ") and "--json" in told["error"]
     assert told["remedy"] == f"{argv[-1]} VALUE --json"
 
 
 @pytest.mark.parametrize("verb", ["eval", "sample", "report", "doctor"])
 def test_an_unknown_run_names_the_nearest_and_2(verb: str, call: Callable[..., Any]) -> None:
     told = call(verb, "dmeo", code=2)
-    assert told["error"] == "dmeo is not a run; the nearest is demo"
+    assert told["error"].startswith("dmeo ") and "nearest is demo" in told["error"]
     assert told["remedy"] == f"headrace {verb} runs/demo"
 
 
@@ -374,10 +375,11 @@ def test_where_no_run_was_made_an_unknown_run_says_so_and_what_makes_one(
     (tmp_path / "empty").mkdir()
     for argv in (("doctor", "dmeo"), ("plan", "demo", "--after", "dmeo")):
         _, error = say(*argv, code=2)
-        assert error.startswith("error: dmeo is not a run; no run was made here yet\n  try: head")
-        assert "nearest" not in error and "headrace train demo, which makes one" in error
+        assert error.startswith("error: dmeo ") and "no run was made" in error
+        assert "nearest" not in error and "\n  try: headrace train demo" in error
     _, error = say("eval", "empty", code=2)
-    assert "empty is not a run: it has no plan.toml; no run was made here yet" in error
+    assert error.startswith("error: empty ") and "no run was made" in error
+    assert "no plan.toml" in error
 
 
 @pytest.mark.parametrize(
@@ -395,16 +397,19 @@ def test_what_may_be_traces_is_told_how_they_are_named(
     (workshop / meant).parent.mkdir(exist_ok=True)
     (workshop / meant).write_bytes(gzip.compress(b"{}"))
     told = call("doctor", name, code=2)
-    assert "is not a run" in told["error"] and "ends with .json or .json.gz" in told["error"]
+    assert "is not a run" in told["error"] and ".json or .json.gz" in told["error"]
     assert told["remedy"] == works
     mended = meant if name == "traces" else f"{meant}.json"
     (workshop / meant).rename(workshop / mended)
-    assert "is JSON, but no trace" in call("doctor", mended, code=2)["error"]
+    told = call("doctor", mended, code=2)
+    assert mended in told["error"] and "no list 'traceEvents'" in told["error"]
 
 
 def test_an_unknown_recipe_names_the_nearest_and_2(call: Callable[..., Any]) -> None:
     told = call("train", "dmeo", code=2)
-    assert "the nearest recipe is demo" in told["error"]
+    assert "nearest recipe is demo" in told["error"] and told["remedy"].startswith(
+        "headrace train demo"
+    )
 
 
 def test_an_unknown_format_and_checkpoint_are_2(call: Callable[..., Any]) -> None:
@@ -424,7 +429,7 @@ def test_one_technique_is_not_both_asked_for_and_left_out(
     call: Callable[..., Any], tiny_demo: list[str]
 ) -> None:
     told = call("explain", *tiny_demo, "--with", "muon", "--without", "muon", code=2)
-    assert "muon is asked for and left out" in told["error"]
+    assert "muon" in told["error"] and told["remedy"] == "--with muon alone"
 
 
 def test_the_clock_of_a_run_on_a_cpu_tells_of_its_plan_and_of_no_other(
@@ -432,13 +437,13 @@ def test_the_clock_of_a_run_on_a_cpu_tells_of_its_plan_and_of_no_other(
 ) -> None:
     report = json.loads(Path("runs/demo/report.json").read_text())
     found = call("plan", *tiny_demo, "--after", "demo")
-    assert found["step_s"] is None and "on the clock of demo" in found["until"]
+    assert found["step_s"] is None and "clock of demo" in found["until"]
     assert 3600 * found["hours"] == pytest.approx(report["wall_s"])
     found = call("plan", *tiny_demo, "--after", "demo", "batch.micro_sequences=1")
     assert found["hours"] == pytest.approx(0.05) and found["until"].endswith("latest 3 minutes")
     assert "demo ran otherwise (batch.micro_sequences)" in found["until"]
     told = call("plan", *tiny_demo, "--sweep", "--after", "demo", code=3)
-    assert "this CPU's rates are not known" in told["error"]
+    assert UNPROBED in told["error"]
     assert told["remedy"].startswith("headrace plan demo") and "--after" not in told["remedy"]
     found = call("plan", *tiny_demo)
     assert found["peak_bytes"] > 0 and found["fits"] == "yes" and "this CPU" in found["unknown"]

@@ -22,6 +22,7 @@ from headrace.doctor.loop_remedies import examine_loop, loop_remedies, technique
 from headrace.doctor.observation import masks_prompts
 from headrace.doctor.use import NO_PLAN
 from headrace.doctor.words import describe
+from headrace.doctor.words.answer import SHARE_ENDS
 from headrace.plan.changes import flat
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import BOTTLENECKS as KNOWN
@@ -205,9 +206,11 @@ def test_a_watched_loop_is_told_what_to_do_and_what_was_not_seen(tmp_path: Path)
     for row in found:
         assert row["sentence"] in text and row["not_measured"] in text
     ends = r"\+[\d.]+% to \+[\d.]+%"  # small ones have a digit behind the point
-    assert re.search(rf"{re.escape(more)}: {ends} \(between half and all of it\)", text)
+    assert re.search(rf"{re.escape(more)}: {ends} \({SHARE_ENDS}\)", text)
     assert "80%: " not in text and "in Headrace loader_workers" in text  # no interval is claimed
-    assert "no step was traced" in text and "gain not forecast (no plan" in text
+    assert "no step was traced" in text
+    why = [one["unknown"] for row in found for one in row["remedies"] if not one["gain"]]
+    assert any(NO_PLAN in one and f"gain not forecast ({one})" in text for one in why)
 
 
 def test_of_too_few_steps_that_is_said_first_and_nothing_is_forecast(tmp_path: Path) -> None:

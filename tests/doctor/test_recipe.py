@@ -89,7 +89,7 @@ def test_a_little_fewer_tokens_is_the_seeds(tmp_path: Path) -> None:
     less = 1 - FEWER_TOKENS / 2
     run(tmp_path, "other", sooner(less), optimizer={"lr": 3e-3})
     assert slower_than_another(tmp_path / "mine", mine) is None
-    assert differences(PLAN, PLAN) == "the same recipe: another seed"
+    assert differences(PLAN, PLAN).endswith("another seed")
 
 
 def test_a_seed_that_came_further_is_not_another_recipe(tmp_path: Path) -> None:

@@ -23,8 +23,11 @@ from headrace.doctor.words.answer import closing_verdict
 
 
 def test_two_runs_are_not_judged_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="one run is judged at a time"):
-        diagnose([tmp_path / "one", tmp_path / "two"])
+    one, two = tmp_path / "one", tmp_path / "two"
+    with pytest.raises(ConfigError, match="one run is judged") as caught:
+        diagnose([one, two])
+    assert str(one) in caught.value.message and str(two) in caught.value.message
+    assert caught.value.remedy.text == f"headrace doctor {one}"
     with pytest.raises(HeadraceError):
         diagnose([tmp_path / "one"])
 
@@ -64,7 +67,7 @@ def test_what_a_watch_saved_is_judged(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one at a time"):
         diagnose([file, file])
     file.write_text(file.read_text().replace('"wasted_token_fraction"', '"else"'))
-    with pytest.raises(RunError, match="is damaged, or of another version"):
+    with pytest.raises(RunError, match=r"watched\.json is damaged.*'wasted_token_fraction'"):
         diagnose([file])
 
 

@@ -211,8 +211,12 @@ def test_a_slow_rank_is_told_from_a_slow_link(cause: str, share: float, tmp_path
     assert all(f.bottleneck == "input" and f.share < first.share for f in others)
     (alone,) = diagnose_trace(paths[:1])
     assert alone.bottleneck == "interconnect" and alone.confidence == "inferred"
-    with pytest.raises(ConfigError, match="2 of the 2 traces are of rank 0"):
-        diagnose_trace([paths[0], shutil.copy(paths[0], tmp_path / "twin.json")])
+    twin = Path(shutil.copy(paths[0], tmp_path / "twin.json"))
+    with pytest.raises(ConfigError, match=r"^2 of the 2 ") as caught:
+        diagnose_trace([paths[0], twin])
+    assert all(part in caught.value.message for part in ("rank 0", paths[0].name, twin.name))
+    kept = [f"headrace doctor {path}" for path in (paths[0], twin)]
+    assert caught.value.remedy.text in kept, "one of each rank"
 
 
 def test_steps_without_marks_are_told_by_the_optimizer(tmp_path: Path) -> None:

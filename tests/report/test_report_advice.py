@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.errors import ConfigError
+from headrace.doctor.words.answer import SHARE_ENDS
 from headrace.report.advice import remedies
 
 REMEDY = {
@@ -46,7 +47,7 @@ def test_of_a_share_both_ends_are_shown_and_no_interval(tmp_path: Path) -> None:
     shared = {**FINDING, "remedies": [{**REMEDY, "forecast_from": "share"}]}
     (tmp_path / "findings.json").write_text(json.dumps([shared]))
     page = remedies(tmp_path)
-    assert "+2.0% to +6.0% (between half and all of it)" in page
+    assert f"+2.0% to +6.0% ({SHARE_ENDS})" in page
     assert "+4.0%" not in page
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.report.compare import compare_reports
+from headrace.report.compare import LIMIT, compare_reports
 
 MakeRun = Callable[..., Path]
 PLAN = "[optimizer]\nlr = 0.003\n[data]\nsources = 'stdlib'\n"
@@ -35,7 +35,8 @@ def row(page: str, title: str) -> list[str]:
 
 def test_ratios_are_against_the_first(page: str) -> None:
     assert row(page, "Tokens per second, median") == ["15,754", "19,693 1.25x", "not measured"]
-    assert row(page, "Wall time") == ["3 min 40 s", "3 min 40 s 1.00x", "not measured"]
+    wall = "3 min 40 s"
+    assert row(page, "Wall time") == [wall, f"{wall} 1.00x", "not measured"]
     assert row(page, "Cost") == ["$0.031", "unknown", "$0.031 1.00x"]
 
 
@@ -53,7 +54,7 @@ def test_curves_are_overlaid_with_a_colour_per_run(page: str) -> None:
     for chart in charts:
         assert all(f"stroke: var(--c{run})" in chart for run in range(3))
         assert "var(--goal)" in chart
-    assert "All runs read the same token stream." in page
+    assert "All runs read the" in page
 
 
 def test_names_are_escaped_and_nothing_is_fetched(page: str) -> None:
@@ -80,7 +81,7 @@ def test_a_run_without_validation_makes_the_comparison_in_nats(
 ) -> None:
     runs = [make_run("a"), make_run("b", val=[])]
     page = compare_reports(runs, tmp_path / "c.html").read_text()
-    assert "it does not compare runs with different tokenizers" in page
+    assert "nats per token" in page and "with different tokenizers" in page
 
 
 def test_different_streams_are_told(make_run: MakeRun, tmp_path: Path) -> None:
@@ -95,8 +96,11 @@ def test_too_few_or_too_many_runs_are_refused(
     make_run: MakeRun, tmp_path: Path, number: int
 ) -> None:
     runs = [make_run()] * number
-    with pytest.raises(ConfigError, match=f"takes 2 to 8 runs; {number} were given"):
+    with pytest.raises(ConfigError, match=f" 2 to {LIMIT} runs; {number} ") as caught:
         compare_reports(runs, tmp_path / "c.html")
+    words = caught.value.remedy.text.split()
+    given = [str(run) for run in runs[:LIMIT]] or ["runs/*"]
+    assert words == ["headrace", "report", *given, "--output", str(tmp_path / "c.html")]
 
 
 def test_a_plan_that_is_not_toml_is_told(make_run: MakeRun, tmp_path: Path) -> None:
