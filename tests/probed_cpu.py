@@ -7,18 +7,18 @@ from headrace.costs.rates import (
     Absent,
     AttentionPoint,
     AttentionRates,
+    LinearMatmul,
     LinearRates,
     MatmulPoint,
     MeasuredStep,
     PieceRates,
     StreamPoint,
     StreamRates,
-    Way,
 )
 
 FLOPS, BYTES_PER_S, BEGIN_S = 100e9, 10e9, 5e-6
 """FLOP/s of matmuls and attention, bytes/s of other work, and seconds that starting one takes."""
-WAYS: tuple[Way, ...] = ("result", "input", "weight")
+LINEAR_MATMULS: tuple[LinearMatmul, ...] = ("result", "input", "weight")
 SHAPES = ((4096, 384, 128), (512, 128, 128), (2048, 2048, 256))
 PIECES = ("norms", "activation", "rope", "loss", "qk_norm", "residual", "residual_out", "embedding")
 UPDATES = ("gradients/backward", "clip/optimizer", "update/optimizer")
@@ -53,10 +53,10 @@ def probed_cpu(*steps: MeasuredStep, flops: float = FLOPS, threads: int = 2) -> 
         processors=threads,
         launch_s=1e-6,
         traffic=StreamRates(BEGIN_S, 5 * BYTES_PER_S),
-        products=(),
+        matmuls=(),
         attention=attention,
         absent=(Absent("captured graphs", "a CPU has none"),),
-        linears=tuple(LinearRates(way, "fp32", products) for way in WAYS),
+        linears=tuple(LinearRates(matmul, "fp32", products) for matmul in LINEAR_MATMULS),
         pieces=tuple(
             PieceRates(n, n in UPDATES or n.startswith("embedding"), moved)
             for n in (*names, *UPDATES)

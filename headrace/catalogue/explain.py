@@ -9,9 +9,9 @@ import torch
 from headrace.assemble.build import check_weights, make_ledger
 from headrace.assemble.context import check_supported
 from headrace.assemble.sockets import COMPOSED, SOCKETS
-from headrace.core.command import again
+from headrace.core.command import rerun
 from headrace.core.errors import ConfigError, alike
-from headrace.core.known import told_of
+from headrace.core.known import describe_known
 from headrace.core.strict import meanings
 from headrace.core.units import format_bytes, format_count
 from headrace.costs.ledger import WORDS
@@ -119,12 +119,12 @@ def check_explained(
     if graph:
         raise ConfigError(
             f"--graph looks at a plan, and {what} is a technique",
-            again((what, "demo"), verb="explain") + f" --with {what}",
+            rerun((what, "demo"), verb="explain") + f" --with {what}",
         )
     if changes:
         raise ConfigError(
             f"what stands behind {what} changes a plan, and {what} is a technique",
-            again((what, "demo"), verb="explain") + f" --with {what}",
+            rerun((what, "demo"), verb="explain") + f" --with {what}",
         )
 
 
@@ -133,9 +133,9 @@ def nothing_to_explain(what: str, known: Catalogue, plans: Iterable[str]) -> Con
     run = Path("runs", what, "plan.toml")
     message = f"{what!r} is no plan, recipe or technique"
     if what and run.is_file():
-        return ConfigError(f"{message}; it is a run", again((what, run), verb="explain"))
+        return ConfigError(f"{message}; it is a run", rerun((what, run), verb="explain"))
     near = alike(what, [*known.techniques, *plans])
-    if method := told_of(what):
+    if method := describe_known(what):
         message, first = method
         near = first if first in known.techniques else ""
         message = message
@@ -143,7 +143,7 @@ def nothing_to_explain(what: str, known: Catalogue, plans: Iterable[str]) -> Con
         message += f"; the nearest is {near}"
     return ConfigError(
         message,
-        again((what, near), verb="explain")
+        rerun((what, near), verb="explain")
         if near
         else "headrace list for the techniques, headrace list --recipes for the recipes",
     )

@@ -8,7 +8,7 @@ import typer
 from headrace.cli.arguments import DeviceName, Json, With, Without
 from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import exit_codes, show_json, show_table
-from headrace.core.command import again
+from headrace.core.command import rerun
 from headrace.core.errors import ConfigError
 from headrace.core.files import shell
 from headrace.core.loading import loading
@@ -46,7 +46,7 @@ def doctor(
         elif with_ or without:
             raise ConfigError(
                 f"--with and --without change a plan, and {first} is none",
-                again((first, _plan_of(first)), verb="doctor"),
+                rerun((first, _plan_of(first)), verb="doctor"),
             )
         elif len(what) > 1 or (first.name.endswith(TRACES) and not first.is_dir()):
             found = advice.advise_loop(what, catalogue())
@@ -79,10 +79,10 @@ def _judged_run(what: Path) -> Path:
             raise ConfigError(f"{what} is empty", error.remedy) from None
         if what.is_file() and (what.parent / "plan.toml").is_file():
             message = f"{what} is a file of a run, and a run is judged by its folder"
-            raise ConfigError(message, again((what, what.parent), verb="doctor")) from None
+            raise ConfigError(message, rerun((what, what.parent), verb="doctor")) from None
         if what.is_file():  # gzip is recognised by its content
             named = f"{what}{TRACES[0]}"
-            command = again((what, named), verb="doctor")
+            command = rerun((what, named), verb="doctor")
             remedy = f"mv {shell(what)} {shell(named)}, if it is one; {command}"
         elif ending:
             remedy = f"headrace doctor {shell(what)}/*{ending}"

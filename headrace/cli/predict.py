@@ -1,6 +1,5 @@
 """This module holds the verb `plan`, which predicts a run, and `probe`, which measures rates."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -97,7 +96,7 @@ def probe(
         if machine is None:  # the first rank prints the result
             return
         if json:
-            show_json({"machine": asdict(machine), "file": str(probes.path(where))})
+            show_json({"machine": machine.to_dict(), "file": str(probes.path(where))})
             return
         show_table(["what", "reached"], table(machine), machine.name)
         print(f"kept in {probes.path(where)}")

@@ -58,7 +58,7 @@ def train(
         }
         try:
             if resume:
-                more = {**changes, "tell": progress.note, "checkpoint": checkpoint}
+                more = {**changes, "note": progress.note, "checkpoint": checkpoint}
                 wanted = plan_to_resume(wanted, run_of(plan), catalogue(), **more)
             result = trainer.run(
                 wanted,

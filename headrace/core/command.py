@@ -91,7 +91,7 @@ def train_command(run: Path, *words: str) -> str:
     return " ".join([f"{headrace()} train", shell(run / "plan.toml"), *words])
 
 
-def train_again(run: Path, *words: str) -> str:
+def rerun_train(run: Path, *words: str) -> str:
     """Return `headrace train` for a run's own plan, with the typed words that the plan lacks.
 
     Args:
@@ -99,7 +99,7 @@ def train_again(run: Path, *words: str) -> str:
         words: what the remedy changes, each as a shell takes it. They come after the user's words,
             and replace those that set the same key or option.
     """
-    typed_pairs = [*_said(_TYPED)] if _TYPED.words[:1] == ["train"] else []
+    typed_pairs = [*_pairs_behind_plan(_TYPED)] if _TYPED.words[:1] == ["train"] else []
     new = shlex.split(" ".join(words), comments=False)
     changed = {_key(pair) for pair in Typed(new, (*CHANGES, "--checkpoint")).pairs()}
     resumes = "--resume" in changed
@@ -107,14 +107,14 @@ def train_again(run: Path, *words: str) -> str:
         pair
         for pair in typed_pairs
         if not _replaced(pair, changed)
-        and not _is_said(pair, run)
+        and not _is_in_plan(pair, run)
         and (pair[0] != "--checkpoint" or resumes)
         and pair[0] != "--resume"
     ]
     return train_command(run, *(" ".join(_words(*pair)) for pair in kept), *words)
 
 
-def again(*instead: tuple[str | Path, str | Path], verb: str, ranks: int | None = None) -> str:
+def rerun(*instead: tuple[str | Path, str | Path], verb: str, ranks: int | None = None) -> str:
     """Return the user's command with some of its words replaced.
 
     Args:
@@ -137,7 +137,7 @@ def again(*instead: tuple[str | Path, str | Path], verb: str, ranks: int | None 
     return " ".join([headrace(ranks), *parts])
 
 
-def again_with(option: str, value: str, *, verb: str) -> str:
+def rerun_with(option: str, value: str, *, verb: str) -> str:
     """Return the user's command with an option set, which replaces the same option if typed.
 
     Args:
@@ -174,7 +174,7 @@ def renamed(technique: str, other: str, *words: str) -> str:
     return " ".join([headrace(), *parts, *words]) if met else ""
 
 
-def again_without(option: str, *, verb: str) -> str:
+def rerun_without(option: str, *, verb: str) -> str:
     """Return the user's command without an option and its value.
 
     Args:
@@ -188,7 +188,7 @@ def again_without(option: str, *, verb: str) -> str:
     return " ".join([headrace(), *(parts or [verb])])
 
 
-def plan_again(verb: str, *words: str) -> str:
+def rerun_plan(verb: str, *words: str) -> str:
     """Return a command of another verb on the plan that the user named, with the same changes.
 
     Args:
@@ -199,7 +199,11 @@ def plan_again(verb: str, *words: str) -> str:
     plain = [value for option, value in _TYPED.pairs() if not option][len(_verb(_TYPED)) :]
     new = shlex.split(" ".join(words))
     changed = {_key(pair) for pair in Typed(new, CHANGES).pairs()}
-    kept = [p for p in _said(_TYPED) if p[0] in ("", *CHANGES) and not _replaced(p, changed)]
+    kept = [
+        p
+        for p in _pairs_behind_plan(_TYPED)
+        if p[0] in ("", *CHANGES) and not _replaced(p, changed)
+    ]
     kept_words = [" ".join(_words(*pair)) for pair in kept]
     plan = shell(_plan_of(plain[0])) if plain else "PLAN"
     return " ".join([headrace(), verb, plan, *kept_words, *words])
@@ -220,7 +224,7 @@ def _verb(command: Typed) -> list[str]:
     return command.words[: 2 if command.words[:1] == ["data"] else 1]
 
 
-def _said(command: Typed) -> Iterator[tuple[str, str]]:
+def _pairs_behind_plan(command: Typed) -> Iterator[tuple[str, str]]:
     """Yield the (option, value) pairs behind the verb and its plan or run, except `--json`."""
     plain = len(_verb(command)) + 1
     for option, value in command.pairs():
@@ -273,7 +277,7 @@ def _replaced(pair: tuple[str, str], changed: Collection[str]) -> bool:
     )
 
 
-def _is_said(pair: tuple[str, str], run: Path) -> bool:
+def _is_in_plan(pair: tuple[str, str], run: Path) -> bool:
     """Return whether a run's own plan already holds what this word sets."""
     option, value = pair
     try:

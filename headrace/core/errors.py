@@ -155,9 +155,9 @@ class MemoryFull(UnsupportedError):
         super().__init__(f"{what} does not fit in memory: {first}", remedy)
 
 
-def _bytes(told: str) -> float:
+def _bytes(size: str) -> float:
     """Return the bytes of a size as torch writes it: "1.5 GiB"."""
-    number, unit = told.split()
+    number, unit = size.split()
     return float(number) * UNITS.get(unit, 0)
 
 

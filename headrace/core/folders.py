@@ -127,7 +127,7 @@ def refuse_no_tokenizer(folder: Path, key: str) -> None:
     )
 
 
-def fetched_again(folder: Path) -> str:
+def refetch_command(folder: Path) -> str:
     """Return the command that writes a folder of a model anew: of a run's export, or of the Hub.
 
     Args:

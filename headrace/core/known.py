@@ -349,7 +349,7 @@ BY_KEY: dict[str, str] = {
 """Each name of what a plan does by a key, with that key and a value."""
 
 
-def told_of(name: str) -> tuple[str, str] | None:
+def describe_known(name: str) -> tuple[str, str] | None:
     """Return what a user is told of a well-known `name` that is not here; None of any other.
 
     The second part is the nearest technique, or the key that does it; empty where nothing does.

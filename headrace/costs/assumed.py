@@ -61,7 +61,7 @@ H200_PEAK = 989e12
 class Family:
     """A family holds devices that reach like shares of their peaks."""
 
-    products: Mapping[str, float]
+    matmuls: Mapping[str, float]
     """precision -> share of its peak reached; the devices lack a precision that is missing"""
     attention: Mapping[str, tuple[float, float]]
     """kernel -> shares of the bf16 peak reached forward and backward (of 2.5 times the FLOPs);
@@ -113,7 +113,7 @@ that timing it took (probes/clock.py). Of flex only 2,048 tokens were probed: it
 probed."""
 
 HOPPER = Family(
-    products={
+    matmuls={
         "bf16": 795 / 989,
         "fp16": 730 / 989,
         "fp8": 1517 / 1978,
@@ -140,7 +140,7 @@ HOPPER = Family(
 )
 
 AMPERE = Family(
-    products={"bf16": 0.82, "fp16": 0.82, "tf32": 0.8, "fp32": 0.85},
+    matmuls={"bf16": 0.82, "fp16": 0.82, "tf32": 0.8, "fp32": 0.85},
     attention={
         "cudnn": (0.55, 0.45),
         "flash": (0.55, 0.45),
@@ -159,7 +159,7 @@ AMPERE = Family(
 )
 
 ADA = Family(
-    products={"bf16": 0.8, "fp16": 0.8, "fp8": 0.75, "tf32": 0.8, "fp32": 0.7},
+    matmuls={"bf16": 0.8, "fp16": 0.8, "fp8": 0.75, "tf32": 0.8, "fp32": 0.7},
     attention={
         "cudnn": (0.6, 0.5),
         "flash": (0.6, 0.5),
@@ -177,7 +177,7 @@ ADA = Family(
 )
 
 TURING = Family(
-    products={"fp16": 0.75, "fp32": 0.8},
+    matmuls={"fp16": 0.75, "fp32": 0.8},
     attention={"efficient": (0.3, 0.22)},
     traffic=0.8,
     kernel_s=3 * MICROSECOND,
@@ -192,7 +192,7 @@ TURING = Family(
 FAMILIES: Mapping[str, Family] = {
     "hopper": HOPPER,
     "blackwell": Family(
-        products={"bf16": 0.72, "fp16": 0.72, "fp8": 0.65, "tf32": 0.7, "fp32": 0.75},
+        matmuls={"bf16": 0.72, "fp16": 0.72, "fp8": 0.65, "tf32": 0.7, "fp32": 0.75},
         attention={
             "cudnn": (0.5, 0.4),
             "flash": (0.15, 0.12),
@@ -225,7 +225,7 @@ FAMILIES: Mapping[str, Family] = {
     "turing": TURING,
     "volta": TURING,
     "cpu": Family(
-        products={"fp32": 0.7, "bf16": 0.5},
+        matmuls={"fp32": 0.7, "bf16": 0.5},
         attention={"flash": (0.4, 0.3)},
         traffic=0.6,
         kernel_s=3 * MICROSECOND,

@@ -37,7 +37,7 @@ class RuleTraffic:
         states: of Z x G x K x K in each row.
         steps: of the same size, where one state is made of the last.
         kernels: how many kernels, forward and backward, it takes beside the matmuls.
-        products: how many matmuls it takes, forward and backward.
+        matmuls: how many matmuls it takes, forward and backward.
         fused: share of its time that a compiler leaves.
     """
 
@@ -48,7 +48,7 @@ class RuleTraffic:
     states: float
     steps: float
     kernels: tuple[int, int]
-    products: tuple[int, int]
+    matmuls: tuple[int, int]
     fused: float
 
 
@@ -157,7 +157,7 @@ def _streams(sizes: Mapping[str, float], rule: Rule, chunk: int) -> dict[str, Wo
             loose=LOOSE,
         )
         # Their bytes are counted; of each there is a launch.
-        streams[f"products_{phase}"] = Stream(phase, layers, 0.0, moved.products[index])
+        streams[f"products_{phase}"] = Stream(phase, layers, 0.0, moved.matmuls[index])
         if moved.steps:  # a product and a sum for each chunk; backward two products and a sum
             streams[f"steps_{phase}"] = Stream(
                 phase, layers, times * moved.steps * state, chunks * (2 + index)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from headrace.core.errors import UnsupportedError
 from headrace.costs.constants import number
 from headrace.costs.machine import PROBE, Machine
-from headrace.costs.rates import Way
+from headrace.costs.rates import LinearMatmul
 from headrace.costs.step import StepTime
 from headrace.costs.work import (
     Attention,
@@ -78,7 +78,7 @@ def _seconds(name: str, piece: Work, machine: Machine) -> float:
     raise UnsupportedError("what ranks on one processor send each other was not timed", "")
 
 
-def _linear_matmul(name: str) -> Way:
+def _linear_matmul(name: str) -> LinearMatmul:
     """Return which matmul of its linear a piece is, by the end of its name."""
     end = name.removesuffix("/again").rpartition("/")[2].rpartition("_")[2]
     return "input" if end == "input" else "weight" if end == "weight" else "result"

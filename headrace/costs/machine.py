@@ -28,7 +28,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +51,7 @@ from headrace.costs.rates import (
     Absent,
     AttentionPoint,
     AttentionRates,
+    LinearMatmul,
     LinearRates,
     MatmulPoint,
     MatmulRates,
@@ -59,13 +60,13 @@ from headrace.costs.rates import (
     Ratio,
     Shape,
     StreamRates,
-    Way,
     between,
     checked,
     met,
     place,
     plain_attention,
     plain_matmul,
+    to_table,
 )
 
 FORMAT = 3
@@ -106,7 +107,7 @@ class Machine:
     """one kernel that reads and writes so many bytes in all; its floor is every kernel's"""
     to_host: StreamRates
     from_host: StreamRates
-    products: tuple[MatmulRates, ...]
+    matmuls: tuple[MatmulRates, ...]
     attention: tuple[AttentionRates, ...]
     absent: tuple[Absent, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -186,7 +187,7 @@ class Machine:
         """Return the seconds of one copy between the device and pinned memory of the host."""
         return (self.to_host if to_host else self.from_host).seconds(bytes)
 
-    def linear_s(self, way: Way, precision: str, m: int, n: int, k: int) -> float:
+    def linear_s(self, matmul: LinearMatmul, precision: str, m: int, n: int, k: int) -> float:
         """Return the seconds of one of a linear layer's matmuls on a CPU.
 
         A precision whose linears were not timed is as much slower as its square matmuls are.
@@ -194,10 +195,11 @@ class Machine:
         Raises:
             UnsupportedError: the precision was not measured.
         """
-        key = ("linear", way, precision, m, n, k)
+        key = ("linear", matmul, precision, m, n, k)
         if key not in self._memory:
-            known = {(one.way, one.precision): one for one in self.linears}
-            measured, plain = known.get((way, precision)), known.get((way, "fp32"))  # type: ignore[arg-type]
+            known: dict[tuple[LinearMatmul, str], LinearRates]
+            known = {(one.matmul, one.precision): one for one in self.linears}
+            measured, plain = known.get((matmul, precision)), known.get((matmul, "fp32"))
             if measured is not None:
                 self._memory[key] = measured.seconds(m, n, k, self.launch_s)
             elif plain is None or precision == "fp32":
@@ -238,7 +240,7 @@ class Machine:
 
         return replace(
             self,
-            products=tuple(self._at(p, lambda p: p.flops / p.seconds) for p in self.products),
+            matmuls=tuple(self._at(p, lambda p: p.flops / p.seconds) for p in self.matmuls),
             attention=tuple(attention(a) if a.points else a for a in self.attention),
         )
 
@@ -258,12 +260,12 @@ class Machine:
 
     @cached_property
     def _matmuls(self) -> dict[str, MatmulRates]:
-        return {p.what: p for p in self.products}
+        return {p.what: p for p in self.matmuls}
 
     @cached_property
     def _anchored(self) -> dict[str, MatmulRates]:
         """Return the rates of matmuls by precision, each with the rate of one point."""
-        return {p.what: self._at(p, lambda p: min(p.sizes)) for p in self.products}
+        return {p.what: self._at(p, lambda p: min(p.sizes)) for p in self.matmuls}
 
     @cached_property
     def _kernels(self) -> dict[tuple[str, bool], AttentionRates]:
@@ -305,9 +307,13 @@ class Machine:
 
     # --- files --------------------------------------------------------------------------------
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values, by the keys of files."""
+        return to_table(self)
+
     def to_json(self) -> str:
         """Return everything as a text that people can read too."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        return json.dumps({"format": FORMAT, **self.to_dict()}, indent=1) + "\n"
 
     def write(self, path: Path) -> None:
         """Keep it as a file, aside and renamed, so that a reader finds a whole one."""
@@ -405,12 +411,12 @@ def _assumed(hardware: Hardware) -> Machine:
         traffic=StreamRates(family.kernel_s, bandwidth * family.traffic),
         to_host=link,
         from_host=link,
-        products=(),
+        matmuls=(),
         attention=(),
         absent=_absent(family),
     )
     matmuls = []
-    for precision, share in family.products.items():
+    for precision, share in family.matmuls.items():
         peak = peaks[FACTORS[precision][0]] * FACTORS[precision][1]
         point = MatmulPoint(m, n, k, 2 * m * n * k / (peak * share * hardware.sustained))
         matmuls.append(MatmulRates(precision, peak, (point,)))  # type: ignore[arg-type]
@@ -419,9 +425,9 @@ def _assumed(hardware: Hardware) -> Machine:
         AttentionRates(kernel, backward, half, points)  # type: ignore[arg-type]
         for kernel, backward, points in _attention_points(family, half)
     ]
-    rate = half * family.products.get("bf16", family.products.get("fp16", 1.0))
+    rate = half * family.matmuls.get("bf16", family.matmuls.get("fp16", 1.0))
     attention += [AttentionRates("math", backward, rate) for backward in (False, True)]
-    return replace(whole, products=tuple(matmuls), attention=tuple(attention)).fitted()
+    return replace(whole, matmuls=tuple(matmuls), attention=tuple(attention)).fitted()
 
 
 def _attention_points(
@@ -458,7 +464,7 @@ def _absent(family: Family) -> tuple[Absent, ...]:
     return tuple(
         Absent(f"products in {precision}", "its datasheet names no such rate")
         for precision in FACTORS
-        if precision not in family.products
+        if precision not in family.matmuls
     )
 
 

@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -158,7 +158,7 @@ class AttentionRates:
         return self.kernel, self.backward
 
 
-Way = Literal["result", "input", "weight"]
+LinearMatmul = Literal["result", "input", "weight"]
 """A linear layer's three matmuls: its result, and the gradients of its input and its weight."""
 
 
@@ -166,7 +166,7 @@ Way = Literal["result", "input", "weight"]
 class LinearRates:
     """Rates of a linear are those of one of its matmuls, as a CPU's step lays out its operands."""
 
-    way: Way
+    matmul: LinearMatmul
     precision: Precision
     points: tuple[MatmulPoint, ...]
 
@@ -323,6 +323,13 @@ def place(*sizes: float) -> tuple[float, ...]:
 MAY_BE_ZERO = frozenset({"context_bytes"})
 LATER = frozenset({"links", "linears", "pieces", "steps", "half"})
 """Fields with defaults that files from before they were measured lack; any other must be there."""
+FILE_KEYS = {"matmuls": "products", "matmul": "way"}
+"""Field -> its key in files and JSON, where the key is an older word that must stay."""
+
+
+def to_table(instance: Any) -> dict[str, Any]:
+    """Return a dataclass and those within it as tables, by the keys that `checked` reads."""
+    return asdict(instance, dict_factory=lambda pairs: {FILE_KEYS.get(k, k): v for k, v in pairs})
 
 
 def checked(kind: type[T], value: Any, where: str = "") -> T:
@@ -363,13 +370,14 @@ def _table(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
     if type(value) is not dict:
         raise _wrong(where or "the whole", value, "a table")
     types = get_type_hints(kind)
+    fields = {FILE_KEYS.get(name, name): name for name in types}
     prefix = f"{where}." if where else ""
-    for name in value.keys() ^ types.keys():
-        if name in value or name not in LATER:
-            fault = "missing" if name in types else "not a key of it"
-            raise ValueError(f"{prefix}{name} is {fault}")
-    given = types.keys() & value.keys()
-    return {n: checked(types[n], value[n], f"{prefix}{n}") for n in types if n in given}
+    for key in value.keys() ^ fields.keys():
+        if key in value or key not in LATER:
+            fault = "missing" if key in fields else "not a key of it"
+            raise ValueError(f"{prefix}{key} is {fault}")
+    given = {name: key for key, name in fields.items() if key in value}
+    return {name: checked(types[name], value[key], f"{prefix}{key}") for name, key in given.items()}
 
 
 def _wrong(where: str, value: Any, wanted: str) -> ValueError:

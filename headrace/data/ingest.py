@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.core.command import train_again
+from headrace.core.command import rerun_train
 from headrace.core.errors import (
     ConfigError,
     MemoryFull,
@@ -172,7 +172,7 @@ def reopen(
             raise ConfigError(
                 f"the data of this run is gone: its shards are not in {places[1]} any more, and "
                 f"data.sources = {', '.join(plan.source_list)} cannot be prepared again",
-                f"{train_again(run, 'name=NEW', 'data.sources=PATH')} for a new run, or the "
+                f"{rerun_train(run, 'name=NEW', 'data.sources=PATH')} for a new run, or the "
                 f"shards back into {places[1]}, or the text where it was",
             ) from error
     text = {thing: digest for thing, digest in was.items() if thing != "mixture"}  # the plan's own
@@ -197,7 +197,7 @@ def _remade(plan: Plan, folder: Path, run: Path, *, older: bool) -> str:
     except (ConfigError, OSError):  # what they were made from is gone
         words.append("data.sources=PATH")
     return (
-        f"{train_again(run, *words)} for a new run, since the text is not what these shards were "
+        f"{rerun_train(run, *words)} for a new run, since the text is not what these shards were "
         f"made from any more; or a copy of {folder} in its place"
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.core.command import train_again
+from headrace.core.command import rerun_train
 from headrace.core.errors import ConfigError
 from headrace.core.files import printable
 from headrace.data import left_out
@@ -116,7 +116,7 @@ def check_same_data(was: Mapping[str, str], now: Mapping[str, str], where: str, 
         digests = ", ".join(f"{t} {was[t][:12]} -> {str(now.get(t))[:12]}" for t in changed)
         raise ConfigError(
             f"the {things} changed since the run was trained ({digests}); {where}",
-            f"{train_again(run, 'name=NEW')} for a new run, or the {things} of then in its place",
+            f"{rerun_train(run, 'name=NEW')} for a new run, or the {things} of then in its place",
         )
 
 

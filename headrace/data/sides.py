@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.core.command import plan_again
+from headrace.core.command import rerun_plan
 from headrace.core.remedy import as_remedy, mend
 from headrace.core.units import format_bytes
 from headrace.data.heldout import LEAST, LONG_LINE, Overlap, Record
@@ -117,7 +117,7 @@ class Sides:
             return Doubt(
                 f"whether text of data.validation = {self.asked} is trained on too is not known: "
                 "an earlier version prepared these shards",
-                as_remedy(f"{plan_again('train', 'name=NEW')} for a new run, which prepares again"),
+                as_remedy(f"{rerun_plan('train', 'name=NEW')} for a new run, which prepares again"),
                 kind="overlap_unknown",
             )
         overlap = self.overlap

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from headrace.core.command import again
+from headrace.core.command import rerun
 from headrace.core.errors import RunError
 from headrace.core.files import shell
 from headrace.doctor.findings import Finding
@@ -157,7 +157,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     aside = f"mv {shell(file)} {shell(f'{file}.damaged')}"
-    mend = f"{aside}; {again((file.parent, file.parent), verb='doctor')}"
+    mend = f"{aside}; {rerun((file.parent, file.parent), verb='doctor')}"
     try:
         lines = [n for n in file.read_text().splitlines() if n.strip()] if file.exists() else []
     except (OSError, ValueError) as error:

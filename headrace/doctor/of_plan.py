@@ -33,7 +33,7 @@ def _in_fp32(plan: Plan, context: Context, machine: Machine) -> list[Finding]:
     """Return that matmuls are of fp32 numbers, where a GPU has faster ones."""
     work = make_ledger(plan, context).work.values() if context.device == "cuda" else ()
     wide = any(isinstance(piece, Matmul) and piece.precision == "fp32" for piece in work)
-    if not wide or not any(known.precision == "bf16" for known in machine.products):
+    if not wide or not any(known.precision == "bf16" for known in machine.matmuls):
         return []
     wide_s, half_s = (machine.matmul_s(p, *ANCHOR_MATMUL) for p in ("fp32", "bf16"))
     return [Finding(Kind.PLAN_IN_FP32, 0.0, {"fp32_s": wide_s, "bf16_s": half_s}, "inferred")]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from headrace.assemble.context import elsewhere, make_context
-from headrace.core.command import again
+from headrace.core.command import rerun
 from headrace.core.errors import ConfigError, HeadraceError, RunError
 from headrace.core.files import parse_object, shell
 from headrace.costs.machine import Machine
@@ -175,7 +175,7 @@ def rows_of(folder: Path) -> list[dict[str, float | None]]:
         RunError: it is damaged.
     """
     file = folder / "metrics.jsonl"
-    aside = f"mv {shell(file)} {shell(f'{file}.damaged')}; {again((folder, folder), verb='doctor')}"
+    aside = f"mv {shell(file)} {shell(f'{file}.damaged')}; {rerun((folder, folder), verb='doctor')}"
     return _numbers(read_rows(file), file, aside)
 
 

@@ -11,7 +11,7 @@ import tomli_w
 from headrace.assemble.build import make_build
 from headrace.assemble.context import choose_device
 from headrace.assemble.sockets import Build
-from headrace.core.command import again, again_with, train_command
+from headrace.core.command import rerun, rerun_with, train_command
 from headrace.core.errors import ConfigError, Diverged, RunError, UnsupportedError, alike, nearest
 from headrace.core.files import mend_plan, read_plan_text, recorded_plan, shell
 from headrace.data.ingest import reopen
@@ -67,18 +67,18 @@ def resolve_run(run: Path) -> Path:
         )
     near = alike(run.name, names) or (names[0] if len(names) == 1 else None)
     if near is not None:
-        command = again((run, f"runs/{near}"), verb="eval")
+        command = rerun((run, f"runs/{near}"), verb="eval")
         raise ConfigError(f"{problem}; the nearest is {near}", command)
     newest = max(names, key=lambda name: Path("runs", name, "plan.toml").stat().st_mtime)
     raise ConfigError(
         f"{problem}; the runs are {nearest(run.name, names)}",
-        f"{again((run, f'runs/{newest}'), verb='eval')}, which is the newest",
+        f"{rerun((run, f'runs/{newest}'), verb='eval')}, which is the newest",
     )
 
 
 def _inside(path: Path, run: Path) -> ConfigError:
     """Return the error of a path inside the folder of a run, such as a checkpoint."""
-    command, problem = again((path, run), verb="eval"), f"{path} is a part of the run {run}"
+    command, problem = rerun((path, run), verb="eval"), f"{path} is a part of the run {run}"
     if path.parent.name == "checkpoints" and path.is_dir():
         return ConfigError(
             f"{problem}: a checkpoint is named behind it", f"{command} --checkpoint {path.name}"
@@ -128,7 +128,7 @@ def plan_to_resume(
     overrides: Iterable[str] = (),
     with_: Iterable[str] = (),
     without: Iterable[str] = (),
-    tell: Callable[[str], None],
+    note: Callable[[str], None],
     checkpoint: str | None = None,
 ) -> Plan:
     """Return the plan of the run to resume: its own plan with the changes of the command line.
@@ -144,7 +144,7 @@ def plan_to_resume(
         overrides: the `key=value` words of the command line.
         with_: the names of techniques that the command line adds.
         without: the names of techniques that the command line removes.
-        tell: called with a line for the user.
+        note: called with a line for the user.
         checkpoint: the checkpoint to resume from; the newest without it.
 
     Raises:
@@ -157,7 +157,7 @@ def plan_to_resume(
     before = read_plan(folder, catalogue)
     text = tomli_w.dumps(_laid_out_as(named, before))
     plan = Plan.read(text, catalogue, overrides=settings, with_=with_, without=without)
-    _tell_rate(before, plan, folder, checkpoint, tell)
+    _note_rate_jump(before, plan, folder, checkpoint, note)
     kept = flatten(plan.dump())
     other = {
         key: value
@@ -167,7 +167,7 @@ def plan_to_resume(
     if other:
         entries = [f"{key} = {kept[key]!r} (the file: {value!r})" for key, value in other.items()]
         more = f" and {len(entries) - 4} more" if len(entries) > 4 else ""
-        tell(f"{folder} keeps {', '.join(entries[:4])}{more}; say key=value to change it")
+        note(f"{folder} keeps {', '.join(entries[:4])}{more}; say key=value to change it")
     return plan.replaced(**{key: getattr(named, key) for key in FOUND_BY})
 
 
@@ -183,8 +183,8 @@ def _laid_out_as(named: Plan, before: Plan) -> dict[str, Any]:
     return {**tables, "mesh": laid_out["mesh"], "techniques": techniques}
 
 
-def _tell_rate(
-    before: Plan, plan: Plan, folder: Path, checkpoint: str | None, tell: Callable[[str], None]
+def _note_rate_jump(
+    before: Plan, plan: Plan, folder: Path, checkpoint: str | None, note: Callable[[str], None]
 ) -> None:
     """Show by how much the learning rate jumps where another goal or schedule changes it."""
     root = folder / "checkpoints"
@@ -199,12 +199,12 @@ def _tell_rate(
         return
     goes = f"the rate goes from {lr * old:.2g} to {lr * new:.2g}, {new / max(old, 1e-9):.2g} times"
     if plan.schedule == before.schedule:
-        tell(
+        note(
             f"the schedule's horizon was {was} steps and is {now}: {goes}; schedule.steps={was} "
             "keeps it"
         )
     else:
-        tell(f"the schedule changed: at step {steps[-1]} {goes}")
+        note(f"the schedule changed: at step {steps[-1]} {goes}")
 
 
 def open_model(
@@ -308,7 +308,7 @@ def computed(
 def _instead_of_wild(folder: Path, plan: Plan, sound: int | None) -> str:
     """Return the command that reads a sound checkpoint, or else repeats the run more gently."""
     if sound is not None:
-        return again_with("--checkpoint", f"step-{sound}", verb=f"eval {shell(folder)}")
+        return rerun_with("--checkpoint", f"step-{sound}", verb=f"eval {shell(folder)}")
     words = [shlex.quote(word) for word in gentler(plan)]
     return train_command(folder, f"name={plan.name}-again", *words)
 
@@ -365,15 +365,15 @@ def _check_same_model(saved: Saved, plan: Plan, catalogue: Catalogue, *, with_da
     shaping = [f"techniques.{n}" for n, t in known.items() if _shapes(t, with_data=with_data)]
     tables = ["model", "data.sequence_length", *shaping]
 
-    def found(of: Plan) -> Differences:
-        each = differences(saved, of).items()
+    def changes_of_model(other: Plan) -> Differences:
+        each = differences(saved, other).items()
         return {key: pair for key, pair in each if among(key, tables) and key != "model.pretrained"}
 
-    if not (changes := found(plan)):
+    if not (changes := changes_of_model(plan)):
         return
     mend = mend_plan(run)
     try:
-        mended = mend and not found(read_recorded_plan(run, catalogue))
+        mended = mend and not changes_of_model(read_recorded_plan(run, catalogue))
     except ConfigError:
         mended = False
     words = [back(saved, key, pair) for key, pair in changes.items()]

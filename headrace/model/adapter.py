@@ -26,7 +26,7 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.files import python
-from headrace.core.folders import fetched_again, refuse_absent, refuse_no_model
+from headrace.core.folders import refetch_command, refuse_absent, refuse_no_model
 from headrace.core.model_config import ModelConfig
 from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.fusion import Fusion, fusions
@@ -125,7 +125,7 @@ def from_hf(
         theirs = link.to_theirs(torch.empty(link.shape, device="meta"))
         expected |= {name: tuple(tensor.shape) for name, tensor in theirs.items()}
     given = {name: tuple(shapes[at]) for name, at in stored.items()}
-    remedy = fetched_again(path) if path is not None else ""
+    remedy = refetch_command(path) if path is not None else ""
     _compare(expected, given, kind.name, remedy)
 
     def maker(link: WeightLink) -> Callable[[], Tensor]:
@@ -243,7 +243,7 @@ def load_pretrained(path: Path, key: str = "model.pretrained") -> tuple[ModelCon
             raise ConfigError(
                 f"{name} in {path} holds {wrong:,} numbers of {tensor.numel():,} that are NaN or "
                 "infinite: no learning rate mends given weights",
-                f"{fetched_again(path)}; or {key}=FOLDER of others",
+                f"{refetch_command(path)}; or {key}=FOLDER of others",
             )
         return tensor.float()
 
@@ -255,12 +255,12 @@ def _read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}", fetched_again(path.parent)
+            f"{path} cannot be read: {error.strerror}", refetch_command(path.parent)
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}", fetched_again(path.parent)) from None
+        raise ConfigError(f"{path} is not JSON: {error}", refetch_command(path.parent)) from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no JSON object", fetched_again(path.parent))
+        raise ConfigError(f"{path} holds no JSON object", refetch_command(path.parent))
     return values
 
 
@@ -343,9 +343,9 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
                 f"M.from_pretrained({str(path)!r})",
                 path,
             )
-            + f", where you trust the file; or {fetched_again(path)}",
+            + f", where you trust the file; or {refetch_command(path)}",
         )
-    raise ConfigError(f"{path} has no *.safetensors", fetched_again(path))
+    raise ConfigError(f"{path} has no *.safetensors", refetch_command(path))
 
 
 def _by_transformers(load: str, path: Path) -> str:
@@ -366,7 +366,7 @@ def _read_index(index: Path) -> dict[str, str]:
             )
         if not (index.parent / name).is_file():
             raise ConfigError(
-                f"{index} names {name}, which is not there", fetched_again(index.parent)
+                f"{index} names {name}, which is not there", refetch_command(index.parent)
             )
     return placed
 
@@ -374,7 +374,7 @@ def _read_index(index: Path) -> dict[str, str]:
 def _without_index(index: Path) -> str:
     """Return what to do about an index that is wrong: fetch it again, or read all files."""
     moved = f"mv {shlex.quote(str(index))} {shlex.quote(f'{index}.wrong')}"
-    return f"{moved}, if its files are whole; or {fetched_again(index.parent)}"
+    return f"{moved}, if its files are whole; or {refetch_command(index.parent)}"
 
 
 def _numbered_alike(path: Path, placed: Mapping[str, str]) -> set[str]:
@@ -438,7 +438,7 @@ def _open_tensors(
                     f"{file} is a pointer of Git LFS, and the weights were not fetched",
                     f"git -C {shlex.quote(str(file.parent))} lfs pull",
                 ) from None
-            raise ConfigError(f"{file} is damaged: {error}", fetched_again(path)) from None
+            raise ConfigError(f"{file} is damaged: {error}", refetch_command(path)) from None
         for name in handle.keys():  # noqa: SIM118  (a handle is no mapping)
             if name in shapes:
                 first = file.parent / where[name]

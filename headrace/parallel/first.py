@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from headrace.core.command import again
+from headrace.core.command import rerun
 from headrace.core.errors import (
     EXIT_FAILED,
     EXIT_PLAN,
@@ -72,7 +72,7 @@ def _in_words(error: BaseException) -> tuple[int, str, str]:
     """Return an error's exit code, message and remedy, for the ranks that did not have it."""
     if isinstance(error, HeadraceError):
         return error.exit_code, error.message, error.remedy.text
-    remedy = f"{again(verb='train PLAN')}, once that is mended"
+    remedy = f"{rerun(verb='train PLAN')}, once that is mended"
     return EXIT_FAILED, "the first process ended, and says itself why", remedy
 
 

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from headrace.core.command import again
+from headrace.core.command import rerun
 from headrace.core.errors import ConfigError
 from headrace.costs.links import BUCKET_BYTES
 from headrace.plan.plan import MeshConfig
@@ -179,7 +179,7 @@ def open_world(mesh: MeshConfig, device: torch.device) -> Iterator[World]:
     if started != mesh.ranks:
         raise ConfigError(
             f"the plan's mesh wants {mesh.ranks} processes and {started} were started",
-            again(verb="train PLAN", ranks=mesh.ranks)
+            rerun(verb="train PLAN", ranks=mesh.ranks)
             + (f" (or mesh.data={started})" if mesh.ranks == mesh.data else ""),
         )
     if mesh.ranks == 1 or dist.is_initialized():

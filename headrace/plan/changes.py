@@ -86,7 +86,7 @@ def difference(before: Plan, after: Plan) -> tuple[str, ...]:
     for name, technique in has.items():
         if name not in had:
             old |= _knobs(name, type(technique).model_construct())
-    new = _said(after, before)
+    new = _values_to_set(after, before)
     words += [f"{k}={word(new[k])}" for k in sorted(new) if k not in old or old[k] != new[k]]
     return tuple(words)
 
@@ -143,7 +143,7 @@ def _values(plan: Plan) -> dict[str, Any]:
     return settings
 
 
-def _said(plan: Plan, before: Plan) -> dict[str, Any]:
+def _values_to_set(plan: Plan, before: Plan) -> dict[str, Any]:
     """Return the plan's dotted keys -> values, with the knobs of its techniques.
 
     A key that a technique rewrites is left out, unless `before` gives it another value.

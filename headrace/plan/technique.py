@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from headrace.core.command import renamed
 from headrace.core.errors import ConfigError, RefusalKind, alike
-from headrace.core.known import told_of
+from headrace.core.known import describe_known
 from headrace.core.remedy import Remedy, as_remedy, mend
 from headrace.core.strict import Strict
 from headrace.costs.ledger import Ledger
@@ -384,7 +384,7 @@ class Catalogue:
         """
         if name in self.techniques:
             return self.techniques[name]
-        known, problem = told_of(name), f"there is no technique {name!r}"
+        known, problem = describe_known(name), f"there is no technique {name!r}"
         if known is not None:
             message, near = known
             if "=" in near:

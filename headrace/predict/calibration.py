@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from headrace.core.command import again_without, plan_again
+from headrace.core.command import rerun_plan, rerun_without
 from headrace.core.errors import ConfigError
 from headrace.core.files import parse_json
 from headrace.costs.step import StepTime
@@ -82,7 +82,7 @@ class Measured:
             raise ConfigError(
                 f"{folder} has no steady steps to calibrate by: 3 at least, beside those that "
                 "compile",
-                plan_again("train", "goal.steps=30"),
+                rerun_plan("train", "goal.steps=30"),
             ) from None
         scale = step_s / sum(spent.values())  # the sums include steps that are not steady
         return cls(step_s, {p: scale * s for p, s in spent.items()}, steps)
@@ -139,7 +139,7 @@ class Calibration:
             raise ConfigError(
                 f"a step of {plan} took {measured.step_s:.4g} s, and its model says "
                 f"{time.step_s:.4g} s: too far apart to be the same plan on the same device",
-                again_without("--after", verb="plan demo"),
+                rerun_without("--after", verb="plan demo"),
             )
         return cls(factors, waits_s, plan, measured.steps, host=host)
 
@@ -185,7 +185,7 @@ def check_device(run: Path, device: str, name: str) -> None:
     if ran != device or (ran == "cuda" and its != name):
         raise ConfigError(
             f"{run} ran on {its}, and its steps tell nothing of {name}",
-            again_without("--after", verb="plan demo"),
+            rerun_without("--after", verb="plan demo"),
         )
 
 

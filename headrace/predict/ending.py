@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.core.command import plan_again
+from headrace.core.command import rerun_plan
 from headrace.core.errors import ConfigError
 from headrace.core.files import parse_json
 from headrace.core.units import format_seconds
@@ -74,7 +74,7 @@ class Curve:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
                 f"{folder} has no report.json with validations, or a damaged one",
-                plan_again("train"),
+                rerun_plan("train"),
             ) from None
         return cls(folder.name, known, why_not, clock, otherwise)
 

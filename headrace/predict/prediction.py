@@ -19,7 +19,7 @@ from typing import Any
 
 from headrace.assemble.build import make_ledger, make_ledgers
 from headrace.assemble.context import check_supported, precision_of
-from headrace.core.command import again_without
+from headrace.core.command import rerun_without
 from headrace.core.errors import UnsupportedError
 from headrace.costs.constants import number
 from headrace.costs.host import UNPROBED
@@ -343,7 +343,7 @@ def calibrated(plan: Plan, context: Context, machine: Machine, measured: Measure
     if time is None:
         raise UnsupportedError(
             f"{plan.name} cannot calibrate other plans: its own time is not predicted: {unknown}",
-            again_without("--after", verb="plan demo"),
+            rerun_without("--after", verb="plan demo"),
         )
     correction = Calibration.of(time, measured, plan.name)
     return replace(correction, workload=workload(plan, context, ledger))

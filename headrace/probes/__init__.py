@@ -192,7 +192,7 @@ def add(
         budget_s: seconds after which no further probe begins; `skipped` lists those left out.
         progress: shows how far the probes are.
     """
-    known = {(p.precision, *point.sizes) for p in machine.products for point in p.points}
+    known = {(p.precision, *point.sizes) for p in machine.matmuls for point in p.points}
     mixed = {(a.kernel, p.shape, p.causal) for a in machine.attention for p in a.points}
     readings = _run(
         device,
@@ -206,7 +206,7 @@ def add(
     new_matmuls, new_attention = _tables(readings)
     machine = replace(
         machine,
-        products=_cool(_merged(machine.products, new_matmuls), machine.kind),
+        matmuls=_cool(_merged(machine.matmuls, new_matmuls), machine.kind),
         attention=_merged(machine.attention, new_attention),
         absent=tuple({a.what: a for a in (*_absences(readings), *machine.absent)}.values()),
         skipped=machine.skipped + _missed(readings),
@@ -314,7 +314,7 @@ def _machine(readings: Readings) -> Machine:
         traffic=_stream(readings.traffic, readings.kernel_s),
         to_host=_stream(readings.links[True]),
         from_host=_stream(readings.links[False]),
-        products=_cool(matmuls, "gpu" if cuda else "cpu"),
+        matmuls=_cool(matmuls, "gpu" if cuda else "cpu"),
         attention=attention,
         absent=_absences(readings),
         skipped=_missed(readings),

@@ -23,12 +23,12 @@ from headrace.core.model_config import ModelConfig
 from headrace.costs.decoder_work import baseline_work
 from headrace.costs.rates import (
     Half,
+    LinearMatmul,
     MatmulPoint,
     MeasuredStep,
     PieceRates,
     Precision,
     StreamPoint,
-    Way,
 )
 from headrace.costs.work import Stream
 from headrace.kernels.cpu_units import bf16_units
@@ -56,7 +56,7 @@ from headrace.probes.points import (
     precisions,
 )
 
-LINEAR_MATMULS: tuple[Way, ...] = ("result", "input", "weight")
+LINEAR_MATMULS: tuple[LinearMatmul, ...] = ("result", "input", "weight")
 """A linear layer's matmuls: its result, and the gradients of its input and of its weight."""
 LINEARS = (
     (4096, 384, 128), (4096, 768, 256), (4096, 2048, 128), (1024, 128, 128), (4096, 128, 352),
@@ -196,17 +196,17 @@ def linear_probes(
     """Yield the probes of a linear layer's three matmuls, each laid out as by autograd."""
     dtype = DTYPES[precision]
 
-    def probe(matmul: Way, sizes: tuple[int, int, int]) -> Probe:
+    def probe(matmul: LinearMatmul, sizes: tuple[int, int, int]) -> Probe:
         def run() -> None:
             sides = ((tokens, inner), (outer, inner), (tokens, outer))
             x, w, g = (readings.random(*side, dtype=dtype) for side in sides)
-            calls: dict[Way, Callable[[], Tensor]] = {
+            calls: dict[LinearMatmul, Callable[[], Tensor]] = {
                 "result": lambda: F.linear(x, w),
                 "input": lambda: g @ w,
                 "weight": lambda: g.t() @ x,
             }
-            point = MatmulPoint(*sizes, readings.clock.seconds(calls[matmul]))
-            readings.linears.setdefault((matmul, precision), []).append(point)
+            seconds = readings.clock.seconds(calls[matmul])
+            readings.linears.setdefault((matmul, precision), []).append(MatmulPoint(*sizes, seconds))
 
         work, needed = 2.0 * tokens * outer * inner, 8.0 * tokens * (outer + inner)
         label = "x".join(map(str, sizes))

@@ -25,12 +25,12 @@ from torch.nn.attention import (
 from headrace.costs.rates import (
     AttentionPoint,
     Kernel,
+    LinearMatmul,
     MatmulPoint,
     MeasuredStep,
     Precision,
     Shape,
     StreamPoint,
-    Way,
 )
 from headrace.probes.clock import REPEATS, Clock
 
@@ -123,7 +123,7 @@ class Readings:
     attention: dict[tuple[Kernel, bool], list[AttentionPoint]] = field(default_factory=dict)
     traffic: list[StreamPoint] = field(default_factory=list)
     links: dict[bool, list[StreamPoint]] = field(default_factory=lambda: {True: [], False: []})
-    linears: dict[tuple[Way, Precision], list[MatmulPoint]] = field(default_factory=dict)
+    linears: dict[tuple[LinearMatmul, Precision], list[MatmulPoint]] = field(default_factory=dict)
     pieces: dict[str, list[StreamPoint]] = field(default_factory=dict)
     steps: list[MeasuredStep] = field(default_factory=list)
     launch_s: float = 0.0

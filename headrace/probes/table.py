@@ -11,7 +11,7 @@ MANY_BYTES = 2**30
 def table(machine: Machine) -> list[list[str]]:
     """Return the rows of the table: what was measured or assumed, and how fast it is."""
     rows = []
-    for known in machine.products:
+    for known in machine.matmuls:
         best = max(known.points, key=lambda p: p.flops / p.seconds)
         what = f"products in {known.precision}, {best.m} x {best.n} x {best.k}"
         rows.append([what, f"{best.flops / best.seconds / 1e12:.4g} TFLOP/s"])

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from headrace.core.command import again
+from headrace.core.command import rerun
 from headrace.core.errors import ConfigError, alike
 from headrace.core.files import mend_plan, read_plan_text
 
@@ -29,7 +29,7 @@ def read_recipe(name: str, verb: str = "train") -> str:
         own = next((p for p in (f / "plan.toml" for f in folders) if p.is_file()), None)
         if own is not None:
             run = (own.parent / "environment.json").is_file()
-            command = again((name, own), verb=verb)
+            command = rerun((name, own), verb=verb)
             if run and verb == "train" and "--resume" not in command:
                 command += " --resume"
             raise ConfigError(
@@ -42,6 +42,6 @@ def read_recipe(name: str, verb: str = "train") -> str:
         hint = f"the nearest recipe is {near}" if near else f"the recipes are {', '.join(known)}"
         raise ConfigError(
             f"{name!r} is neither a recipe nor a plan file; {hint}",
-            again((name, near or next(iter(known))), verb=verb),
+            rerun((name, near or next(iter(known))), verb=verb),
         )
     return read_plan_text(path)

@@ -9,7 +9,7 @@ from errno import EDQUOT, EFBIG, ENOSPC
 from html import escape
 from pathlib import Path
 
-from headrace.core.command import again
+from headrace.core.command import rerun
 from headrace.core.errors import RunError
 from headrace.core.files import shell, write_whole
 from headrace.report.style import STYLE
@@ -159,7 +159,7 @@ def write_page(path: Path, text: str) -> Path:
                 f"{path} is a folder, and a page is a file", f"--output {inside}"
             ) from None
         if error.errno in (ENOSPC, EDQUOT, EFBIG):
-            remedy = f"free some space in {shell(path.parent)}, then {again(verb='report RUN')}"
+            remedy = f"free some space in {shell(path.parent)}, then {rerun(verb='report RUN')}"
         elif not path.parent.exists():
             remedy = f"mkdir -p {shell(path.parent)}"
         else:

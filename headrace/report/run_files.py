@@ -22,7 +22,7 @@ from pydantic import (
     ValidationError,
 )
 
-from headrace.core.command import again, train_command
+from headrace.core.command import rerun, train_command
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.files import parse_json, parse_object, recorded_plan, shell
 from headrace.observe import REPORT_FORMAT
@@ -313,14 +313,14 @@ def _check_is_run(directory: Path) -> None:
     if directory.is_file():
         raise ConfigError(
             f"{directory} is a file; a run is a folder that holds report.json",
-            again((directory, directory.parent), verb="report"),
+            rerun((directory, directory.parent), verb="report"),
         )
     if not directory.exists():
         runs = [path.parent.name for path in directory.parent.glob("*/report.json")]
         near = nearest(directory.name, runs)
         listing = f"; the nearest run in {directory.parent} is {near}" if runs else ""
         example = directory.parent / (near.split(", ")[0] if runs else "NAME")
-        command = again((directory, example), verb="report")
+        command = rerun((directory, example), verb="report")
         raise ConfigError(f"{directory} does not exist{listing}", command)
     names = sorted(path.name for path in directory.iterdir())
     listing = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
@@ -328,7 +328,7 @@ def _check_is_run(directory: Path) -> None:
     beneath = _nearest_run(directory)
     if beneath:
         message += f"; the nearest run beneath it is {beneath}"
-        raise ConfigError(message, again((directory, beneath), verb="report"))
+        raise ConfigError(message, rerun((directory, beneath), verb="report"))
     if "metrics.jsonl" in names:
         message += "; it has metrics.jsonl, so a run was started and has not ended"
         raise ConfigError(message, train_command(directory, "--resume"))

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from headrace.assemble.build import NOT_OF_WEIGHTS
 from headrace.assemble.sockets import Build
-from headrace.core.command import train_again
+from headrace.core.command import rerun_train
 from headrace.core.errors import ConfigError
 from headrace.data.prepared import check_same_data
 from headrace.model.adapter import load_pretrained, weights_digest
@@ -143,7 +143,7 @@ def check_same_run(saved: Saved, build: Build, *, fork: bool = False) -> None:
     switched = [key for key in changes if _switched(key) and key.split(".")[1] not in exact]
     learned, shapes = changed_knobs(saved, plan), _reshaped(saved, build)
     words = [back(saved, key, changes[key]) for key in (*fixed, *switched, *learned)]
-    goes_on = train_again(run, "--resume", *words)
+    goes_on = rerun_train(run, "--resume", *words)
     if fixed:
         old, new = changes[fixed[0]]
         reason = f"{fixed[0]} was {old!r} and is now {new!r}"
@@ -159,11 +159,11 @@ def check_same_run(saved: Saved, build: Build, *, fork: bool = False) -> None:
         check_same_data(saved.values["fingerprint"], build.prepared.fingerprint, sources, run)
         return
     also = told({key: changes[key] for key in (*fixed, *switched, *learned)[1:]})
-    other = f"{train_again(run, 'name=NEW')} for a new run"
+    other = f"{rerun_train(run, 'name=NEW')} for a new run"
     if not fixed and not switched:
         asked = [override(plan.dump(), key) for key in learned]
         begins = "name=NEW" if shapes else f"--resume --checkpoint step-{saved.values['step']}"
-        other = f"{train_again(run, begins, *asked)} for a new run"
+        other = f"{rerun_train(run, begins, *asked)} for a new run"
         other += "" if shapes else " that begins there"
     raise ConfigError(
         f"cannot resume: {reason}{f'; also {also}' * bool(also)}", f"{goes_on}; or {other}"
@@ -261,7 +261,7 @@ def without_base(plan: Plan, saved: Saved) -> Plan:
                 f"{key} = {folder!r} is gone, and the checkpoints of this run hold only what was "
                 f"trained beside its weights{f' (sha256 {digest[:12]})' * bool(digest)}",
                 f"put the weights back into {folder}; or "
-                f"{train_again(saved.path.parent.parent, 'name=NEW', f'{key}=FOLDER')} for a new "
+                f"{rerun_train(saved.path.parent.parent, 'name=NEW', f'{key}=FOLDER')} for a new "
                 "run with others",
             )
     if not plan.model.pretrained:
@@ -290,7 +290,7 @@ def _check_shape_of_base(plan: Plan, saved: Saved) -> None:
         raise ConfigError(
             f"{Path(folder) / 'config.json'} changed since the run was trained ({each})",
             f"put the config.json of then back into {folder}; or "
-            f"{train_again(saved.path.parent.parent, 'name=NEW', *now)} for a new run with this",
+            f"{rerun_train(saved.path.parent.parent, 'name=NEW', *now)} for a new run with this",
         )
 
 
@@ -322,5 +322,5 @@ def check_frozen(saved: Saved, plan: Plan, found: Mapping[str, str]) -> None:
                 f"{key} = {folder!r} holds other weights than the run was trained with "
                 f"(sha256 {was[key][:12]} -> {now[:12]})",
                 f"put the weights back into {folder}; or "
-                f"{train_again(saved.path.parent.parent, 'name=NEW')} for a new run with these",
+                f"{rerun_train(saved.path.parent.parent, 'name=NEW')} for a new run with these",
             )

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Self
 
-from headrace.core.command import again
+from headrace.core.command import rerun
 from headrace.core.errors import (
     EXIT_HANGUP,
     EXIT_INTERRUPTED,
@@ -109,7 +109,7 @@ class Interrupts:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
         if not self._held:
-            raise Stopped(f"{self.name} ended {self.early}", self.again(), self.exit_code)
+            raise Stopped(f"{self.name} ended {self.early}", self.rerun_command(), self.exit_code)
 
     def _watch(self, main: int) -> None:
         """End the process when a signal has come and the main thread still compiles.
@@ -147,9 +147,9 @@ class Interrupts:
         end_children()
         os._exit(self.exit_code)
 
-    def again(self) -> str:
+    def rerun_command(self) -> str:
         """Return the command that starts what a signal ended before `hold` was called."""
-        return f"{again(verb='train PLAN')}; prepared data is kept"
+        return f"{rerun(verb='train PLAN')}; prepared data is kept"
 
     @property
     def exit_code(self) -> int:
@@ -163,7 +163,7 @@ class Preparing(Interrupts):
     patience_s: ClassVar[float | None] = None
     early = "the preparation of data; nothing half made is kept"
 
-    def again(self) -> str:
+    def rerun_command(self) -> str:
         """Return the command line of this process."""
         return " ".join(["headrace", *map(shell, sys.argv[1:])])
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from filelock import Timeout
 
-from headrace.core.command import again, train_again, train_command
+from headrace.core.command import rerun, rerun_train, train_command
 from headrace.core.errors import ConfigError, RunError, at_a_limit
 from headrace.core.files import (
     RECORDED,
@@ -117,7 +117,7 @@ class RunFolder:
         remove_partial(Path(plan.directory))
         made = RunFolder.create(plan)
         aside = RunFolder(made.path.with_name(f".{made.path.name}.partial"))
-        intact, go_on = f"{self.path} stays as it is", again(verb="train PLAN --resume")
+        intact, go_on = f"{self.path} stays as it is", rerun(verb="train PLAN --resume")
         try:
             aside.path.mkdir()
             aside.lock()  # so that no process removes it as the remains of a kill
@@ -170,7 +170,7 @@ class RunFolder:
         except Timeout:
             raise ConfigError(
                 f"another process is training {self.path}",
-                f"{train_again(self.path, 'name=NEW')} for a new run, or wait until it ends",
+                f"{rerun_train(self.path, 'name=NEW')} for a new run, or wait until it ends",
             ) from None
 
     def unlock(self) -> None:
@@ -311,7 +311,7 @@ def telling_of_lost_ranks() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if any(sign in str(error) for sign in LOST):
-            raise _lost(error, again(verb="train PLAN")) from error
+            raise _lost(error, rerun(verb="train PLAN")) from error
         raise
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.assemble.sockets import Build
 from headrace.core.command import train_command
 from headrace.core.errors import Diverged, HeadraceError, RunError
-from headrace.core.folders import fetched_again
+from headrace.core.folders import refetch_command
 from headrace.model.adapter import stored_weights
 from headrace.parallel.boxes import TensorPart, piece_of
 from headrace.plan.gentler import gentler
@@ -188,7 +188,7 @@ def diverged(
     plan = build.plan
     if plan.model.pretrained and at < counters.skipped_steps:  # that is, all were skipped
         given = Path(plan.model.pretrained)
-        command = f"{fetched_again(given)}; or model.pretrained=FOLDER of others"
+        command = f"{refetch_command(given)}; or model.pretrained=FOLDER of others"
         return Diverged(
             f"{message}; no step has changed the weights of model.pretrained = {str(given)!r} yet, "
             f"so no learning rate is at fault{_largest_in(lambda: stored_weights(given))}",

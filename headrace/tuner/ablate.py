@@ -29,7 +29,7 @@ import torch
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import check_supported, choose_device, make_context, on_one_process
-from headrace.core.command import again_with
+from headrace.core.command import rerun_with
 from headrace.core.errors import ConfigError, RefusalKind, RunError
 from headrace.core.progress import Progress
 from headrace.data.ingest import prepare
@@ -119,7 +119,7 @@ def ablate_command(
     rules = Rules(device=context.device, precision=context.precision)
     folder = folder or folder_of(plan)
     ablation = Ablation(plan.name, tuple(plan.techniques), folder / FILE, rules.margin)
-    other = again_with("--out", "FOLDER", verb="ablate PLAN")
+    other = rerun_with("--out", "FOLDER", verb="ablate PLAN")
     files = locked(folder, "--out FOLDER that can be written", other)
     try:
         # What the worker's process says goes to a file: this one's output may be one document.

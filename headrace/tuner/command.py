@@ -6,7 +6,7 @@ from math import inf
 from pathlib import Path
 
 from headrace.assemble.context import choose_device, on_one_process
-from headrace.core.command import again, plan_again
+from headrace.core.command import rerun, rerun_plan
 from headrace.core.errors import ConfigError, RunError, Stopped
 from headrace.core.files import write_whole
 from headrace.core.limits import TUNE_MINUTES, TUNE_SEEDS, TuneAim
@@ -89,7 +89,7 @@ def tune_command(
     aim, why = aim_of(plan, aim)
     _check(plan, aim, minutes)
     folder = folder or folder_of(plan)
-    other = f"{again(verb='tune PLAN')} name=NEW"
+    other = f"{rerun(verb='tune PLAN')} name=NEW"
     files = locked(folder, "directory=FOLDER that can be written", other)
     note(why)
     try:
@@ -192,7 +192,7 @@ def write(tuned: Tuned, folder: Path) -> None:
     except (OSError, RunError) as error:
         words = map(shlex.quote, parse(tuned.changes).command())
         message = f"{folder} cannot be written: {error}. {tuned.sentence()}"
-        raise RunError(message, plan_again("train", *words)) from None
+        raise RunError(message, rerun_plan("train", *words)) from None
 
 
 def format_end(tuned: Tuned, folder: Path) -> str:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
-from headrace.core.command import again, headrace, plan_again, train_again, typed
+from headrace.core.command import headrace, rerun, rerun_plan, rerun_train, typed
 
 TAKES = {"--with", "--without", "--checkpoint", "--minutes", "--output"}
 PLAN = "seed = 4\n[goal]\nsteps = 6\n[data]\nsources = ['a b']\n[techniques.gqa]\nkv_heads = 2\n"
@@ -57,28 +57,28 @@ def test_a_resume_keeps_what_it_does_not_change(
     run: Path, line: str, words: list[str], kept: str
 ) -> None:
     with typed(shlex.split(line), TAKES):
-        found = train_again(run, *words)
+        found = rerun_train(run, *words)
     assert found == " ".join(filter(None, ["headrace train runs/a/plan.toml", kept, *words]))
 
 
 def test_one_word_is_exchanged(run: Path) -> None:
     line = "report runs/b a --output 'my page.html' --json"
     with typed(shlex.split(line), TAKES):
-        assert again((Path("runs/b"), Path("c d")), verb="report") == (
+        assert rerun((Path("runs/b"), Path("c d")), verb="report") == (
             "headrace report 'c d' a --output 'my page.html'"
         )
-        assert again((Path("runs/a"), "b"), verb="report").startswith("headrace report runs/b b ")
-    assert again((run, "b"), verb="report") == "headrace report b"  # no command line
+        assert rerun((Path("runs/a"), "b"), verb="report").startswith("headrace report runs/b b ")
+    assert rerun((run, "b"), verb="report") == "headrace report b"  # no command line
     with typed(["train", "train", "name=train"], TAKES):
-        assert again(("train", "demo"), verb="train") == "headrace train demo name=train"
+        assert rerun(("train", "demo"), verb="train") == "headrace train demo name=train"
 
 
 def test_another_verb_takes_the_plan_with_its_words(run: Path) -> None:
     with typed(shlex.split("tune p seed=3 --minutes 4 --with lion --without z"), TAKES):
-        assert plan_again("train", "--with gqa", "seed=5") == (
+        assert rerun_plan("train", "--with gqa", "seed=5") == (
             "headrace train p --with lion --without z --with gqa seed=5"
         )
-    assert plan_again("train") == "headrace train PLAN"
+    assert rerun_plan("train") == "headrace train PLAN"
 
 
 def test_a_command_starts_as_many_processes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from headrace.core.command import typed
 from headrace.core.errors import ConfigError, alike, nearest
 from headrace.core.foreign import OPTIONS, SAME, UNLIKE, meant_by
 from headrace.core.guess import VALUES, choice
-from headrace.core.known import BY_KEY, KNOWN, told_of
+from headrace.core.known import BY_KEY, KNOWN, describe_known
 from headrace.core.remedy import mend
 from headrace.core.strict import field_at
 from headrace.plan.plan import Plan
@@ -169,7 +169,7 @@ def test_what_a_key_says_can_be_typed() -> None:
     assert not {*BY_KEY} & ({*KNOWN} | {*installed().techniques})
     for name, key in BY_KEY.items():
         taken(key)
-        told = told_of(name)
+        told = describe_known(name)
         assert told is not None and told[1] == key and "a key of the plan" in told[0]
 
 

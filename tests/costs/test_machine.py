@@ -80,7 +80,7 @@ def test_the_products_of_a_whole_step_take_what_a_profile_says(
 
 @pytest.mark.parametrize("machine", [H200, CPU], ids=["H200", "CPU"])
 def test_more_work_never_takes_less_time(machine: Machine) -> None:
-    for other, precision in product((64, 1000, 8192), [p.precision for p in machine.products]):
+    for other, precision in product((64, 1000, 8192), [p.precision for p in machine.matmuls]):
         for at in range(3):
             sizes = [[other] * at + [size] + [other] * (2 - at) for size in SIZES]
             times = [machine.matmul_s(precision, *one) for one in sizes]
@@ -124,10 +124,10 @@ def test_a_last_round_that_is_not_full_costs_a_full_one() -> None:
 def test_measured_points_are_met_and_lie_between_their_neighbours() -> None:
     small, large = 3e-5, 2e-3
     known = replace(
-        H200.products[0],
+        H200.matmuls[0],
         points=(MatmulPoint(512, 512, 512, small), MatmulPoint(4096, 4096, 4096, large)),
     )
-    machine = replace(H200, products=(known,)).fitted()
+    machine = replace(H200, matmuls=(known,)).fitted()
     assert machine.matmul_s("bf16", 512, 512, 512) == pytest.approx(small)
     assert machine.matmul_s("bf16", 4096, 4096, 4096) == pytest.approx(large)
     assert small < machine.matmul_s("bf16", 1536, 1536, 1536) < large
@@ -248,7 +248,7 @@ def test_what_is_assumed_says_so(name: str) -> None:
     assert "datasheet" in machine.says or "whitepaper" in machine.says
     assert machine.memory_bytes > machine.context_bytes > 0
     assert machine.traffic_s(2**30) > 2**30 / (lookup(name).memory_bandwidth_bytes_per_s or 0)
-    for known in machine.products:
+    for known in machine.matmuls:
         assert machine.matmul_s(known.precision, 4096, 4096, 4096) > 0
     assert machine.kernels(False) and machine.kernels(False) == machine.kernels(True)
 

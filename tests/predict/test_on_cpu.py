@@ -113,7 +113,7 @@ def test_half_precision_is_priced_by_its_own_probe() -> None:
         MatmulRates("fp32", FLOPS, (MatmulPoint(256, 256, 256, square / FLOPS),)),
         MatmulRates("bf16", FLOPS, (MatmulPoint(256, 256, 256, 36 * square / FLOPS),)),
     )
-    slow = seen("model.precision=bf16", machine=replace(machine, products=timed))
+    slow = seen("model.precision=bf16", machine=replace(machine, matmuls=timed))
     plain = seen()
     assert slow.time.parts_s["matrix products"] == pytest.approx(
         36 * plain.time.parts_s["matrix products"], rel=0.02
@@ -131,7 +131,7 @@ def test_whole_steps_in_bf16_set_its_sum_right(words: str) -> None:
     square = (MatmulPoint(256, 256, 256, 2 * 256**3 / FLOPS),)
     products = tuple(MatmulRates(p, FLOPS, square) for p in ("fp32", "bf16"))
     plain = MeasuredStep(**small, **usual, seconds=0.3)
-    machine = replace(probed_cpu(plain), products=products)
+    machine = replace(probed_cpu(plain), matmuls=products)
     half = words.removeprefix("+bf16_")
     slow = replace(machine, steps=(plain, replace(plain, half=half, seconds=0.6)))  # type: ignore[arg-type]
     slower = replace(machine, steps=(plain, replace(plain, half=half, seconds=1.2)))  # type: ignore[arg-type]
@@ -241,7 +241,7 @@ def test_a_width_of_a_cpu_is_told_once_there_is_one(monkeypatch: pytest.MonkeyPa
         MatmulRates(precision, FLOPS, (MatmulPoint(256, 256, 256, 1e-3),))
         for precision in ("fp32", "bf16")
     )
-    half = seen("model.precision=bf16", machine=replace(probed_cpu(), products=products))
+    half = seen("model.precision=bf16", machine=replace(probed_cpu(), matmuls=products))
     assert half.time.step_s and half.time.no_interval == FEW and half.time.step_between is None
 
 

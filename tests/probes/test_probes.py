@@ -44,14 +44,14 @@ def test_a_cpu_is_measured_within_its_budget(measured: tuple[Machine, float]) ->
     assert (machine.name, machine.kind, machine.source) == ("cpu", "cpu", "probes")
     assert machine.torch == torch.__version__ and machine.memory_bytes > 2**30
     assert 1e-7 < machine.launch_s < 1e-3
-    assert machine.products[0].precision == "fp32"
+    assert machine.matmuls[0].precision == "fp32"
     absent = {one.what for one in machine.absent}
     assert {"products in fp8", "attention by cudnn", "captured graphs"} <= absent
 
 
 def test_its_points_are_met(measured: tuple[Machine, float]) -> None:
     machine, _ = measured
-    for known in machine.products:
+    for known in machine.matmuls:
         for point in known.points:
             told_s = machine.matmul_s(known.precision, *point.sizes)
             assert told_s == pytest.approx(point.seconds, rel=1e-6)
@@ -88,7 +88,7 @@ def test_no_time_leaves_the_most_important_and_says_what_it_left(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     machine = probes.measure(CPU, budget_s=1e-9)
-    assert [(p.precision, len(p.points)) for p in machine.products] == [("fp32", 1)]
+    assert [(p.precision, len(p.points)) for p in machine.matmuls] == [("fp32", 1)]
     assert machine.traffic.points and machine.to_host.points
     assert any(text.startswith("products in bf16 (") for text in machine.skipped)
     with pytest.raises(UnsupportedError, match="its probes tell no attention by flash"):
@@ -109,14 +109,14 @@ def test_the_shapes_of_a_plan_are_added(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     before, shape = measured[0], (2, 2, 2, 96, 16)
-    known = before.products[0].points[0].sizes
+    known = before.matmuls[0].points[0].sizes
     after = probes.add(
         before,
         CPU,
         matmuls=[("fp32", 96, 80, 72), ("fp32", *known)],
         attention=[("flash", shape, True), ("cudnn", shape, True)],
     )
-    (new,) = set(after.products[0].points) - set(before.products[0].points)
+    (new,) = set(after.matmuls[0].points) - set(before.matmuls[0].points)
     assert new.sizes == (96, 80, 72)
     assert after.matmul_s("fp32", *new.sizes) == pytest.approx(new.seconds, rel=1e-6)
     assert [len(a.points) for a in after.attention if a.kernel == "flash"] == [
@@ -272,11 +272,11 @@ def test_a_gpu_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     machine = probes.measure(device, budget_s=60)
     assert time.perf_counter() - begin_s < 100
     assert probes.cached(device) == machine
-    assert machine.products[0].precision == "bf16" and "flash" in machine.kernels(True)
+    assert machine.matmuls[0].precision == "bf16" and "flash" in machine.kernels(True)
     assert 1e-6 < machine.launch_s < 1e-4 and 1e-7 < machine.traffic.floor_s < 1e-5
     assert 2**26 < machine.context_bytes < 4 * 2**30
     assert 5e9 < 2**30 / machine.link_s(2**30, True) < 1e12
-    assert all(p.seconds < probes.HOT_S for p in machine.products[0].points)
+    assert all(p.seconds < probes.HOT_S for p in machine.matmuls[0].points)
     if "H200" in machine.name:
         assert 0 < Clock(device, 1.0).edge_s < 1e-5  # 0.9 to 7.5 us on four hosts
         assumed = Machine.assumed(machine.name)

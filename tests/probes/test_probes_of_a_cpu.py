@@ -64,10 +64,10 @@ def test_every_piece_of_a_ledger_is_timed_by_its_name(readings: Readings) -> Non
 
 def test_linears_are_timed_in_the_three_layouts_of_a_step(readings: Readings) -> None:
     run(readings)
-    sizes = {way: points[0].sizes for way, points in readings.linears.items()}
-    ways = {"result": (8, 6, 4), "input": (8, 4, 6), "weight": (6, 4, 8)}
-    assert sizes == {(way, "fp32"): size for way, size in ways.items()}
-    assert tuple(way for way, _ in sizes) == LINEAR_MATMULS
+    sizes = {matmul: points[0].sizes for matmul, points in readings.linears.items()}
+    shapes = {"result": (8, 6, 4), "input": (8, 4, 6), "weight": (6, 4, 8)}
+    assert sizes == {(matmul, "fp32"): size for matmul, size in shapes.items()}
+    assert tuple(matmul for matmul, _ in sizes) == LINEAR_MATMULS
     assert isinstance(readings.linears["input", "fp32"][0], MatmulPoint)
 
 

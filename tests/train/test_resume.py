@@ -368,7 +368,7 @@ def test_a_later_goal_that_moves_the_schedule_is_told(
     plan = Plan.read(text, catalogue(), overrides=[*keys, "goal.steps=10"])
     run = trainer.run(plan).folder
     told: list[str] = []
-    how: dict[str, Any] = {"catalogue": catalogue(), "tell": told.append}
+    how: dict[str, Any] = {"catalogue": catalogue(), "note": told.append}
     assert plan_to_resume(plan, run, **how).horizon_steps == 10 and not told
     longer = plan_to_resume(plan, run, overrides=["goal.steps=20"], **how)
     assert longer.horizon_steps == 20 and "schedule.steps=10 keeps it" in told[0]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.core.command import again
+from headrace.core.command import rerun
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.files import no_json
 from headrace.core.units import format_bytes
@@ -165,7 +165,7 @@ def read_trace(path: Path) -> Trace:
     if isinstance(whole, list):  # Chrome allows the bare list
         whole = {"traceEvents": whole}
     of_run = (path.parent / "plan.toml").is_file()
-    remedy = again((path, path.parent), verb="doctor") if of_run else RECORD_AND_JUDGE
+    remedy = rerun((path, path.parent), verb="doctor") if of_run else RECORD_AND_JUDGE
     if not isinstance(whole, dict) or not isinstance(whole.get("traceEvents"), list):
         raise ConfigError(f"{path} is JSON, but no trace: it has no list 'traceEvents'", remedy)
     if not any(c.lower() in CATEGORIES for c in sieve.counts):
@@ -223,7 +223,7 @@ def text_of(path: Path) -> str:
         near = nearest(path.name, there)
         message = f"There is no trace {path}"
         if near in there:
-            command = again((path, path.parent / near), verb="doctor")
+            command = rerun((path, path.parent / near), verb="doctor")
             raise ConfigError(f"{message}; the nearest is {path.parent / near}", command) from None
         raise ConfigError(message, RECORD_AND_JUDGE) from None
     except (OSError, EOFError, zlib.error) as error:

@@ -140,7 +140,7 @@ class Roof:
         """Return the highest rate of matmuls, in FLOP/s."""
         m, n, k = ANCHOR_MATMUL
         anchor = 2.0 * m * n * k / self.machine.matmul_s(precision, m, n, k)
-        known = next(p for p in self.machine.products if p.precision == precision)
+        known = next(p for p in self.machine.matmuls if p.precision == precision)
         return max(anchor, *(p.flops / p.seconds for p in known.points or ()), 0.0)
 
     def worked(self, events: Sequence[Event], operations: dict[int, Operation]) -> list[Worked]:
