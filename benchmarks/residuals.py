@@ -49,7 +49,7 @@ from headrace.costs.work import (
 )
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
-from headrace.predict.prediction import FEW, FP32, predict
+from headrace.predict.prediction import NoInterval, predict
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANS = ROOT / "benchmarks" / "plans"
@@ -222,7 +222,8 @@ def rows(results: Path = ROOT / "results", machine: Machine | None = None) -> li
             continue
         values = {name: m["value"] for name, m in row["metrics"].items()}
         rate, reserved = values.get("tokens_per_s"), values.get("reserved_memory")
-        timed = seen.time.step_s and seen.time.no_interval not in (FEW, FP32)
+        unsure = seen.time.no_interval in (NoInterval.FEW, NoInterval.FP32)
+        timed = seen.time.step_s and not unsure
         step_s = plan.batch.tokens / rate if rate and timed else None
         compared.append(
             Row(

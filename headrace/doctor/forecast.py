@@ -37,7 +37,7 @@ from headrace.core.statistics import Interval
 from headrace.costs.work import HOST_S, SLOW_HOST
 from headrace.doctor.observation import Observation
 from headrace.doctor.physics import host_binds, priced_idle
-from headrace.predict.prediction import EDGE, FEW, Prediction
+from headrace.predict.prediction import EDGE, NoInterval, Prediction
 
 Source = Literal["ledger", "share", "none"]
 APART = 2.0
@@ -170,10 +170,9 @@ def by_ledger(before: Prediction, after: Prediction, measured: Measured) -> Fore
         return Forecast(None, "none", after.time.unknown or before.time.unknown)
     if before.rates.between_ranks or after.rates.between_ranks:  # receipts are of one device
         return Forecast(None, "none", after.time.no_interval)
-    if (before.time.no_interval == FEW) != (
-        after.time.no_interval == FEW
-    ):  # in both it is no difference
-        return Forecast(None, "none", FEW)
+    few = [one.time.no_interval is NoInterval.FEW for one in (before, after)]
+    if few[0] != few[1]:  # in both it is no difference
+        return Forecast(None, "none", NoInterval.FEW)
     if measured.step_s is None:
         return _of_a_plan(before, after)
     left_s, edge_s = measured.step_s - measured.waits_s, _edge_s(before)

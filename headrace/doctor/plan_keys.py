@@ -1,14 +1,17 @@
 """List the keys of a plan that are worth a try against a finding, beside techniques."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from headrace.plan.changes import word
+from headrace.plan.changes import parse, word
 from headrace.plan.gentler import gentler, usual_rate
 from headrace.plan.plan import Plan
+from headrace.plan.technique import Catalogue
 from headrace.predict.candidates import MICRO, Words
 
 STEP = 3
 """Factor by which a rate that may be too high is divided, where it is tried alone."""
+HALVES = ("bf16", "fp16")
+"""Values of a key that name a precision which a processor may only emulate, many times slower."""
 
 
 def _more_reading(plan: Plan) -> list[Words]:
@@ -73,3 +76,16 @@ KEY_EQUALITY: Mapping[str, str] = {
     "model.precision": "approximate",
 }
 """What a key does to the gradients, where it does not keep them."""
+
+
+def concerns_halves(words: Iterable[str], catalogue: Catalogue) -> bool:
+    """Return whether a change is of a technique that multiplies halves, or sets a key to one.
+
+    A change of a technique adds it, removes it or sets one of its knobs.
+    """
+    change = parse(words)
+    names, settings = {*change.with_, *change.without}, change.settings()
+    names |= {key.split(".")[1] for key in settings if key.startswith("techniques.")}
+    if any(catalogue.find(name).halves for name in names):
+        return True
+    return any(value in HALVES for value in settings.values())

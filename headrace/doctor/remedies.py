@@ -27,7 +27,13 @@ from headrace.core.statistics import Interval
 from headrace.costs.machine import SQUARE, Machine
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import NOTHING, Forecast, Measured, Source, by_ledger, by_share
-from headrace.doctor.plan_keys import KEY_COSTS, KEY_EQUALITY, KEYS, rate_is_far_off
+from headrace.doctor.plan_keys import (
+    KEY_COSTS,
+    KEY_EQUALITY,
+    KEYS,
+    concerns_halves,
+    rate_is_far_off,
+)
 from headrace.plan.changes import flat, word
 from headrace.plan.changes import parse as parse_changes
 from headrace.plan.plan import Plan
@@ -60,12 +66,8 @@ CAUSES = ("instability",)
 """Bottlenecks that keys of the plan cause; these come before techniques that bear with them."""
 HEALTHY = 0.05
 """Gain that no remedy of a healthy run is forecast to exceed. Chosen, not measured."""
-HALF = ("bf16", "fp16", "float8")
-"""Parts of words that name a precision which a processor may only emulate, many times slower."""
 MOST = 8
 """Most remedies of one finding that are kept."""
-
-
 BOUGHT = "what it bought: "
 """How the text of the costs begins where a technique is taken out."""
 
@@ -189,7 +191,7 @@ class _Asker:
         after = _answered(self.asking, words, plan)
         if after is None or after.prediction.memory.fits == "no" or not after.changes:
             return None
-        if self.halves_are_slow and any(half in word for word in after.changes for half in HALF):
+        if self.halves_are_slow and concerns_halves(after.changes, self.asking.catalogue):
             return None
         remedy = _remedy(self.finding, self.asking, self.before, after, self.measured, words)
         bottleneck = self.finding.bottleneck

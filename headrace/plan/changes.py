@@ -46,6 +46,11 @@ class Changes:
             without=self.without,
         )
 
+    def settings(self) -> dict[str, str]:
+        """Return the keys that the overrides set -> their values as they are written."""
+        pairs = (override.partition("=") for override in self.overrides)
+        return {key.strip(): value.strip() for key, _, value in pairs}
+
     def command(self) -> list[str]:
         """Return the changes as arguments of `headrace train`."""
         return [

@@ -296,6 +296,8 @@ class Technique(Strict, Generic[B]):
     timed: ClassVar[bool] = False
     """Whether `predict` also covers what the technique does to a step's time. It is true as well
     where the technique does nothing to it."""
+    halves: ClassVar[bool] = False
+    """Whether it multiplies in 16 bits or fewer, which some processors only emulate."""
     symptoms: ClassVar[tuple[str, ...]] = ()
     """Findings of the doctor that the technique is a remedy for, in the words of symptoms.py."""
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ()
@@ -305,8 +307,7 @@ class Technique(Strict, Generic[B]):
     """Share of the tokens to a loss that the technique needs, by its card's source; 1 claims
     nothing. A tuner first tries what promises most by this share and by the time of a step."""
     settled: ClassVar[tuple[str, ...]] = ()
-    """Names of knobs that no search changes, since they are for tests, or state what a user
-    accepts."""
+    """Names of knobs that no search changes: for tests, or for what a user accepts."""
 
     @classmethod
     def name(cls) -> str:

@@ -14,8 +14,9 @@ of others.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headrace.assemble.build import make_ledger, make_ledgers
 from headrace.assemble.context import check_supported, precision_of
@@ -57,12 +58,23 @@ PART_NAMES = {
 }
 """Kind of work -> the part of a step that its seconds are shown as."""
 LAUNCHES, DATA, EDGE = "waiting for launches", "waiting for data", "the pause between steps"
-LAUNCHED = "it waits for launches, and so few such steps were measured that its error is not known"
-FP32 = "of fp32 two models were measured, by which its rates are set: of others it is not known"
-ON_CPU = "no prediction was compared with measured steps of a CPU yet"
-FEW = "too few steps of its kind were measured, or none, to know how far off it is"
 IDLE = (LAUNCHES, DATA, EDGE, PART_NAMES["wait"])
 """Parts of a step in which the device does nothing."""
+
+
+class NoInterval(StrEnum):
+    """Name why a step's time has no interval; the values are what a reader is shown."""
+
+    RANKS = (
+        "no step of several GPUs was measured here, so how far off it is is not known: what is "
+        "sent is counted, and how fast, and what hides it, is not"
+    )
+    LAUNCHED = (
+        "it waits for launches, and so few such steps were measured that its error is not known"
+    )
+    FP32 = "of fp32 two models were measured, by which its rates are set: of others it is not known"
+    ON_CPU = "no prediction was compared with measured steps of a CPU yet"
+    FEW = "too few steps of its kind were measured, or none, to know how far off it is"
 
 
 @dataclass(frozen=True)
@@ -147,7 +159,7 @@ class TimePrediction:
     step_between: Between | None = None
     rate_between: Between | None = None
     unknown: str = ""
-    no_interval: str = ""
+    no_interval: NoInterval | Literal[""] = ""
 
     @property
     def waits_for_launches(self) -> bool:
@@ -278,7 +290,11 @@ def predict(
 
 
 def _taken(
-    plan: Plan, time: StepTime, step_s: float, ends: Between | None, no_interval: str
+    plan: Plan,
+    time: StepTime,
+    step_s: float,
+    ends: Between | None,
+    no_interval: NoInterval | Literal[""],
 ) -> TimePrediction:
     """Return the prediction of a step that takes `step_s`, between its `ends`."""
     tokens = plan.batch.tokens
@@ -417,16 +433,19 @@ def _time(
         return None, f"{error.message}; try: {error.remedy}" if error.remedy else error.message
 
 
-def _no_interval(context: Context, ledger: Ledger, time: StepTime) -> str:
+def _no_interval(context: Context, ledger: Ledger, time: StepTime) -> NoInterval | Literal[""]:
     """Return why a time has no interval; "" where it has one."""
     if ledger.sizes["world_ranks"] > 1:
-        return ranks.UNMEASURED
+        return NoInterval.RANKS
     if ledger.sizes.get(DERIVED):
-        return FEW
+        return NoInterval.FEW
     if context.device == "cpu":
-        return ON_CPU if "on_cpu" not in STEP else FEW if context.precision != "fp32" else ""
-    wide = context.precision == "fp32"
-    return FP32 if wide else LAUNCHED if time.by_host else ""
+        if "on_cpu" not in STEP:
+            return NoInterval.ON_CPU
+        return NoInterval.FEW if context.precision != "fp32" else ""
+    if context.precision == "fp32":
+        return NoInterval.FP32
+    return NoInterval.LAUNCHED if time.by_host else ""
 
 
 def _parts(time: StepTime, step_s: float) -> dict[str, float]:

@@ -15,11 +15,6 @@ from headrace.costs.step import StepTime, step_time
 from headrace.costs.work import CONTENTION, IDLE
 from headrace.predict import on_cpu
 
-UNMEASURED = (
-    "no step of several GPUs was measured here, so how far off it is is not known: what is sent is "
-    "counted, and how fast, and what hides it, is not"
-)
-
 
 def slowest(ledgers: Sequence[Ledger], machine: Machine) -> StepTime:
     """Return the time of a step of the rank that takes longest.

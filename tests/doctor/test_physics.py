@@ -31,6 +31,7 @@ from headrace.doctor.physics import (
     lead,
     slack_share,
 )
+from headrace.doctor.plan_keys import concerns_halves
 from headrace.doctor.remedies import Remedy, _Asker, remedies
 from headrace.doctor.rules import busy_in, faults
 from headrace.doctor.use import Use
@@ -194,6 +195,24 @@ def test_no_half_precision_is_told_of_to_a_cpu_that_emulates_it(
         assert ask.halves_are_slow is not told_of
     known = remedies(finding, plan, context, guessed, catalogue(), Measured())
     assert not any("bf16" in word for one in known for word in one.change)
+
+
+@pytest.mark.parametrize(
+    ("words", "concerns"),
+    [
+        ("+bf16_autocast", True),
+        ("-bf16_parameters +muon", True),
+        ("+fp16_loss_scaling", True),
+        ("techniques.float8_linear.recipe=rowwise", True),
+        ("model.precision=bf16", True),
+        ("techniques.fsdp.reduce=bf16", True),
+        ("techniques.fsdp.reduce=fp32", False),
+        ("+tf32 model.precision=fp32", False),
+        ("batch.micro_sequences=2 -muon", False),
+    ],
+)
+def test_a_change_concerns_halves_by_its_technique_or_value(words: str, concerns: bool) -> None:
+    assert concerns_halves(words.split(), catalogue()) is concerns
 
 
 # --- a grid ----------------------------------------------------------------------------------

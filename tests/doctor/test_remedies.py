@@ -42,7 +42,7 @@ from headrace.plan.gentler import gentler
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import BOTTLENECKS
 from headrace.predict.candidates import Asking
-from headrace.predict.prediction import FEW, predict
+from headrace.predict.prediction import NoInterval, predict
 
 ROOT = Path(__file__).parents[2]
 H200 = Machine.assumed("NVIDIA H200")
@@ -168,11 +168,11 @@ def test_waits_are_left_as_they_were_measured() -> None:
 @pytest.mark.parametrize(("before", "after"), [("", "8 ranks"), ("8 ranks", "")])
 def test_nothing_is_forecast_between_one_device_and_several(before: str, after: str) -> None:
     one = predict(*on_h200("160m"))
-    one = replace(one, time=replace(one.time, no_interval="one device's receipts"))
+    one = replace(one, time=replace(one.time, no_interval=NoInterval.RANKS))
     ranks = (replace(one.rates, between_ranks=where) for where in (before, after))
     plans = (replace(one, rates=rates) for rates in ranks)
     forecast = by_ledger(*plans, Measured())
-    assert (forecast.gain, forecast.unknown) == (None, "one device's receipts")
+    assert (forecast.gain, forecast.unknown) == (None, NoInterval.RANKS)
 
 
 def test_the_hosts_pace_scales_no_step_of_the_device() -> None:
@@ -240,7 +240,7 @@ def test_what_few_steps_tell_is_forecast_where_both_plans_have_it() -> None:
     ]
     for one, other in ((plain, muon), (muon, plain), wide):
         told = by_ledger(one, other, Measured(one.time.step_s))
-        assert told.gain is None and told.unknown == FEW
+        assert told.gain is None and told.unknown is NoInterval.FEW
     assert by_ledger(muon, both, Measured(muon.time.step_s)).gain is not None
 
 

@@ -18,7 +18,7 @@ from headrace.predict import sweep
 from headrace.predict.calibration import Measured
 from headrace.predict.intervals import STEP, Width
 from headrace.predict.page import format_prediction
-from headrace.predict.prediction import FEW, Prediction, calibrated, predict
+from headrace.predict.prediction import NoInterval, Prediction, calibrated, predict
 from headrace.probes.table import table
 
 SMALL = """
@@ -242,7 +242,11 @@ def test_a_width_of_a_cpu_is_told_once_there_is_one(monkeypatch: pytest.MonkeyPa
         for precision in ("fp32", "bf16")
     )
     half = seen("model.precision=bf16", machine=replace(probed_cpu(), matmuls=products))
-    assert half.time.step_s and half.time.no_interval == FEW and half.time.step_between is None
+    assert (
+        half.time.step_s
+        and half.time.no_interval is NoInterval.FEW
+        and half.time.step_between is None
+    )
 
 
 def test_the_probes_table_has_its_steps() -> None:

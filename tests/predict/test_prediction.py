@@ -27,7 +27,7 @@ from headrace.costs.step import step_time
 from headrace.plan.plan import Plan
 from headrace.predict.intervals import STEP
 from headrace.predict.page import format_prediction
-from headrace.predict.prediction import FEW, TIGHT, MemoryPrediction, predict
+from headrace.predict.prediction import TIGHT, MemoryPrediction, NoInterval, predict
 
 ROOT = Path(__file__).parents[2]
 H200 = Machine.assumed("NVIDIA H200")
@@ -252,7 +252,7 @@ def test_steps_that_few_rows_tell_are_foreseen_and_claim_no_interval(
         except UnsupportedError:  # a package that is not installed here
             continue
         assert seen.time.step_s == foreseen and (seen.time.no_interval, seen.time.step_between) == (
-            FEW,
+            NoInterval.FEW,
             None,
         )
         assert "no interval: too few steps" in format_prediction(plan, seen)
@@ -265,7 +265,10 @@ def test_an_update_that_most_of_launches_is_foreseen() -> None:
     plan, context = on_h200("novels", *words, with_=["muon"])
     seen, plain = (predict(p, context, H200) for p in (plan, on_h200("novels", *words)[0]))
     measured = plan.batch.tokens / row["metrics"]["tokens_per_s"]["value"]
-    assert seen.time.step_s == pytest.approx(measured, rel=0.05) and seen.time.no_interval == FEW
+    assert (
+        seen.time.step_s == pytest.approx(measured, rel=0.05)
+        and seen.time.no_interval is NoInterval.FEW
+    )
     assert seen.time.host_s > 1.7 * plain.time.host_s and not plain.time.no_interval
 
 

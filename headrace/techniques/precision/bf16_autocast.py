@@ -41,6 +41,7 @@ class Bf16Autocast(Technique[Build]):
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "precision"
+    halves: ClassVar[bool] = True
     stage: ClassVar[Stage] = Stage.DESIGN
     claims: ClassVar[tuple[str, ...]] = ("config.precision",)
     equality: ClassVar = "approximate"

@@ -206,6 +206,7 @@ class Bf16Parameters(Technique[Build]):
     settled: ClassVar[tuple[str, ...]] = ("rounding",)
     """What no master costs shows late in a run, where no trial of 50 steps looks."""
     room: ClassVar[str] = "precision"
+    halves: ClassVar[bool] = True
     stage: ClassVar[Stage] = Stage.MATERIALIZE
     composes: ClassVar[tuple[str, ...]] = ("storage", "routes", "block_forward")
     equality: ClassVar = "approximate"

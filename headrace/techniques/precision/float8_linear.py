@@ -71,6 +71,7 @@ class Float8Linear(Technique[Build]):
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "precision"
+    halves: ClassVar[bool] = True
     stage: ClassVar[Stage] = Stage.LINEAR
     composes: ClassVar[tuple[str, ...]] = ("linear",)
     equality: ClassVar = "approximate"

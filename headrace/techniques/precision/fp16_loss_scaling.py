@@ -95,6 +95,7 @@ class Fp16LossScaling(Technique[Build]):
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "precision"
+    halves: ClassVar[bool] = True
     stage: ClassVar[Stage] = Stage.STEP
     claims: ClassVar[tuple[str, ...]] = ("loss_scale", "recover")
     composes: ClassVar[tuple[str, ...]] = ("state", "after_update")
