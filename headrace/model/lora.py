@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from json import dumps
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -147,6 +147,44 @@ def linears_of(model: nn.Module, targets: Sequence[str], owner: str = "lora") ->
                 targeted(owner, *nearest(target, ends).split(", ")),
             )
     return [name for name in names if not targets or name.split(".", 2)[2] in targets]
+
+
+class Adaptable(Protocol):
+    """A build whose linears can be replaced and whose parameters can be frozen."""
+
+    frozen: list[Callable[[str], bool]]
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model whose linears are adapted."""
+        ...
+
+    def replace_linears(
+        self, owner: str, names: Sequence[str], make: Callable[[nn.Linear], nn.Linear]
+    ) -> None:
+        """Ask for linears to be replaced by what `make` returns of them."""
+        ...
+
+
+def adapt_linears(
+    build: Adaptable, owner: str, targets: Sequence[str], *, rank: int, alpha: float
+) -> list[str]:
+    """Put adapters beside the chosen linears, freeze all else, and return the linears' full names.
+
+    Args:
+        build: holds the model.
+        owner: name of the technique that asks for it.
+        targets: ends of names of the adapted linears; all without targets.
+        rank: rows of an adapter.
+        alpha: the correction is multiplied by alpha / rank.
+
+    Raises:
+        ConfigError: a target names no linear, or another technique already owns one of them.
+    """
+    names = linears_of(build.model, targets, owner)
+    build.replace_linears(owner, names, lambda old: LoraLinear(old, rank=rank, alpha=alpha))
+    build.frozen.append(is_frozen)
+    return names
 
 
 def adapted_ledger(

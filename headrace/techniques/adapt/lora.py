@@ -17,10 +17,8 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.costs.ledger import Ledger
 from headrace.model.lora import (
-    LoraLinear,
+    adapt_linears,
     adapter_evidence,
-    is_frozen,
-    linears_of,
     over_random_weights,
     with_adapters_alone,
 )
@@ -84,11 +82,7 @@ class Lora(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Replace the chosen linears, and freeze all but the adapters."""
-        names = linears_of(build.model, self.targets, self.name())
-        build.replace_linears(
-            self.name(), names, lambda old: LoraLinear(old, rank=self.rank, alpha=self.alpha)
-        )
-        build.frozen.append(is_frozen)
+        adapt_linears(build, self.name(), self.targets, rank=self.rank, alpha=self.alpha)
 
     def active(self, build: Build) -> Evidence:
         """Report adapters that got a gradient, and frozen weights that got none."""

@@ -25,9 +25,8 @@ from headrace.costs.work import Phase, Stream
 from headrace.kernels.quantized_weight import QuantizedWeight, quantize, quantized_bytes
 from headrace.model.lora import (
     LoraLinear,
+    adapt_linears,
     adapter_evidence,
-    is_frozen,
-    linears_of,
     over_random_weights,
     with_adapters_alone,
 )
@@ -163,12 +162,8 @@ class Qlora(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Replace the chosen linears, freeze all but the adapters, store the chosen weights."""
-        names = linears_of(build.model, self.targets, self.name())
+        names = adapt_linears(build, self.name(), self.targets, rank=self.rank, alpha=self.alpha)
         weights = {f"{name}.weight" for name in names}
-        build.replace_linears(
-            self.name(), names, lambda old: LoraLinear(old, rank=self.rank, alpha=self.alpha)
-        )
-        build.frozen.append(is_frozen)
 
         def store(name: str, value: Tensor) -> Tensor:
             return quantize(value, self.base) if name in weights else value
