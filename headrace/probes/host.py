@@ -206,7 +206,9 @@ def linear_probes(
                 "weight": lambda: g.t() @ x,
             }
             seconds = readings.clock.seconds(calls[matmul])
-            readings.linears.setdefault((matmul, precision), []).append(MatmulPoint(*sizes, seconds))
+            readings.linears.setdefault((matmul, precision), []).append(
+                MatmulPoint(*sizes, seconds)
+            )
 
         work, needed = 2.0 * tokens * outer * inner, 8.0 * tokens * (outer + inner)
         label = "x".join(map(str, sizes))
