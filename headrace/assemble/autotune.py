@@ -48,8 +48,8 @@ from headrace.parallel.world import World
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Stage, Technique, Unsupported, check_claims
 
-TRUNK = "trunk"
-"""The name of the baseline's own backend among the candidates."""
+BASELINE = "trunk"
+"""The name of the baseline's own backend among the candidates, in stored results too."""
 WARMUP, ROUNDS, CALLS = 2, 7, 3
 """Untimed calls, which compile; timed rounds over all backends; calls of a backend in a round."""
 PATIENCE_S, LONG_S = 20.0, 1.0
@@ -88,7 +88,7 @@ def choose_attention(
     def find() -> dict[str, Any]:
         result = _find(plans, prepared, device, progress)
         result["refused"] = {**refused, **result["refused"]}
-        progress.note(told(result))
+        progress.note(format_result(result))
         return result
 
     result = by_first(world, find)
@@ -100,7 +100,7 @@ def candidates(
 ) -> tuple[dict[str, Plan], dict[str, str]]:
     """Return the plan with each backend that can run it, by name, and why others cannot."""
     plan, refused = plan.replaced(attention="plan"), {}
-    plans = {TRUNK: plan}
+    plans = {BASELINE: plan}
     for name, kind in catalogue.techniques.items():
         attends = "parts.attend" in kind.claims and "parts.mixer" not in kind.claims
         if not attends or kind.axes or kind.equality != "exact":
@@ -120,13 +120,13 @@ def candidates(
     return plans, refused
 
 
-def told(found: Mapping[str, Any]) -> str:
+def format_result(result: Mapping[str, Any]) -> str:
     """Return one line about the chosen backend, the times and the backends that were refused."""
-    times = sorted(found["milliseconds"].items(), key=lambda item: item[1]["median"])
+    times = sorted(result["milliseconds"].items(), key=lambda item: item[1]["median"])
     shown = ", ".join(f"{name} {time['median']:.3g} ms" for name, time in times)
-    how = f"{'known from before' if found['cached'] else 'measured'}: {shown}"
-    left = f"; not {', '.join(found['refused'])}" if found["refused"] else ""
-    return f"attention by {found['chosen']} ({how if shown else 'no other runs here'}{left})"
+    how = f"{'known from before' if result['cached'] else 'measured'}: {shown}"
+    left = f"; not {', '.join(result['refused'])}" if result["refused"] else ""
+    return f"attention by {result['chosen']} ({how if shown else 'no other runs here'}{left})"
 
 
 # --- what is measured, and the results that are kept of it -------------------------------------
@@ -141,7 +141,7 @@ def _find(
     plans: Mapping[str, Plan], prepared: Prepared, device: torch.device, progress: Progress
 ) -> dict[str, Any]:
     """Return the stored result for these circumstances, or measure and store a new one."""
-    build = make_build(plans[TRUNK], prepared, World(), device, until=Stage.PARTS)
+    build = make_build(plans[BASELINE], prepared, World(), device, until=Stage.PARTS)
     work = _first_rows(build)
     at = _circumstances(build, work, plans)
     key, known = json.dumps(at, sort_keys=True), _read()
@@ -214,7 +214,7 @@ def _read() -> dict[str, Any]:
     return kept["found"] if isinstance(kept.get("found"), dict) else {}
 
 
-def _write(found: Mapping[str, Any]) -> None:
+def _write(results: Mapping[str, Any]) -> None:
     """Store results by writing another file and renaming it.
 
     A disk that cannot be written does not end the run.
@@ -222,7 +222,7 @@ def _write(found: Mapping[str, Any]) -> None:
     path = cache_file()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_whole(path, json.dumps({"format": FORMAT, "found": found}, indent=1))
+        write_whole(path, json.dumps({"format": FORMAT, "found": results}, indent=1))
 
 
 # --- the clock -------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def measure(
                 mend("attention=plan") | mend(f"batch.micro_sequences={max(1, rows // 2)}"),
             )
         if len(trials) > 1:
-            times = _take_turns(trials, progress)
+            times = _time_rounds(trials, progress)
         fastest = min(trials, key=lambda name: median(times.get(name, [0.0])))
         kernels = trials[fastest].launched()
     finally:
@@ -295,7 +295,7 @@ def measure(
     }
 
 
-def _take_turns(trials: Mapping[str, Trial], progress: Progress) -> dict[str, list[float]]:
+def _time_rounds(trials: Mapping[str, Trial], progress: Progress) -> dict[str, list[float]]:
     """Return the milliseconds of each round, by backend."""
     began_s, calls = time.perf_counter(), 1
     times: dict[str, list[float]] = {name: [] for name in trials}
@@ -346,7 +346,7 @@ def _trial(
         with own.autocast():
             return attend.prepare(spec, work.rows, length)
 
-    def both_ways(mask: Any) -> None:
+    def forward_backward(mask: Any) -> None:
         with own.autocast():
             mixed = call(*given, mask)
         torch.autograd.grad(mixed, given, gradient.to(mixed.dtype))
@@ -359,7 +359,7 @@ def _trial(
         layers_of = Counter(map(own.mask.of_layer, attending(config, own.parts.mixer, attend)))
         for spec, layers in layers_of.items():
             masks.append(prepare(spec))
-            parts += [(1, partial(prepare, spec)), (layers, partial(both_ways, masks[-1]))]
+            parts += [(1, partial(prepare, spec)), (layers, partial(forward_backward, masks[-1]))]
     return Trial(own, parts, partial(_kernels, own, given, masks[0]))
 
 

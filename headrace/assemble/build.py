@@ -126,7 +126,7 @@ def make_build(
     device: torch.device,
     *,
     until: Stage = Stage.STEP,
-    tell: Callable[[str], None] | None = None,
+    note_line: Callable[[str], None] | None = None,
     given: Mapping[str, Tensor] | None = None,
     checked: Context | None = None,
 ) -> Build:
@@ -138,7 +138,7 @@ def make_build(
         world: this process's rank among all.
         device: where the weights live.
         until: the last stage; a model alone ends at MATERIALIZE.
-        tell: takes a line that is worth reading, now and while the run goes.
+        note_line: takes a line that is worth reading, now and while the run goes.
         given: values of parameters by name, copied in the place of drawing or reading them.
         checked: what `check_supported` returned for this plan on this device. Without it, or with
             that of another plan, the techniques are asked here.
@@ -149,10 +149,10 @@ def make_build(
     techniques = sorted(plan.techniques.values(), key=lambda t: (t.stage, t.name()))
     if checked is None or checked.plan != plan:
         checked = check_supported(techniques, make_context(plan, device))
-    build = _trunk(plan, prepared, world, device, checked, techniques)
-    build.tell, build.given = tell or build.tell, given or {}
+    build = _baseline_build(plan, prepared, world, device, checked, techniques)
+    build.note_line, build.given = note_line or build.note_line, given or {}
     for stage in Stage:
-        TRUNK.get(stage, _nothing)(build)
+        BEGIN.get(stage, _nothing)(build)
         for technique in techniques:
             if technique.stage == stage:
                 before = fillers(build)
@@ -246,7 +246,7 @@ def _as_pretrained(model: ModelConfig) -> ModelConfig:
     return pretrained_config.model_copy(update=kept)
 
 
-def _trunk(
+def _baseline_build(
     plan: Plan,
     prepared: Prepared,
     world: World,
@@ -310,7 +310,7 @@ def _parts(build: Build) -> None:
             unchecked_tokenizer(spec, folder, "model.pretrained"),
         ):
             if line:
-                build.tell(line)
+                build.note_line(line)
 
 
 def _meta_model(build: Build) -> None:
@@ -343,8 +343,10 @@ def _linears(build: Build) -> None:
 def _optimizers(build: Build) -> None:
     """Make the optimizers: each route takes its parameters, and AdamW takes the rest."""
     rest = {n: p for n, p in build.model.named_parameters() if p.requires_grad}
-    trunk = Route("adamw", lambda n, p: True, lambda named: make_adamw(build.plan.optimizer, named))
-    for route in [*sorted(build.routes, key=lambda route: route.rest), trunk]:
+    baseline = Route(
+        "adamw", lambda n, p: True, lambda named: make_adamw(build.plan.optimizer, named)
+    )
+    for route in [*sorted(build.routes, key=lambda route: route.rest), baseline]:
         taken = {n: p for n, p in rest.items() if route.takes(n, p)}
         rest = {n: p for n, p in rest.items() if n not in taken}
         if taken:
@@ -366,7 +368,7 @@ def _objective(build: Build) -> None:
     build.objective = with_terms(build.objective, build.terms)
 
 
-TRUNK: Mapping[Stage, Callable[[Build], None]] = {
+BEGIN: Mapping[Stage, Callable[[Build], None]] = {
     Stage.PARTS: _parts,
     Stage.MODEL: _meta_model,
 }

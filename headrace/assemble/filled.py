@@ -167,7 +167,7 @@ def note_own_attention(build: Build) -> None:
     message = f"torch ran {', '.join(operations)}" if operations else "what torch ran was not seen"
     unseen = ", whose kernels were not seen" if operations and not launches else ""
     build.run_notes.own_attention = {"kernels": [*launches], "detail": message + unseen + why}
-    build.tell(f"attention: {message}{unseen}{why}")
+    build.note_line(f"attention: {message}{unseen}{why}")
 
 
 def _asked(build: Build, spec: MaskSpec) -> tuple[Tensor, Tensor, Any]:

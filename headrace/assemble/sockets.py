@@ -243,7 +243,7 @@ class Build:
     loader: Loader = None  # type: ignore[assignment]
     predicted: Callable[[Plan], Ledger] = None  # type: ignore[assignment]
     """predicts what a plan like this one would cost here"""
-    tell: Callable[[str], None] = _unheard
+    note_line: Callable[[str], None] = _unheard
     """takes one line that is worth reading while the run goes"""
     phases: Phases = field(default_factory=Unwatched)
     compiled: list[str] = field(default_factory=list)

@@ -34,7 +34,7 @@ def doctor(
     with exit_codes(json):
         with loading():
             from headrace.cli.plans import named_plan, place, rates_measured
-            from headrace.doctor import advice
+            from headrace.doctor.advice import advise, advise_loop, advise_plan
             from headrace.doctor.run import TRACES
             from headrace.doctor.trace.facts import HEAD, kernel_lines
             from headrace.doctor.words.answer import findings_json, render_advice
@@ -42,22 +42,22 @@ def doctor(
         if _is_plan(first):
             words = [str(word) for word in what[1:]]
             wanted = named_plan(str(first), words, with_, without, verb="doctor")
-            found = advice.advise_plan(wanted, *place(wanted, device_name), catalogue())
+            advice = advise_plan(wanted, *place(wanted, device_name), catalogue())
         elif with_ or without:
             raise ConfigError(
                 f"--with and --without change a plan, and {first} is none",
                 rerun((first, _plan_of(first)), verb="doctor"),
             )
         elif len(what) > 1 or (first.name.endswith(TRACES) and not first.is_dir()):
-            found = advice.advise_loop(what, catalogue())
+            advice = advise_loop(what, catalogue())
         else:
             folder = _judged_run(first)
-            found = advice.advise(folder, catalogue(), rates_measured)
+            advice = advise(folder, catalogue(), rates_measured)
             kernels = kernel_lines(folder)
         if json:
-            show_json(findings_json(found))
+            show_json(findings_json(advice))
             return
-        print(render_advice(found))
+        print(render_advice(advice))
         if kernels:
             show_table(HEAD, kernels)
 
@@ -94,8 +94,8 @@ def _judged_run(what: Path) -> Path:
 
 def _plan_of(what: Path) -> Path:
     """Return the plan file of a run, or the recipe `demo` where the run has none."""
-    found = (folder / "plan.toml" for folder in (what, Path("runs") / what))
-    return next((file for file in found if file.is_file()), Path("demo"))
+    plan_files = (folder / "plan.toml" for folder in (what, Path("runs") / what))
+    return next((file for file in plan_files if file.is_file()), Path("demo"))
 
 
 def _is_plan(what: Path) -> bool:

@@ -35,21 +35,21 @@ def named_plan(
         ConfigError: there is no such plan, and the remedy says what to give the verb; or the plan
             is not well formed.
     """
-    text, said = read_recipe(name, verb), overrides or []
-    plan = Plan.read(text, catalogue(), overrides=said, with_=add or (), without=drop or ())
-    left = left_to_weights(toml_values(text, name), said)
-    if any(word.partition("=")[0].strip() == "model.pretrained" for word in said):
-        _weigh(plan, left, said)
+    text, overrides = read_recipe(name, verb), overrides or []
+    plan = Plan.read(text, catalogue(), overrides=overrides, with_=add or (), without=drop or ())
+    left = left_to_weights(toml_values(text, name), overrides)
+    if any(word.partition("=")[0].strip() == "model.pretrained" for word in overrides):
+        _weigh(plan, left, overrides)
     return plan
 
 
-def _weigh(plan: Plan, left: dict[str, Any], said: list[str]) -> None:
+def _weigh(plan: Plan, left: dict[str, Any], overrides: list[str]) -> None:
     """Print where pretrained weights override a plan's file; refuse what contradicts them.
 
     Args:
         plan: the plan, which names the weights.
         left: the keys of the plan's file that the weights decide, with the file's values.
-        said: the overrides of the command line.
+        overrides: the `key=value` words of the command line.
 
     Raises:
         ConfigError: an override contradicts the weights.
@@ -61,7 +61,7 @@ def _weigh(plan: Plan, left: dict[str, Any], said: list[str]) -> None:
         return
     own = {f"model.{key}": value for key, value in dict(weights).items()}
     own |= {"data.tokenizer": folder, "data.vocab": weights.vocab}
-    asked = {word.partition("=")[0].strip() for word in said}
+    asked = {word.partition("=")[0].strip() for word in overrides}
     trains = "data.vocab" in asked and "data.tokenizer" not in asked
     if trains and plan.data.vocab != weights.vocab:
         raise ConfigError(
@@ -76,8 +76,7 @@ def _weigh(plan: Plan, left: dict[str, Any], said: list[str]) -> None:
         if key not in idle and own.get(key, value) != value
     ]
     if other and is_first():
-        told = f"the weights of {folder} decide, not the plan's file: {', '.join(other)}"
-        note(told)
+        note(f"the weights of {folder} decide, not the plan's file: {', '.join(other)}")
 
 
 def place(plan: Plan, device_name: str = "") -> tuple[Context, Machine]:

@@ -52,15 +52,15 @@ def plan(
             if wanted.goal.bits_per_byte is not None or measured is None:
                 curve = Curve.of(run, learns_otherwise(ran, wanted), runs_otherwise(ran, wanted))
         if not sweep_:
-            found = predict(wanted, context, machine, measured, curve)
+            prediction = predict(wanted, context, machine, measured, curve)
             parent = RunFolder(run).parent if (run := run_of(plan)) else None
             doubts = doubts_of(wanted)
             if json:
                 more = {"parent": parent, "doubts": [doubt.to_dict() for doubt in doubts]}
-                show_json({**found.to_dict(), **more})
+                show_json({**prediction.to_dict(), **more})
             else:
                 notes = [f"note: {doubt.line}" for doubt in doubts]
-                print(page.format_prediction(wanted, found), *notes, sep="\n")
+                print(page.format_prediction(wanted, prediction), *notes, sep="\n")
                 if parent:
                     print(f"it begins at step {parent['step']} of {parent['run']}")
             return

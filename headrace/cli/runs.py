@@ -37,26 +37,28 @@ def evaluate_run(
             from headrace.train.evaluate import doubts, evaluate, finite
         folder = resolve_run(run)
         build = open_model(folder, catalogue(), checkpoint=checkpoint, with_data=True)
-        found = computed(
+        validation = computed(
             lambda: finite(evaluate(build, tokens)),
             build,
             folder,
             catalogue(),
             checkpoint=checkpoint,
         )
-        values = {"run": str(folder), **vars(found), **build.prepared.loss_fields}
+        values = {"run": str(folder), **vars(validation), **build.prepared.loss_fields}
         # A user who asks for few of many targets knows it, so all targets count then.
-        counted = found.tokens if found.share == 1 else build.prepared.validation.tokens - 1
-        told = doubts(build, None, counted, bits_per_byte=found.bits_per_byte)
+        counted = (
+            validation.tokens if validation.share == 1 else build.prepared.validation.tokens - 1
+        )
+        reasons = doubts(build, None, counted, bits_per_byte=validation.bits_per_byte)
         if json:
-            doubtful = {"doubts": [doubt.to_dict() for doubt in told]} if told else {}
+            doubtful = {"doubts": [doubt.to_dict() for doubt in reasons]} if reasons else {}
             show_json(values | doubtful)
         else:
             show_table(
                 list(values),
                 [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in values.values()]],
             )
-            for doubt in told:
+            for doubt in reasons:
                 print(doubt.line)
 
 
@@ -158,11 +160,11 @@ def export(
             sequence_length=plan.data.sequence_length,
             companions=companions or Companions(),
         )
-        told = build.prepared.loss_fields
+        loss_fields = build.prepared.loss_fields
         if json:
             lost = [*LOST] if companions is None else []
-            show_json({"to": to, "folder": str(written), "not_kept": lost, **told})
+            show_json({"to": to, "folder": str(written), "not_kept": lost, **loss_fields})
         else:
             print(written)
-            for loses in told.values():
+            for loses in loss_fields.values():
                 print(f"the tokenizer loses text: {loses}", file=sys.stderr)

@@ -89,17 +89,17 @@ def exit_codes(as_json: bool, *, together: bool = False) -> Iterator[None]:
             _fail(limit.message, limit.remedy.text, limit.exit_code, as_json)
         if isinstance(error, UnicodeEncodeError):
             name = error.object[max(0, error.start - 80) : error.end + 80]
-            told = f"a name or a text is not {error.encoding.upper()}: {name!a}"
-            _fail(told, "the same command once that file or word is renamed", EXIT_PLAN, as_json)
+            message = f"a name or a text is not {error.encoding.upper()}: {name!a}"
+            _fail(message, "the same command once that file or word is renamed", EXIT_PLAN, as_json)
         if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
             raise  # a reader that has seen enough, as head, is no error
         full = not error.filename and _is_full()
         name = "standard output" if full else error.filename
-        told = f"{name}: " * bool(name) + (error.strerror or str(error))
-        _fail(told, "", EXIT_FAILED, as_json and not full)
+        message = f"{name}: " * bool(name) + (error.strerror or str(error))
+        _fail(message, "", EXIT_FAILED, as_json and not full)
 
 
-def tell_error(error: HeadraceError, *, as_json: bool) -> None:
+def print_error(error: HeadraceError, *, as_json: bool) -> None:
     """Print an error as `exit_codes` does, for a process that ends by itself."""
     with suppress(typer.Exit):
         _fail(error.message, error.remedy.text, error.exit_code, as_json)
@@ -123,8 +123,8 @@ def is_teller() -> bool:
     if not distributed.is_torchelastic_launched():
         return True
     try:
-        found = distributed.rendezvous("env://", timeout=timedelta(seconds=10))  # pyright: ignore
-        store, _, _ = next(found)
+        stores = distributed.rendezvous("env://", timeout=timedelta(seconds=10))  # pyright: ignore
+        store, _, _ = next(stores)
         return store.add("headrace/told", 1) == 1
     except (RuntimeError, ValueError):  # the agent is gone, or gives no address
         return True
@@ -279,8 +279,8 @@ class BarProgress(Progress):
         if "val_bits_per_byte" in row:
             self._facts["val"] = f"{row['val_bits_per_byte']:.3f} bits/byte"
         self.task("training", row["step"], total_steps)
-        told = "  ".join(self._facts.values())
-        self._bars.update(self._tasks["training"], facts=told)
+        shown = "  ".join(self._facts.values())
+        self._bars.update(self._tasks["training"], facts=shown)
 
     def close(self) -> None:
         """Leave the bars as they are."""
@@ -316,12 +316,12 @@ def _logs() -> list[TextIO]:
 
     If both go to one file, only standard error is returned.
     """
-    found: list[TextIO] = [] if console.is_terminal else [sys.stderr]
+    streams: list[TextIO] = [] if console.is_terminal else [sys.stderr]
     try:
         out, error = (os.fstat(stream.fileno()) for stream in (sys.stdout, sys.stderr))
-        same = bool(found) and (out.st_dev, out.st_ino) == (error.st_dev, error.st_ino)
+        same = bool(streams) and (out.st_dev, out.st_ino) == (error.st_dev, error.st_ino)
         if not same and not sys.stdout.isatty():
-            found.append(sys.stdout)
+            streams.append(sys.stdout)
     except (OSError, ValueError, AttributeError):  # it is no file, or shut
         pass
-    return found
+    return streams

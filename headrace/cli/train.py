@@ -13,9 +13,9 @@ from headrace.cli.terminal import (
     exit_codes,
     make_progress,
     note,
+    print_error,
     show_json,
     started_as,
-    tell_error,
 )
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.loading import loading
@@ -48,7 +48,7 @@ def train(
             raise ConfigError(
                 "--checkpoint says where to resume from", f"--resume --checkpoint {checkpoint}"
             )
-        Interrupts.tell = partial(tell_error, as_json=json)
+        Interrupts.print_error = partial(print_error, as_json=json)
         progress = make_progress(json)
         closing = stack.enter_context(Closing())
         changes: Any = {

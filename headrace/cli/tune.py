@@ -91,7 +91,7 @@ def ablate(
         changes = [f"+{n}" for n in with_ or ()] + [f"-{n}" for n in without or ()]
         progress = make_progress(json)
         try:
-            found = ablate_command(
+            ablation = ablate_command(
                 wanted,
                 catalogue=catalogue(),
                 pairs=pairs,
@@ -104,12 +104,12 @@ def ablate(
         finally:
             progress.close()
         if json:
-            show_json(found.to_dict(), found.exit_code)
+            show_json(ablation.to_dict(), ablation.exit_code)
         else:
-            for title, head, rows in found.tables():
+            for title, head, rows in ablation.tables():
                 show_table(head, rows, title)
-            print("\n".join(found.lines()))
-        if found.interrupted:
+            print("\n".join(ablation.lines()))
+        if ablation.interrupted:
             console.print("interrupted; the same command goes on", markup=False)
-    if found.interrupted:
-        raise typer.Exit(found.exit_code)
+    if ablation.interrupted:
+        raise typer.Exit(ablation.exit_code)

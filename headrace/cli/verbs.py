@@ -105,8 +105,8 @@ class Verbs(TyperGroup):
 
     def load(self, name: str | None) -> Any:
         """Return a verb with its options; None where there is none of that name."""
-        found = next((verb for verb in self.verbs if verb.name == name), None)
-        return found and found.load()
+        entry = next((verb for verb in self.verbs if verb.name == name), None)
+        return entry and entry.load()
 
     def _takes(self, words: list[str]) -> set[str]:
         """Return the options of a command line's verb that take the next word as their value."""
@@ -171,8 +171,8 @@ def _mended(error: Any, where: Any, words: list[str]) -> str:
         at = [n for n, word in enumerate(words[:-1]) if word in option.opts]
         if at:
             value = _value(option, words[at[-1] + 1])
-            found = [*words[: at[-1] + 1], *([value] if value else []), *words[at[-1] + 2 :]]
-            return _command(found) if value else ""
+            corrected = [*words[: at[-1] + 1], *([value] if value else []), *words[at[-1] + 2 :]]
+            return _command(corrected) if value else ""
     if not right or wrong not in words:
         return ""
     at = words.index(wrong)

@@ -25,14 +25,14 @@ from headrace.plan.plan import MeshConfig, Plan
 from headrace.plan.technique import Catalogue, Stage, Technique
 from headrace.train.checkpoint import Saved, steps_in
 from headrace.train.identity import (
-    FOUND_BY,
+    LOCATION_KEYS,
     Differences,
     among,
     back,
     check_frozen,
     differences,
+    format_changes,
     frozen_digests,
-    told,
     trained,
     without_base,
 )
@@ -153,7 +153,7 @@ def plan_to_resume(
     folder = RunFolder.find(named, run).path
     if not (folder / "plan.toml").is_file():  # the run ended before its plan was written
         return named
-    settings = [word for word in overrides if word.partition("=")[0].strip() not in FOUND_BY]
+    settings = [word for word in overrides if word.partition("=")[0].strip() not in LOCATION_KEYS]
     before = read_plan(folder, catalogue)
     text = tomli_w.dumps(_laid_out_as(named, before))
     plan = Plan.read(text, catalogue, overrides=settings, with_=with_, without=without)
@@ -162,13 +162,13 @@ def plan_to_resume(
     other = {
         key: value
         for key, value in flatten(named.model_dump(mode="json", exclude_unset=True)).items()
-        if key not in FOUND_BY and key in kept and kept[key] != value
+        if key not in LOCATION_KEYS and key in kept and kept[key] != value
     }
     if other:
         entries = [f"{key} = {kept[key]!r} (the file: {value!r})" for key, value in other.items()]
         more = f" and {len(entries) - 4} more" if len(entries) > 4 else ""
         note(f"{folder} keeps {', '.join(entries[:4])}{more}; say key=value to change it")
-    return plan.replaced(**{key: getattr(named, key) for key in FOUND_BY})
+    return plan.replaced(**{key: getattr(named, key) for key in LOCATION_KEYS})
 
 
 def _laid_out_as(named: Plan, before: Plan) -> dict[str, Any]:
@@ -378,8 +378,8 @@ def _check_same_model(saved: Saved, plan: Plan, catalogue: Catalogue, *, with_da
         mended = False
     words = [back(saved, key, pair) for key, pair in changes.items()]
     raise ConfigError(
-        f"{run / 'plan.toml'} is not the plan that {saved.path} was trained with: {told(changes)} "
-        "there",
+        f"{run / 'plan.toml'} is not the plan that {saved.path} was trained with: "
+        f"{format_changes(changes)} there",
         mend if mended else train_command(run, "--resume", *words),
     )
 

@@ -37,7 +37,7 @@ from headrace.parallel.boxes import Box, TensorPart, piece_of
 
 FORMAT = 1
 INDEX = "checkpoint.json"
-KINDS = {
+TORCH_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16",
     "U32": "uint32", "U64": "uint64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
@@ -58,14 +58,14 @@ class Checkpoints:
         rank: the rank of this process.
         ranks: the number of ranks of the run.
         keep_last: how many of the newest are kept beside the best.
-        tell: called with a line when one is complete.
+        log: called with a line when one is complete.
     """
 
     def __init__(
         self, folder: Path, *, rank: int, ranks: int, keep_last: int,
-        tell: Callable[[str], None] = lambda told: None,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
-        self._tell = tell
+        self._log = log
         self.folder, self.rank, self.ranks, self.keep_last = folder, rank, ranks, keep_last
         self._thread: threading.Thread | None = None
         self.go_on = train_command(folder.parent, "--resume")
@@ -181,7 +181,7 @@ class Checkpoints:
         if step in self.steps():
             self._discard(step)
         publish(aside, self.folder / f"step-{step}")
-        self._tell(f"step {step}: saved {self.folder / f'step-{step}'}")
+        self._log(f"step {step}: saved {self.folder / f'step-{step}'}")
         self._prune()
 
     def _read_part(self, aside: Path, rank: int) -> dict[str, Any]:
@@ -457,14 +457,16 @@ class Saved:
             filled += value.numel()
         return filled
 
-    def _check_piece(self, name: str, found: Any, piece: Mapping[str, Any]) -> None:
+    def _check_piece(self, name: str, stored: Any, piece: Mapping[str, Any]) -> None:
         """Refuse a piece whose shape or type in its file differs from the index."""
-        shape, kind = found.get_shape(), found.get_dtype()
+        shape, dtype = stored.get_shape(), stored.get_dtype()
         if len(piece["offset"]) != len(shape):
             raise self.damaged(f"{name} lies at {piece['offset']}, which is no place of it")
-        if shape != piece["size"] or KINDS.get(kind) != piece["dtype"]:
+        if shape != piece["size"] or TORCH_DTYPES.get(dtype) != piece["dtype"]:
             expected = f"{piece['dtype']} {piece['size']}"
-            raise self.damaged(f"{name} is {KINDS.get(kind, kind)} {shape}, not {expected}")
+            raise self.damaged(
+                f"{name} is {TORCH_DTYPES.get(dtype, dtype)} {shape}, not {expected}"
+            )
 
     def _index(self) -> dict[str, list[tuple[Path, dict[str, Any]]]]:
         """Return the files and pieces of each tensor; of equal pieces only the first."""

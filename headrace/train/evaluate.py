@@ -34,18 +34,18 @@ class Validation:
     """Share of the validation text's targets that were evaluated, from 0 to 1."""
 
 
-def finite(found: Validation) -> Validation:
+def finite(validation: Validation) -> Validation:
     """Return an evaluation unchanged where its loss is finite.
 
     Raises:
         Diverged: the loss is NaN or infinite.
     """
-    if not math.isfinite(found.loss_nats):
+    if not math.isfinite(validation.loss_nats):
         raise Diverged(
-            f"the validation loss is {found.loss_nats}",
+            f"the validation loss is {validation.loss_nats}",
             "the weights of an earlier checkpoint in the model",
         )
-    return found
+    return validation
 
 
 def count_targets(build: Build, tokens: int | None = None) -> tuple[int, int]:

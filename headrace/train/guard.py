@@ -171,7 +171,7 @@ def _first(build: Build, step: Step, draw: int, ready: list[bool]) -> First:
             plain.engine = _together(plain.engine, build.world, ready)
         if draw:
             _move(plain, rounding(build), draw)
-        with whole_products():
+        with full_precision_matmuls():
             micros = plain.loader.step(0).micros
             step(plain, micros, 0, inspects(firsts.append, update=False))
     finally:
@@ -225,7 +225,7 @@ def _together(engine: Engine, world: World, ready: list[bool]) -> Engine:
 
 
 @contextmanager
-def whole_products() -> Iterator[None]:
+def full_precision_matmuls() -> Iterator[None]:
     """Compute fp32 matmuls in full fp32 within this context, whatever precision the run has set."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -301,12 +301,12 @@ def guard(build: Build, step: Step) -> Inspect | None:
         _not_compared(build, wanted)
         return None
     if kept := _kept(build.plan):
-        build.tell(f"not compared with the plain trainer, which has it too: {', '.join(kept)}")
+        build.note_line(f"not compared with the plain trainer, which has it too: {', '.join(kept)}")
 
-    def again(draw: int) -> First | str:
+    def recompute(draw: int) -> First | str:
         return first_of_the_baseline(build, step, draw=draw)
 
-    return inspects(lambda found: compare(build, found, wanted, again))
+    return inspects(lambda computed: compare(build, computed, wanted, recompute))
 
 
 def _kept(plan: Plan) -> list[str]:
@@ -317,26 +317,30 @@ def _kept(plan: Plan) -> list[str]:
 def _not_compared(build: Build, why: str) -> None:
     build.run_notes.guard = {"compared": False, "why": why}
     if build.plan.techniques:  # else it is the plain trainer
-        build.tell(f"the first step is not compared with the plain trainer's: {why}")
+        build.note_line(f"the first step is not compared with the plain trainer's: {why}")
 
 
-def compare(build: Build, found: First, wanted: First, again: Callable[[int], First | str]) -> None:
+def compare(
+    build: Build, computed: First, wanted: First, recompute: Callable[[int], First | str]
+) -> None:
     """Note how far the first step differs from the plain one; refuse differences beyond the bands.
 
     Args:
         build: the run, in its first step.
-        found: what that step computed.
+        computed: what that step computed.
         wanted: what the plain model computed.
-        again: draw -> what the plain model computes when its weights are moved as by rounding.
+        recompute: draw -> what the plain model computes when its weights are moved as by rounding.
 
     Raises:
         RunError: a difference is beyond its band, and rounding alone does not explain it.
     """
     left, limits, freed = left_out(build.plan), limits_of(build), freed_by(build)
-    off = apart(found, wanted, freed)
-    if build.context.precision == "fp16" and not math.isfinite(found.total):
+    off = apart(computed, wanted, freed)
+    if build.context.precision == "fp16" and not math.isfinite(computed.total):
         off = {MEAN: off[MEAN]}  # the step is skipped, and the scale halved
-        build.tell("the first gradients are not compared: they overflowed fp16 at this loss scale")
+        build.note_line(
+            "the first gradients are not compared: they overflowed fp16 at this loss scale"
+        )
     share = {name: value / limits.get(name, limits[""]) for name, value in off.items()}
     worst = max(share, key=lambda name: share[name] if share[name] == share[name] else math.inf)
     worst = worst if share[MEAN] <= 1 else MEAN
@@ -352,14 +356,14 @@ def compare(build: Build, found: First, wanted: First, again: Callable[[int], Fi
     }
     if not build.world.any(not share[worst] <= 1):
         return
-    if (moved := _magnified(wanted, limits, again)) > 1 / MAGNIFIED:
+    if (moved := _magnified(wanted, limits, recompute)) > 1 / MAGNIFIED:
         _not_compared(build, f"rounding alone moves it by {moved:.2g} times what is allowed")
         return
-    what = f"its first loss is {found.loss:.6g} nats, and {wanted.loss:.6g}"
+    what = f"its first loss is {computed.loss:.6g} nats, and {wanted.loss:.6g}"
     if worst != MEAN:
         one, other = (
             first.total if worst == ALL else first.norms.get(worst, 0.0)
-            for first in (found, wanted)
+            for first in (computed, wanted)
         )
         what = f"the gradient of {worst} has norm {one:.6g}, and {other:.6g}"
     raise RunError(
@@ -390,29 +394,29 @@ def freed_by(build: Build) -> set[str]:
     }
 
 
-def apart(found: First, wanted: First, freed: Collection[str] = ()) -> dict[str, float]:
+def apart(computed: First, wanted: First, freed: Collection[str] = ()) -> dict[str, float]:
     """Return relative differences: of the loss, of all gradients together, and of each by name.
 
     Args:
-        found: what a first step computed.
+        computed: what a first step computed.
         wanted: what it should have computed.
-        freed: the parameters whose gradients may be missing in `found`.
+        freed: the parameters whose gradients may be missing in `computed`.
     """
     floor = SMALLEST * max(wanted.norms.values(), default=0.0)
     off = {
-        MEAN: abs(found.loss - wanted.loss) / max(abs(wanted.loss), TINY),
-        ALL: abs(found.total - wanted.total) / max(wanted.total, TINY),
+        MEAN: abs(computed.loss - wanted.loss) / max(abs(wanted.loss), TINY),
+        ALL: abs(computed.total - wanted.total) / max(wanted.total, TINY),
     }
     for name, norm in wanted.norms.items():
-        if name in found.norms or name not in freed:
-            off[name] = abs(found.norms.get(name, 0.0) - norm) / max(norm, floor, TINY)
-    for name in found.norms.keys() - wanted.norms.keys():
-        off[name] = found.norms[name] / max(floor, TINY)
+        if name in computed.norms or name not in freed:
+            off[name] = abs(computed.norms.get(name, 0.0) - norm) / max(norm, floor, TINY)
+    for name in computed.norms.keys() - wanted.norms.keys():
+        off[name] = computed.norms[name] / max(floor, TINY)
     return off
 
 
 def _magnified(
-    wanted: First, limits: Mapping[str, float], again: Callable[[int], First | str]
+    wanted: First, limits: Mapping[str, float], recompute: Callable[[int], First | str]
 ) -> float:
     """Return how far rounding alone moves the plain model, as the largest share of a limit.
 
@@ -420,7 +424,7 @@ def _magnified(
     """
     most = 0.0
     for draw in range(1, DRAWS + 1):
-        if isinstance(moved := again(draw), str):
+        if isinstance(moved := recompute(draw), str):
             return most
         off = apart(moved, wanted)
         most = max(most, *(value / limits.get(name, limits[""]) for name, value in off.items()))

@@ -35,7 +35,7 @@ MUST_STAY = (
     "data.sequence_length",
 )
 """Plan keys that a resumed run may not change, because they would make it another run."""
-FOUND_BY = ("name", "directory")
+LOCATION_KEYS = ("name", "directory")
 """Plan keys that say where a run is stored; they are not compared."""
 Differences = dict[str, tuple[Any, Any]]
 """Dotted key -> its value in the checkpoint's plan and its value now; None where it is not set."""
@@ -56,7 +56,7 @@ def differences(saved: Saved, plan: Plan) -> Differences:
     after["techniques"] = {name: has[name] for name in has if name in had}
     old, new = flatten(before), flatten(after)
     for key in sorted({*old, *new}):
-        if key not in FOUND_BY and old.get(key) != new.get(key):
+        if key not in LOCATION_KEYS and old.get(key) != new.get(key):
             pairs[key] = old.get(key), new.get(key)
     return pairs
 
@@ -90,7 +90,7 @@ def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def told(changes: Differences) -> str:
+def format_changes(changes: Differences) -> str:
     """Format changes as one line, as in `goal.steps 12 -> 20`."""
     words = []
     for key, (old, new) in changes.items():
@@ -158,7 +158,7 @@ def check_same_run(saved: Saved, build: Build, *, fork: bool = False) -> None:
         sources = f"data.sources = {', '.join(plan.source_list)}"
         check_same_data(saved.values["fingerprint"], build.prepared.fingerprint, sources, run)
         return
-    also = told({key: changes[key] for key in (*fixed, *switched, *learned)[1:]})
+    also = format_changes({key: changes[key] for key in (*fixed, *switched, *learned)[1:]})
     other = f"{rerun_train(run, 'name=NEW')} for a new run"
     if not fixed and not switched:
         asked = [override(plan.dump(), key) for key in learned]
@@ -301,7 +301,7 @@ def note_frozen(build: Build) -> dict[str, str]:
     return build.run_notes.frozen
 
 
-def check_frozen(saved: Saved, plan: Plan, found: Mapping[str, str]) -> None:
+def check_frozen(saved: Saved, plan: Plan, digests: Mapping[str, str]) -> None:
     """Refuse frozen weights that differ from those that a checkpoint was trained with.
 
     An older checkpoint has no digest of them, and is accepted.
@@ -309,13 +309,13 @@ def check_frozen(saved: Saved, plan: Plan, found: Mapping[str, str]) -> None:
     Args:
         saved: the checkpoint.
         plan: the plan of the run.
-        found: plan key -> digest of the weights that are read now.
+        digests: plan key -> digest of the weights that are read now.
 
     Raises:
         ConfigError: names the key and both digests.
     """
     was, folders = saved.values.get("frozen") or {}, flatten(plan.dump())
-    for key, now in found.items():
+    for key, now in digests.items():
         if was.get(key, now) != now:
             folder = folders.get(key)
             raise ConfigError(

@@ -61,12 +61,12 @@ class Interrupts:
     patience_s: ClassVar[float | None] = PATIENCE_S
     early = "the run before its first step; there was nothing to save"
     """Words for what a signal ends before `hold` was called; part of the error's message."""
-    tell: ClassVar[Callable[[Stopped], None]] = staticmethod(_print)
+    print_error: ClassVar[Callable[[Stopped], None]] = staticmethod(_print)
     """Function that prints the error of a run that is ended while it compiles."""
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self._held = self._deaf = False
+        self._deferring = self._deaf = False
         self._last_words: Callable[[str], tuple[str, str]] = lambda name: NOTHING_KEPT
         self._before: dict[signal.Signals, Any] = {}
         self._left = threading.Event()
@@ -95,7 +95,7 @@ class Interrupts:
             last_words: called with the signal's name when the run is ended while it compiles. It
                 writes the report, and returns what remains of the run and how to go on.
         """
-        self._held = True
+        self._deferring = True
         self._last_words = last_words or self._last_words
 
     def deafen(self) -> None:
@@ -108,7 +108,7 @@ class Interrupts:
         if self.name is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
-        if not self._held:
+        if not self._deferring:
             raise Stopped(f"{self.name} ended {self.early}", self.rerun_command(), self.exit_code)
 
     def _watch(self, main: int) -> None:
@@ -142,7 +142,7 @@ class Interrupts:
                 self.exit_code,
             )
             with suppress(Exception):
-                type(self).tell(error)
+                type(self).print_error(error)
                 sys.stdout.flush()
         end_children()
         os._exit(self.exit_code)

@@ -21,7 +21,7 @@ class Verdict:
     """State what binds the steps of a run, and which remedy to try first.
 
     Args:
-        station: the bottleneck; None where no step was measured.
+        bottleneck: its name; None where no step was measured.
         share: its share of the time.
         sentence: the verdict in a sentence.
         evidence: the measurements that it rests on.
@@ -31,7 +31,7 @@ class Verdict:
         unknown: what is unavailable about the run, and what would show it; "" where nothing is.
     """
 
-    station: str | None
+    bottleneck: str | None
     share: float | None
     sentence: str
     evidence: str
@@ -61,7 +61,10 @@ class Conclusion:
     def verdict(self) -> Verdict | None:
         """Return the verdict of the doctor; None where it could not be made."""
         narrowest = self.report["narrowest"]
-        return narrowest and Verdict(**narrowest)
+        if not narrowest:
+            return None
+        others = {key: value for key, value in narrowest.items() if key != "station"}
+        return Verdict(bottleneck=narrowest["station"], **others)
 
     @property
     def sample(self) -> str | None:

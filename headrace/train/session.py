@@ -33,7 +33,7 @@ from headrace.train import state
 from headrace.train.checkpoint import Checkpoints, RankGone, Saved
 from headrace.train.evaluate import evaluate
 from headrace.train.goal import Counters, ended_by
-from headrace.train.identity import differences, told
+from headrace.train.identity import differences, format_changes
 from headrace.train.interrupts import Interrupts
 from headrace.train.run_folder import RunFolder, command_line, in_words, metrics_line
 from headrace.train.start import Start
@@ -67,7 +67,7 @@ class Session:
         self.gauges = Gauges(build.device)
         self.checkpoints = Checkpoints(
             folder.checkpoints, rank=world.rank, ranks=world.ranks,
-            keep_last=plan.checkpoint.keep_last, tell=progress.log,
+            keep_last=plan.checkpoint.keep_last, log=progress.log,
         )  # fmt: skip
         self.counted = False  # whether the newest complete step counted a target
         self.evidence: dict[str, Evidence] | None = None
@@ -160,7 +160,8 @@ class Session:
         self._saved_step = counters.step
         self._begin_at(counters)
         self.resumed = {"checkpoint": str(saved.path), "changed": changed}
-        self.progress.note(f"resumed {saved.path}" + (f" with {told(changed)}" if changed else ""))
+        changes = f" with {format_changes(changed)}" if changed else ""
+        self.progress.note(f"resumed {saved.path}{changes}")
 
     def _begin_at(self, counters: Counters) -> None:
         self.counters = counters
@@ -221,7 +222,7 @@ class Session:
             stop.exit_code,
         )
 
-    def _cut_short(self, name: str) -> tuple[str, str]:
+    def _end_while_compiling(self, name: str) -> tuple[str, str]:
         """Write the report of a run that a signal ends while it compiles; wait for no other rank.
 
         Return words for what is kept of the run, and the command that resumes it.
@@ -264,7 +265,7 @@ class Session:
 
         Only the first rank's clock counts.
         """
-        stop.hold(self._cut_short)
+        stop.hold(self._end_while_compiling)
         self._stop = stop
         self.counters.wall_s = self._wall_s()
         reached = self.first and ended_by(self.build.plan, self.counters) is not None
@@ -393,11 +394,11 @@ class Session:
                     texts = {"message": error.message, "other": error.remedy.text}
                     raise self._diverged(at=row["step"] - 1, **texts) from None
 
-    def _diverged(self, **told: Any) -> Diverged:
+    def _diverged(self, **facts: Any) -> Diverged:
         """Return the error that ends a diverged run, with its remedy; see `state.diverged`."""
         self.checkpoints.wait()  # a failed save is reported first
         saved, path = self.checkpoints.steps(), self.folder.path
-        return state.diverged(self.build, self.counters, saved, path, **told)
+        return state.diverged(self.build, self.counters, saved, path, **facts)
 
     def _flush_rows(self) -> None:
         """Write complete rows to metrics.jsonl and the loggers, and show them."""

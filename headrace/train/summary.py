@@ -41,10 +41,10 @@ def remember(build: Build, counters: Counters) -> None:
     counters.guard = notes.guard or counters.guard
     timed, own = notes.timed_attention, notes.own_attention
     known = timed or counters.attention or {}
-    if known.get("chosen") == choose.TRUNK and "parts.attend" in build.filled:
+    if known.get("chosen") == choose.BASELINE and "parts.attend" in build.filled:
         known = {}  # in this resumed run a technique computes attention
     if own:
-        known = {**known, "chosen": choose.TRUNK, **own}
+        known = {**known, "chosen": choose.BASELINE, **own}
     counters.attention = known or None
 
 
@@ -168,10 +168,12 @@ def _utilization(build: Build, rate: float | None) -> dict[str, Any]:
     }
 
 
-def _memory(build: Build, held: Footprint, tracked: Mapping[str, int] | None) -> dict[str, Any]:
+def _memory(
+    build: Build, footprint: Footprint, tracked: Mapping[str, int] | None
+) -> dict[str, Any]:
     """Return peak bytes: the allocator's on a GPU, the tracker's and the process's on a CPU."""
-    instant, peak_bytes = held.ledger.peak()
-    predicted = peak_bytes + sum(held.beside.values())
+    instant, peak_bytes = footprint.ledger.peak()
+    predicted = peak_bytes + sum(footprint.beside.values())
     peaks = device_peak_bytes(build.device)
     if peaks is None:
         import resource  # not every system has this module

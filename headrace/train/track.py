@@ -128,11 +128,11 @@ class Trackers:
 
     Args:
         trackers: the loggers that `open_trackers` returned.
-        tell: called with a line about a logger that failed.
+        warn: called with a line about a logger that failed.
     """
 
-    def __init__(self, trackers: list[Tracker], tell: Callable[[str], None]) -> None:
-        self._trackers, self._tell = trackers, tell
+    def __init__(self, trackers: list[Tracker], warn: Callable[[str], None]) -> None:
+        self._trackers, self._warn = trackers, warn
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Write the numbers of one step to each logger."""
@@ -149,4 +149,4 @@ class Trackers:
             except Exception as error:
                 self._trackers.remove(tracker)
                 name = type(tracker).__name__
-                self._tell(f"{name} failed and gets nothing more: {error}; metrics.jsonl has all")
+                self._warn(f"{name} failed and gets nothing more: {error}; metrics.jsonl has all")

@@ -37,9 +37,9 @@ from headrace.train.identity import (
     changed_knobs,
     check_frozen,
     check_same_run,
+    format_changes,
     frozen_digests,
     note_frozen,
-    told,
     without_base,
 )
 from headrace.train.interrupts import Interrupts
@@ -91,7 +91,7 @@ def run(
         start.mark("prepare")
         plan, timed = choose_attention(plan, catalogue, prepared, world, device, progress)
         start.mark("choose")
-        build = make_build(plan, prepared, world, device, tell=progress.note, checked=checked)
+        build = make_build(plan, prepared, world, device, note_line=progress.note, checked=checked)
         start.mark("build")
         build.run_notes = _first_notes(build, first, progress, timed, start)
         for flags in build.runtime:
@@ -198,11 +198,11 @@ def prepare_together(
     by_first(world, lambda: by_the_first.append(opened(progress.task)))
     prepared = by_the_first[0] if by_the_first else opened()
     if world.rank == 0:
-        _tell_data(plan, prepared, progress, run_before)
+        _note_data(plan, prepared, progress, run_before)
     return prepared
 
 
-def _tell_data(
+def _note_data(
     plan: Plan, prepared: Prepared, progress: Progress, run_before: RunFolder | None
 ) -> None:
     """Show which text is not trained on, and whether a resumed run's recorded data is older."""
@@ -335,6 +335,8 @@ def _fork(build: Build, run: RunFolder, path: Path) -> tuple[RunFolder, str]:
     if step == max(steps_in(run.checkpoints)) and not changes:
         return run, f"step-{step}"
     forked = run.fork(build.plan, path)
-    changed = f"; {told(changes)}" if changes else ""
-    build.tell(f"{forked.path} is a new run from step {step} of {run.path}, which stays{changed}")
+    changed = f"; {format_changes(changes)}" if changes else ""
+    build.note_line(
+        f"{forked.path} is a new run from step {step} of {run.path}, which stays{changed}"
+    )
     return forked, f"step-{step}"

@@ -130,7 +130,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def slow_trunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "Sdpa", Slow)
 
 
@@ -152,7 +152,7 @@ class Told(Progress):
 
 
 def test_the_fastest_is_written_into_the_plan_and_repeated(
-    tiny_plan: Callable[..., Plan], slow_trunk: None, monkeypatch: pytest.MonkeyPatch
+    tiny_plan: Callable[..., Plan], slow_baseline: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, known, told = (
         tiny_plan(MEASURED, "goal.steps=4"),
@@ -167,8 +167,8 @@ def test_the_fastest_is_written_into_the_plan_and_repeated(
     assert report["techniques"]["fast"]["active"] and report["guard"]["compared"]
     assert found["chosen"] == "fast" and not found["cached"]
     assert found["milliseconds"].keys() == {"trunk", "fast"}
-    fast, trunk = (found["milliseconds"][name] for name in ("fast", "trunk"))
-    assert fast["low"] <= fast["median"] <= fast["high"] and trunk["median"] > 2
+    fast, baseline = (found["milliseconds"][name] for name in ("fast", "trunk"))
+    assert fast["low"] <= fast["median"] <= fast["high"] and baseline["median"] > 2
     assert found["refused"]["lacking"] == "no kernel for rows of 16"
     assert found["refused"]["absent"] == "is not installed" and "flex_attention" in found["refused"]
     assert "detail" not in found  # a technique computes it, and has evidence of its own
@@ -188,7 +188,7 @@ def test_the_fastest_is_written_into_the_plan_and_repeated(
     assert resumed == folder and tiny.report(folder)["attention"] == found
 
 
-def test_the_trunk_stays_where_it_is_fastest(tiny_plan: Callable[..., Plan]) -> None:
+def test_the_baseline_stays_where_it_is_fastest(tiny_plan: Callable[..., Plan]) -> None:
     plan = tiny_plan(MEASURED, "goal.steps=1", "checkpoint.every_steps=0")
     folder = trainer.run(plan, catalogue=of(Late)).folder
     found = tiny.report(folder)["attention"]
@@ -232,7 +232,7 @@ def test_plain_products_are_named_and_so_is_what_cannot_be_seen(
         raise RuntimeError("no such thing\nat all")
 
     told: list[str] = []
-    build.model.attend.prepare, build.tell = fails, told.append  # type: ignore[method-assign]
+    build.model.attend.prepare, build.note_line = fails, told.append  # type: ignore[method-assign]
     filled.note_own_attention(build)
     detail = "what torch ran was not seen (no such thing)"
     assert build.run_notes.own_attention == {"kernels": [], "detail": detail}
@@ -277,7 +277,7 @@ def test_a_damaged_entry_is_measured_anew(
     tiny_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
 ) -> None:
     plan = tiny_plan(MEASURED)
-    plans: dict[str, Plan] = {choose.TRUNK: plan}
+    plans: dict[str, Plan] = {choose.BASELINE: plan}
     assert choose._is_whole(WHOLE, plans) and not choose._is_whole([], plans)
     at = {"here": 1}
     monkeypatch.setattr(choose, "_circumstances", lambda *_: at)
@@ -286,7 +286,7 @@ def test_a_damaged_entry_is_measured_anew(
     prepared = prepare(plan)
     found = [choose._find(plans, prepared, CPU, Progress()) for _ in range(2)]
     assert [one["cached"] for one in found] == [False, True]
-    assert choose.told(found[1]).startswith("attention by trunk")
+    assert choose.format_result(found[1]).startswith("attention by trunk")
 
 
 def test_a_result_that_cannot_be_kept_leaves_nothing_aside(home: Path) -> None:
@@ -318,7 +318,7 @@ def test_calls_are_compiled_where_the_plan_compiles(
     assert asked == [(Sdpa, "aot_eager"), (Quick, "aot_eager")]
 
 
-def test_masks_are_the_runs(tiny_plan: Callable[..., Plan], slow_trunk: None) -> None:
+def test_masks_are_the_runs(tiny_plan: Callable[..., Plan], slow_baseline: None) -> None:
     """Check that backends are measured under the run's masks: documents and a sliding window."""
     overrides = (
         "techniques.document_packing={}",

@@ -45,7 +45,7 @@ def plant(patch: pytest.MonkeyPatch, module: type[torch.nn.Module]) -> None:
         norm = build.parts.norm
         build.parts.norm = lambda config: torch.nn.Sequential(norm(config), module())
 
-    patch.setitem(building.TRUNK, Stage.PARTS, parts)  # type: ignore[arg-type]
+    patch.setitem(building.BEGIN, Stage.PARTS, parts)  # type: ignore[arg-type]
 
 
 def test_a_clean_plan_has_graphs_and_no_break(

@@ -53,11 +53,13 @@ def here(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def refusal(here: Path, tiny_plan: Callable[..., Plan]) -> Callable[..., HeadraceError | None]:
     """What a run of these words is refused with, before its first step; None if it is not."""
 
-    def of(*words: str, tell: Callable[[str], None] = print) -> HeadraceError | None:
+    def of(*words: str, note_line: Callable[[str], None] = print) -> HeadraceError | None:
         try:
             plan = tiny_plan(*words)
             check_weights(plan)
-            build = make_build(plan, prepare(plan), World(), CPU, until=Stage.STEP, tell=tell)
+            build = make_build(
+                plan, prepare(plan), World(), CPU, until=Stage.STEP, note_line=note_line
+            )
         except HeadraceError as error:
             return error
         build.loader.close()
@@ -137,9 +139,9 @@ def test_a_teacher_of_another_tokenizer_than_the_weights(refusal: Any) -> None:
 
 def test_a_folder_without_a_tokenizer_takes_none_in_silence(refusal: Any, here: Path) -> None:
     told: list[str] = []
-    error = refusal("model.pretrained=bare", tell=told.append)
+    error = refusal("model.pretrained=bare", note_line=told.append)
     assert "no tokenizer.json" in error.message and "bpe" not in error.remedy.text
-    assert refusal("model.pretrained=bare", "data.tokenizer=one", tell=told.append) is None
+    assert refusal("model.pretrained=bare", "data.tokenizer=one", note_line=told.append) is None
     (line,) = [line for line in told if "bare" in line]
     assert "data.tokenizer = 'one'" in line and "is not checked" in line
     error = refusal("model.pretrained=bare", "data.tokenizer=two")

@@ -246,7 +246,7 @@ def test_what_is_no_number_and_what_is_there_alone_is_apart(found: First, says: 
         plan=SimpleNamespace(techniques={"one": technique}),
         run_notes=RunNotes(),
         optimizers={},
-        tell=print,
+        note_line=print,
         context=SimpleNamespace(precision="fp32"),
         world=SimpleNamespace(any=bool),
     )

@@ -190,7 +190,7 @@ def test_the_same_random_numbers_come_again() -> None:
         compiled=[],
         device=torch.device("cpu"),
         model=torch.nn.Linear(1, 1),
-        tell=lambda text: None,
+        note_line=lambda text: None,
     )
     drawn: list[float] = []
 
@@ -270,7 +270,7 @@ def test_sizes_are_tried_from_large_to_small(
 
     def made(plan: Plan) -> Build:
         device = torch.device("cpu")
-        return make_build(plan, prepare(plan), World(), device, tell=told.append)
+        return make_build(plan, prepare(plan), World(), device, note_line=told.append)
 
     most = make_ledger(plan, make_context(plan, torch.device("cpu"))).peak()[1]
     monkeypatch.setattr(dynamic_batch, "fits", fits)
@@ -346,7 +346,7 @@ def test_a_child_process_runs_out_of_memory_for_this_one(
     )
     monkeypatch.setattr(dynamic_batch, "free_bytes", lambda device: 350_000_000)
     told: list[str] = []
-    build = make_build(plan, prepare(plan), World(), torch.device("cpu"), tell=told.append)
+    build = make_build(plan, prepare(plan), World(), torch.device("cpu"), note_line=told.append)
     build.loader.close()
     assert told == [
         f"{NAME} tries micro-batches of 2 rows",
@@ -394,8 +394,8 @@ WIDE = (
 
 def made_on_gpu(plan: Plan, told: list[str] | None = None) -> Build:
     """Return the build of a plan on the first GPU."""
-    tell = (told if told is not None else []).append
-    return make_build(plan, prepare(plan), World(), torch.device("cuda", 0), tell=tell)
+    note_line = (told if told is not None else []).append
+    return make_build(plan, prepare(plan), World(), torch.device("cuda", 0), note_line=note_line)
 
 
 @pytest.mark.parametrize("case", [pytest.param(None, marks=on_a_gpu, id="cuda")])

@@ -86,7 +86,7 @@ def test_a_graph_break_is_told_and_with_fullgraph_an_error(
         norm = build.parts.norm
         build.parts.norm = lambda config: torch.nn.Sequential(norm(config), Breaking())
 
-    monkeypatch.setitem(building.TRUNK, Stage.PARTS, with_break)  # type: ignore[arg-type]
+    monkeypatch.setitem(building.BEGIN, Stage.PARTS, with_break)  # type: ignore[arg-type]
     build = make_tiny(COMPILE, "techniques.torch_compile.fullgraph=false")
     step(build, batch(build), 0)
     evidence = check_active(build)["torch_compile"]

@@ -31,7 +31,7 @@ def run(precision: str, *techniques: Any, told: list[str] | None = None) -> Any:
         optimizers={},
         world=left(any=bool),
         context=left(precision=precision),
-        tell=(told if told is not None else []).append,
+        note_line=(told if told is not None else []).append,
     )
 
 

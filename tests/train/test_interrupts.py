@@ -190,7 +190,7 @@ def test_a_compiler_that_does_not_listen_is_cut_off(
     monkeypatch.setattr(interrupts, "end_children", lambda: left.append(0))
     monkeypatch.setattr(interrupts.os, "_exit", left.append)
     monkeypatch.setattr(Interrupts, "patience_s", 0.1)
-    monkeypatch.setattr(Interrupts, "tell", staticmethod(interrupts._print))
+    monkeypatch.setattr(Interrupts, "print_error", staticmethod(interrupts._print))
     source = "def work(left):\n    while len(left) < 2: pass\n"
     names: dict[str, Any] = {}
     exec(compile(source, "/x/torch/_inductor/compile_fx.py", "exec"), names)

@@ -275,7 +275,7 @@ def test_a_technique_that_was_switched_is_refused_by_name(train: Train) -> None:
 
 
 def test_an_exact_technique_may_be_switched(train: Train) -> None:
-    """It computes what the trunk computes, so the run goes on as it would have."""
+    """It computes what the baseline computes, so the run goes on as it would have."""
     run = train("goal.steps=6")
     train("goal.steps=12", "techniques.chunked_cross_entropy={chunk_tokens=7}", resume=True)
     train("goal.steps=12", "name=other")

@@ -210,7 +210,7 @@ class Distillation(Technique[Build]):
             unchecked_tokenizer(build.plan.data.tokenizer, self.teacher, key),
         ):
             if line:
-                build.tell(line)
+                build.note_line(line)
         return config, source
 
     def _term(self, teaching: Teaching) -> Objective:

@@ -244,9 +244,9 @@ class DynamicBatch(Technique[Build]):
             if need <= CERTAIN * room:
                 return rows, too_large
             if need <= HOPELESS * room:
-                build.tell(f"{self.name()} tries micro-batches of {rows} rows")
+                build.note_line(f"{self.name()} tries micro-batches of {rows} rows")
                 if fits(trial(plan, self.name(), rows), room, build.device):
-                    build.tell(f"batch.micro_sequences={rows} fits")
+                    build.note_line(f"batch.micro_sequences={rows} fits")
                     return rows, too_large
         raise UnsupportedError(
             f"a micro-batch of one row of {plan.data.sequence_length} tokens does not fit into "
@@ -385,7 +385,9 @@ def guarded(size: MicroBatchSize, inner: Engine) -> Engine:
             # The error is gone here, and with it the frames that held what the pass had made.
             let_go(build, before)
             size.shrink(parts, asked)
-            build.tell(f"out of memory: micro-batches of {size.rows} rows from here on ({asked})")
+            build.note_line(
+                f"out of memory: micro-batches of {size.rows} rows from here on ({asked})"
+            )
 
     return engine
 
