@@ -16,6 +16,7 @@ import faults
 import faults_planted as planted
 import pytest
 import torch
+from facts import tells
 from scoring import compute
 from scoring.rows import DOCTOR
 
@@ -66,7 +67,7 @@ def test_a_fault_a_healthy_run_and_their_rows(
     assert slow["severity"] > 0.1 and not slow["abstained"] and slow["steps"] == 16
     assert "wasted tokens" in dict(padded["findings"])  # whether first is the judge's to say
     assert padded["severity"] == pytest.approx(7 / 16)
-    assert "full_memory in cpu_dense: no row" in capsys.readouterr().out
+    assert tells(capsys.readouterr().out, "full_memory", "cpu_dense", "no row")
     assert len(DOCTOR.read(tmp_path).rows) == 3
     found = compute(tmp_path)
     right = 1 + (padded["verdict"] == "wasted tokens")

@@ -8,6 +8,7 @@ from typing import Any
 
 import forecasts
 import pytest
+from facts import in_order, tells
 from programs import rows
 from scoring import compute
 from tiny import READ
@@ -64,7 +65,7 @@ def test_what_is_said_of_a_run_rests_on_its_step(
     """It is measured beside what was said of the plan alone, and needs a timing of that plan."""
     plan = tmp_path / "tiny.toml"
     plan.write_text(PLAN.format(corpus=corpus, prepared=prepared_folder))
-    with pytest.raises(SystemExit, match="tiny checkpointed: nobody timed it: --run"):
+    with pytest.raises(SystemExit, match=in_order("tiny checkpointed", "--run")):
         run(monkeypatch, plan, tmp_path, "--say", "--of", "run")
     run(monkeypatch, plan, tmp_path, "--run")
     (row,) = rows(tmp_path, "forecasts_run")
@@ -92,7 +93,7 @@ def test_what_is_said_of_a_run_rests_on_its_step(
     before = rows(tmp_path, "forecasts_said")
     run(monkeypatch, plan, tmp_path, "--say", "--of", "run")
     assert rows(tmp_path, "forecasts_said") == before
-    assert "tiny checkpointed: out of memory" in capsys.readouterr().out
+    assert tells(capsys.readouterr().out, "tiny checkpointed", "out of memory")
 
 
 def test_a_timing_is_of_its_plan_and_has_its_limit(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import tuner
+from facts import tells
 from scoring import compute
 from tiny import READ
 
@@ -140,7 +141,7 @@ def test_the_best_is_the_candidate_that_is_fastest_beside_the_tuned_plan(
     words = ["tuner.py", "small", "--here", "--results", tmp_path, "--folder", tmp_path]
     monkeypatch.setattr(sys, "argv", [*map(str, words), "--best-minutes", "3.9"])
     tuner.main()
-    assert "left: small beside '+chunked_cross_entropy' and ''" in capsys.readouterr().out
+    assert tells(capsys.readouterr().out, "left", "small", "'+chunked_cross_entropy'", "''")
     assert not (tmp_path / "tuner.jsonl").exists() and tunings == [3.0]
     monkeypatch.setattr(sys, "argv", [*map(str, words)])
     tuner.main()

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import tuner_trials as program
+from facts import tells
 from scoring import compute, numbers
 from tiny import READ
 
@@ -103,9 +104,8 @@ def test_what_is_approximate_and_kept_is_trained_beside_its_base(
     monkeypatch.setattr(numbers, "LOSER_STEPS", 8)
     rows = _run(tiny, monkeypatch, "--train-steps", 8, "--ready-s", 900)
     assert [row["verdict"] for row in rows] == ["kept", "rejected"]
-    assert "left: tiny eager: batch.micro_sequences=1: training: about 901 s" in (
-        capsys.readouterr().out
-    )
+    left = capsys.readouterr().out
+    assert tells(left, "left", "tiny eager", "batch.micro_sequences=1", "training", "901 s")
     assert compute(tiny)["tuner_losers_kept"]["untrained"] == 1
     *_, row = rows = _run(tiny, monkeypatch, "--train-steps", 8)
     assert len(rows) == 3 and row["change"] == [MICRO[0]] and row["steps"] == 8

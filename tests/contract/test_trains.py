@@ -10,6 +10,7 @@ from typing import Any
 
 import house
 import pytest
+from facts import in_order
 from house import Variant
 
 from headrace.assemble.filled import check_active
@@ -84,5 +85,6 @@ def test_is_not_active_when_its_effect_is_gone(device: str, variant: Variant) ->
     build.techniques = [technique]
     house.take_step(build, house.make_rows(build.config.vocab, ignored=False))
     assert not technique.active(build).active
-    with pytest.raises(RunError, match=f"{variant.name} was asked for and is not in force"):
+    with pytest.raises(RunError, match=in_order(variant.name, "not in force")) as told:
         check_active(build)
+    assert told.value.remedy.changes == ((f"-{variant.name}",),)

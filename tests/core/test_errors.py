@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from facts import tells
 
 from headrace.core.errors import LESS_PER_STEP as LESS
 from headrace.core.errors import MemoryFull
@@ -55,7 +56,7 @@ def test_segments_that_grow_are_a_remedy_where_pieces_and_what_is_left_would_do(
 
 
 def test_what_others_hold_of_a_full_gpu_is_told() -> None:
-    assert (
-        "the rest is other processes'" in full("2.00 GiB", "1.00 GiB", "1.00 GiB", "9 GiB").message
+    assert tells(
+        full("2.00 GiB", "1.00 GiB", "1.00 GiB", "9 GiB").message, "the rest", "other processes"
     )
     assert "the rest" not in full("2.00 GiB", "1.00 GiB", "1.00 GiB", "126.00 GiB").message

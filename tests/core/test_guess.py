@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+from facts import tells
 
 from headrace.cli.catalogue import catalogue
 from headrace.core.command import typed
@@ -170,7 +171,7 @@ def test_what_a_key_says_can_be_typed() -> None:
     for name, key in BY_KEY.items():
         taken(key)
         told = describe_known(name)
-        assert told is not None and told[1] == key and "a key of the plan" in told[0]
+        assert told is not None and told[1] == key and tells(told[0], "key", "plan")
 
 
 def test_the_nearest_of_one_is_no_guess() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from facts import in_order
 
 from headrace.core.errors import ConfigError
 from headrace.core.known import KNOWN
@@ -38,8 +39,9 @@ def test_a_known_name_is_told_with_what_comes_nearest(name: str, near: str) -> N
 
 
 def test_what_nothing_comes_near_is_told_so() -> None:
-    with pytest.raises(ConfigError, match="nothing here comes near it"):
+    with pytest.raises(ConfigError, match=in_order("ema", "not built here", "nothing")) as told:
         installed().find("ema")
+    assert not told.value.remedy.changes
 
 
 def test_a_wrong_item_of_a_list_is_mended_by_its_key(tiny_plan: Callable[..., Plan]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from facts import tells
 from rich.console import Console
 
 from headrace.cli import terminal
@@ -41,7 +42,7 @@ def test_a_run_off_a_terminal_tells_steps_validations_and_saves(
     form = r"step \d+/12  loss [\d.]+  [\d,]+ tokens/s  memory [\d.]+ [MG]iB  [\d.]+ m?s left"
     assert [re.fullmatch(form, line) is not None for line in steps] == [True] * 12
     for step in (5, 10, 12):  # the last is not due, and made at the end
-        assert any(re.match(rf"step {step}: validation [\d.]+ bits per byte", x) for x in lines)
+        assert any(re.match(rf"step {step}: .*[\d.]+ bits", x) for x in lines)
     for step in (4, 8, 12):
         assert f"step {step}: saved {folder}/checkpoints/step-{step}" in lines
 
@@ -53,14 +54,13 @@ def test_a_long_run_has_a_line_an_interval() -> None:
         lines.row({**ROW, "step": step}, 1000, memory_bytes=2**30, left_s=7000.0)
     told = log.flushed.splitlines()
     assert len(told) == LINES_A_RUN + 1
-    assert told[0] == "step 1/1000  loss 2.5000  12,346 tokens/s  memory 1.0 GiB  117 min left"
+    speed = "12,346 tokens/s"
+    assert tells(told[0], "step 1/1000", "loss 2.5000", speed, "1.0 GiB", "117 min")
     endless = Lines([log], every_s=0.0)
     endless.row({**ROW, "step": 7}, None)
     endless.task("tokenizing", 1, 4)
-    assert log.flushed.splitlines()[-2:] == [
-        "step 7  loss 2.5000  12,346 tokens/s  time left unknown",
-        "tokenizing 25%",
-    ]
+    row, task = log.flushed.splitlines()[-2:]
+    assert tells(row, "step 7", "loss 2.5000", speed, "unknown") and task == "tokenizing 25%"
 
 
 def test_a_log_that_cannot_be_written_fails_no_run() -> None:

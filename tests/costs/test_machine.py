@@ -6,6 +6,7 @@ from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
+from facts import in_order
 
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.costs.hardware import NAMES, lookup
@@ -207,13 +208,14 @@ def test_a_damaged_file_too(text: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
     for one in (path, tmp_path / "none.json", tmp_path):
-        with pytest.raises(ConfigError, match="does not hold a machine's rates"):
+        with pytest.raises(ConfigError, match=in_order(one, "rates")) as told:
             Machine.read(one)
+        assert told.value.remedy.text == PROBE
 
 
 def test_what_a_device_lacks_is_refused_and_never_guessed() -> None:
     a100 = Machine.assumed("NVIDIA A100-SXM4-80GB")
-    with pytest.raises(UnsupportedError, match="no products in fp8: its datasheet"):
+    with pytest.raises(UnsupportedError, match=in_order("products", "fp8", "datasheet")):
         a100.matmul_s("fp8", 512, 512, 512)
     with pytest.raises(UnsupportedError, match="attention by flash4"):
         a100.attention_s(
@@ -227,7 +229,7 @@ def test_what_a_device_lacks_is_refused_and_never_guessed() -> None:
             backward=False,
         )
     for name in ("Tesla T4", "Tesla V100-SXM2-32GB"):
-        with pytest.raises(UnsupportedError, match="no products in bf16: its datasheet"):
+        with pytest.raises(UnsupportedError, match=in_order("products", "bf16", "datasheet")):
             Machine.assumed(name).matmul_s("bf16", 512, 512, 512)
     for name, near in {
         "Riva TNT2": PROBE,
@@ -236,7 +238,7 @@ def test_what_a_device_lacks_is_refused_and_never_guessed() -> None:
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb": PROBE,
         "L4S": "L40S",
     }.items():
-        with pytest.raises(UnsupportedError, match="nothing is published here of") as error:
+        with pytest.raises(UnsupportedError, match=in_order("nothing", name)) as error:
             Machine.assumed(name)
         assert near in error.value.remedy.text, (name, error.value.remedy.text)
 

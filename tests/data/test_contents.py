@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from facts import tells
 from test_formats import PACK, mended, refused, run, texts, write
 
 __all__ = ["write"]
@@ -42,7 +43,7 @@ def test_a_table_of_parquet_gets_its_name(write: Any, tmp_path: Path, monkeypatc
     pq.write_table(pa.table({"text": ["one"]}), buffer := io.BytesIO())
     path = write("a.json", buffer.getvalue())
     error = refused(path.parent)
-    assert "is a table of parquet" in error.message
+    assert tells(error.message, path, "parquet")
     assert mended(error, path.parent) == ["one"]
 
 
@@ -145,5 +146,5 @@ def test_a_first_row_without_the_field_takes_no_other_along(write: Any, name: st
     content = json.dumps(rows) if name == "a.json" else "\n".join(map(json.dumps, rows))
     path = write(name, content)
     error = refused(path.parent)
-    assert "its fields are head; rows behind it have one" in error.message
+    assert tells(error.message, path, "its fields are head", "rows behind it")
     assert mended(error, path.parent) == ["one", "two"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from facts import tells
 
 from headrace.core.native import call_native
 
@@ -46,7 +47,7 @@ def test_an_interrupted_ingest_leaves_nothing_and_goes_on(
     ended = interrupted(moment, "data", "ingest", "demo", *KEYS)
     assert ended.code == 130 and not ended.out, ended
     told, remedy = ended.err.splitlines()
-    assert told == "error: SIGINT ended the preparation of data; nothing half made is kept"
+    assert tells(told, "error:", "SIGINT", "preparation of data")
     assert not [p for p in (tmp_path / "prepared").iterdir() if p.is_dir()]
     _, *same = shlex.split(remedy.removeprefix("  try: "))
     again = zygote.run(tmp_path, *same)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from facts import INGEST, begins, in_order, tells
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import printable
@@ -136,10 +137,9 @@ def test_a_line_for_each_reason() -> None:
     for number in range(4):
         tally.add(Reason.ENDING, f"{number}.png")
     tally.add(Reason.NULL_TEXT, "a.jsonl:7")
-    assert [one.line() for one in tally.records] == [
-        "left out: 4 files of kinds that are not read (0.png, 1.png, 2.png, ...)",
-        "left out: 1 row whose text is null (a.jsonl:7)",
-    ]
+    ending, null = (one.line() for one in tally.records)
+    assert tells(ending, "left out", "4 files", "(0.png, 1.png, 2.png, ...)")
+    assert tells(null, "left out", "1 row", "null", "(a.jsonl:7)")
 
 
 def test_prepared_data_tells_it_again(make_plan: MakePlan, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_damaged_record_is_named(make_plan: MakePlan, tmp_path: Path) -> None:
         (folder / left_out.FILE).write_text(damage)
         with pytest.raises(ConfigError, match=r"left_out.json is damaged") as caught:
             prepare(plan)
-        assert caught.value.remedy.text.startswith(f"rm -r {folder} && headrace data ingest")
+        assert begins(caught.value.remedy.text, "rm", "-r", folder, "&&", *INGEST)
     (folder / left_out.FILE).unlink()
     assert prepare(plan).left_out == ()
 
@@ -204,7 +204,7 @@ def test_an_error_names_the_key_that_names_the_source(make_plan: MakePlan, tmp_p
         ({"sources": [one, two + "t"]}, {}),
         ({"sources": two + "t"}, {}),
     ):
-        with pytest.raises(ConfigError, match="does not exist; the nearest name") as caught:
+        with pytest.raises(ConfigError, match=in_order("does not exist", "nearest")) as caught:
             prepare(make_plan(**wrong))
         (word,) = shlex.split(caught.value.remedy.text)
         plan = Plan.read("", installed(), overrides=["goal.steps=1", word])
@@ -227,7 +227,9 @@ def test_folders_may_be_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_link_that_leads_nowhere_is_not_its_own_remedy(tmp_path: Path) -> None:
     (tmp_path / "a.txt").symlink_to("gone.txt")
-    with pytest.raises(ConfigError, match=r"is a link that leads nowhere, to gone.txt") as caught:
+    with pytest.raises(
+        ConfigError, match=in_order(tmp_path / "a.txt", "link", "gone.txt")
+    ) as caught:
         list(read_documents(str(tmp_path / "a.txt")))
     assert caught.value.remedy.text == "data.sources=PATH"
 
@@ -268,7 +270,7 @@ def test_a_file_that_two_sources_name_is_told(tmp_path: Path, tiny_plan: MakePla
         (found,) = told(one, two)
         assert found.count == 2
         assert {name.rpartition("/")[2] for name in found.examples} == {"copy.txt", "link.txt"}
-        assert found.line().startswith("not left out: 2 files that another of data.sources names")
+        assert tells(found.line(), "not left out", "2 files", "data.sources")
     (found,) = told(one, one / "a.txt")
     assert found.count == 1 and "read twice" in found.line()
     assert not told(one)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from facts import tells
 
 from headrace.core.errors import ConfigError
 from headrace.data.loader import (
@@ -193,9 +194,10 @@ def test_resume_under_other_ranks_continues_the_stream(packer: Counting) -> None
 def test_a_resume_with_another_batch_is_refused(packer: Counting) -> None:
     first = loader(packer)
     first.step()
-    with pytest.raises(ConfigError, match="read 8 rows a step, the plan asks for 4 rows") as error:
+    with pytest.raises(ConfigError) as error:
         loader(packer, rows_per_step=4).load_state(first.state())
-    assert f"batch.tokens={8 * T}" in str(error.value)
+    assert tells(error.value.message, "8 rows", "plan", "4 rows")
+    assert error.value.remedy.changes[0] == (f"batch.tokens={8 * T}",)
 
 
 def test_seeking_leaves_the_hash_alone_and_gives_the_same_batch(packer: Counting) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from facts import INGEST, begins, in_order, tells
 
 from headrace.core.errors import ConfigError
 from headrace.data import shards as shards_module
@@ -80,7 +81,7 @@ def damaged(shards: Shards, *, at_open: bool) -> str:
     if at_open:
         with pytest.raises(ConfigError):
             Shards.open(shards.directory)
-    assert f"try: rm -r {shards.directory} && headrace data ingest" in message
+    assert begins(caught.value.remedy.text, "rm", "-r", shards.directory, "&&", *INGEST)
     return message
 
 
@@ -91,8 +92,8 @@ def test_damage_is_named(make_shards: Make, name: str) -> None:
     raw = path.read_bytes()
     path.write_bytes(raw[:3] + bytes([raw[3] ^ 1]) + raw[4:])
     message = damaged(shards, at_open=name == "offsets.bin")
-    told = "does not say where documents start" if name == "offsets.bin" else "has changed since"
-    assert f"{path} {told}" in message
+    told = "documents start" if name == "offsets.bin" else "changed"
+    assert tells(message, path, told)
     path.write_bytes(raw[:-2])
     message = damaged(shards, at_open=True)
     assert f"{path} has {len(raw) - 2:,} bytes, expected {len(raw):,} bytes" in message
@@ -107,7 +108,7 @@ def test_damage_is_named(make_shards: Make, name: str) -> None:
     [
         (lambda m: m.pop("tokens"), "tokens: field required"),
         (lambda m: m.update(dtype="object"), "dtype: input should be"),
-        (lambda m: m.update(format=99), "has shard format 99, this version reads 3"),
+        (lambda m: m.update(format=99), "has shard format 99,"),
     ],
 )
 def test_a_damaged_manifest(
@@ -181,7 +182,7 @@ def test_nonsense_with_hashes_made_again_is_refused(make_shards: Make) -> None:
         offsets[place] = value
         path.write_bytes(offsets.tobytes())
         resealed(shards)
-        assert "does not say where documents start" in damaged(shards, at_open=True)
+        assert tells(damaged(shards, at_open=True), path, "documents start")
     path.write_bytes(raw)
     path = shards.directory / "tokens-00000.bin"
     ids = np.frombuffer(path.read_bytes(), dtype="<u2").copy()
@@ -219,7 +220,7 @@ def test_every_offset_is_looked_at_whatever_the_parts(
     offsets = np.frombuffer(path.read_bytes(), dtype="<u8").copy()
     offsets[place] = offsets[place + 1] if place + 1 < len(offsets) else shards.tokens
     path.write_bytes(offsets.tobytes())
-    with pytest.raises(ConfigError, match="does not say where documents start"):
+    with pytest.raises(ConfigError, match=in_order(path, "documents start")):
         Shards.open(shards.directory)
 
 
@@ -230,9 +231,9 @@ def test_an_older_format_is_told_as_such(make_shards: Make) -> None:
     manifest = json.loads(path.read_text()) | {"format": 2, "rebuild": "headrace data ingest x"}
     manifest.pop("counted_bytes")
     path.write_text(json.dumps(manifest))
-    with pytest.raises(OtherFormat, match="has shard format 2, this version reads 3") as caught:
+    with pytest.raises(OtherFormat, match=in_order(shards.directory, "format 2", 3)) as caught:
         Shards.open(shards.directory)
-    assert caught.value.remedy.text == f"rm -r {shards.directory} && headrace data ingest x"
+    assert begins(caught.value.remedy.text, "rm", "-r", shards.directory, "&&", *INGEST, "x")
 
 
 def test_ten_thousand_files_open_at_once(

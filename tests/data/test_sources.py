@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from facts import tells
 
 from headrace.core.errors import ConfigError, RunError, UnsupportedError
 from headrace.data.sources import Document, read_documents, source_signature
@@ -76,7 +77,7 @@ def test_a_folder_that_cannot_be_read_is_named(
         return whole(path)
 
     monkeypatch.setattr(Path, "iterdir", closed)
-    assert "only 1 file or folder that this user may not read" in failure(tmp_path)
+    assert tells(failure(tmp_path), "only 1", "may not read")
     assert f"{tmp_path / 'closed'}/)" in failure(tmp_path)
     (tmp_path / "a.txt").write_text("one")
     assert texts(tmp_path) == ["one"]
@@ -88,13 +89,13 @@ def test_a_table_gives_a_document_a_row(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text('\ufeffid,body\r\n1,"two\nlines, quoted ""so"""\r\n\r\n2,' + "x" * 200_000)
     assert texts(path, text_key="body") == ['two\nlines, quoted "so"', "x" * 200_000]
-    assert "its fields are id, body" in failure(path)
+    assert tells(failure(path), "its fields are", "id, body")
     (tmp_path / "a.tsv").write_text("text\tn\none, two\t1\n")
     assert texts(tmp_path / "a.tsv") == ["one, two"]
     path.write_text("text,n\na\n")
-    assert "row 2 at line 2 has 1 fields, its header 2" in failure(path)
+    assert tells(failure(path), "row 2", "line 2", "1 fields", 2)
     path.write_bytes(b"text\na\ncaf\xe9\n")
-    assert f"{path}:3 is not UTF-8: byte 0xe9 at offset 10" in failure(path)
+    assert tells(failure(path), f"{path}:3", "not UTF-8", "0xe9", "offset 10")
 
 
 def test_parquet_reads_only_the_text(tmp_path: Path) -> None:
@@ -140,17 +141,18 @@ def test_nothing_readable_lists_what_is_there(tmp_path: Path) -> None:
     assert "holds no files" in failure(tmp_path)
     for name in ("a.png", "b.doc", "c.doc", ".d.txt"):
         (tmp_path / name).touch()
-    assert "holds only 2 .doc, 1 .png, 1 hidden file or folder" in failure(tmp_path)
+    assert tells(failure(tmp_path), "only 2 .doc", "1 .png", "1 hidden")
     assert ".jsonl" in failure(tmp_path / "a.png")
 
 
 def test_not_utf8_names_file_and_byte(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"caf\xe9")
-    assert f"{path} is not UTF-8: byte 0xe9 at offset 3" in failure(path)
+    assert tells(failure(path), path, "not UTF-8", "0xe9", "offset 3")
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINES + b'{"text": "caf\xe9"}')
-    assert f"{path}:6 is not UTF-8: byte 0xe9 at offset {len(LINES) + 13}" in failure(path)
+    at = f"offset {len(LINES) + 13}"
+    assert tells(failure(path), f"{path}:6", "not UTF-8", "0xe9", at)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_an_empty_path_is_not_the_current_folder(
 def test_a_parquet_without_the_field(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"content": ["one"], "n": [1]}), path)
-    assert "its fields are content, n" in failure(path)
+    assert tells(failure(path), "its fields are", "content, n")
     assert "holds int" in failure(path, text_key="n")
 
 
@@ -214,7 +216,8 @@ def test_hugging_face_reads_local_parquet(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["three"]}), tmp_path / "test.parquet")
     assert texts(f"hf:{tmp_path / 'train.parquet'}") == ["one", "two"]
     assert texts(f"hf:{tmp_path}@test") == ["three"]
-    assert "has no field 'body'; its fields are text" in failure(f"hf:{tmp_path}", text_key="body")
+    found = failure(f"hf:{tmp_path}", text_key="body")
+    assert tells(found, "no field 'body'", "its fields are", "text")
     assert "cannot be opened" in failure(f"hf:{tmp_path}@dev")
     assert "names no dataset" in failure("hf:@train")
 
@@ -228,7 +231,7 @@ def test_hugging_face_is_asked_to_stream_by_name(monkeypatch: pytest.MonkeyPatch
         raise ConnectionResetError("peer left")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    assert "broke off after row 1: peer left" in failure("hf:owner/set:en@dev", RunError)
+    assert tells(failure("hf:owner/set:en@dev", RunError), "row 1", "peer left")
 
 
 def test_hugging_face_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

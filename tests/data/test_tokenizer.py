@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiktoken
 import tokenizers
+from facts import in_order
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from headrace.core.errors import ConfigError, UnsupportedError
@@ -230,7 +231,7 @@ def test_a_space_before_every_text_is_no_byte_of_it(scheme: str, decoder: bool) 
     "normalizer", ["NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt"]
 )
 def test_a_normalizer_that_changes_bytes_is_refused(tokenizer: Tokenizer, normalizer: str) -> None:
-    with pytest.raises(ConfigError, match=r"loses text: .* comes back as") as caught:
+    with pytest.raises(ConfigError, match=in_order("loses text", "comes back as")) as caught:
         altered(tokenizer, normalizer={"type": normalizer}).refuse_losses()
     assert "data.lossy_tokenizer=true" in caught.value.remedy.text
     assert f"without its normalizer {normalizer}" in str(caught.value)
@@ -241,7 +242,7 @@ def test_missing_bytes_are_named(tokenizer: Tokenizer) -> None:
     vocab, gone = spec["model"]["vocab"], "\u00e4"  # the spelling of byte E4
     merges = [m for m in spec["model"]["merges"] if gone not in "".join(m)]
     vocab = {t: i for t, i in vocab.items() if gone not in t}
-    with pytest.raises(ConfigError, match="no token for 1 of the 243 bytes of UTF-8: E4; text"):
+    with pytest.raises(ConfigError, match=in_order("no token", 1, "243 bytes", "E4")):
         altered(tokenizer, vocab=vocab, merges=merges).refuse_losses()
 
 
@@ -329,7 +330,9 @@ def test_errors_name_the_remedy(
     with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):
         open_tokenizer(str(tmp_path))
     for name, near in (("gpt3", "gpt2"), ("o200k", "o200k_base")):
-        with pytest.raises(ConfigError, match="is none of tiktoken's: gpt2") as error:
+        with pytest.raises(
+            ConfigError, match=in_order(f"tiktoken:{name}", "gpt2", "o200k_base")
+        ) as error:
             open_tokenizer(f"tiktoken:{name}")
         assert error.value.remedy.text == f"data.tokenizer=tiktoken:{near}"
     for spec in ("", "BPE"):
@@ -364,5 +367,5 @@ def test_a_vocabulary_that_leaves_the_document_token_open_is_refused(
     if why == "text":  # a text that is in the vocabulary as a whole is one token
         whole = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
         changes |= {"ignore_merges": True, "pre_tokenizer": {**whole, "trim_offsets": True}}
-    with pytest.raises(ConfigError, match="no special token to begin a document"):
+    with pytest.raises(ConfigError, match=in_order("special token", END_OF_TEXT)):
         altered(tokenizer, **changes)

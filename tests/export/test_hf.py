@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -98,10 +99,10 @@ def test_a_full_disk_leaves_nothing_behind(
     state: dict[str, Tensor], tokenizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(hf, "save_file", full)
-    with pytest.raises(RunError, match="No space left on device"):
+    with pytest.raises(RunError, match=os.strerror(errno.ENOSPC)):
         export_hf(state, CONFIG, tokenizer_path, tmp_path / "out", sequence_length=8)
     assert list(tmp_path.iterdir()) == []
 

@@ -143,7 +143,7 @@ def test_a_second_backward_pass_over_written_logits_is_an_error() -> None:
     leaf = logits.requires_grad_()
     loss = fused_cross_entropy(leaf * 1, targets, in_place=True)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="inplace operation"):
         loss.backward()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from facts import tells
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
@@ -122,5 +123,5 @@ def test_learned_positions_end(make_decoder: MakeDecoder) -> None:
     assert caught.value.remedy.text == "--tokens 14"
     with pytest.raises(ConfigError) as caught:
         generate(model, torch.zeros(1, 25, dtype=torch.long), new_tokens=1)
-    assert caught.value.remedy.text == "--prompt TEXT --tokens 1, where TEXT has at most 17 tokens"
+    assert tells(caught.value.remedy.text, "--prompt TEXT", "--tokens 1", "17 tokens")
     assert generate(make_decoder(), PROMPTS, new_tokens=20).size(1) == 25

@@ -14,6 +14,7 @@ import parts
 import pytest
 import residuals
 import torch
+from facts import tells
 from scoring import compute
 
 from headrace.assemble.build import make_ledger
@@ -255,7 +256,7 @@ def test_steps_that_few_rows_tell_are_foreseen_and_claim_no_interval(
             NoInterval.FEW,
             None,
         )
-        assert "no interval: too few steps" in format_prediction(plan, seen)
+        assert tells(format_prediction(plan, seen), "no interval", "too few")
 
 
 def test_an_update_that_most_of_launches_is_foreseen() -> None:
@@ -276,7 +277,9 @@ def test_attention_that_was_not_timed_in_fp32_is_not_foreseen() -> None:
     wide = ("-bf16_parameters", "-cudnn_attention", "+flex_attention", "model.precision=fp32")
     plan = residuals._changed("160m", wide)
     seen = predict(plan, residuals.on_device(plan), H200)
-    assert seen.time.step_s is None and "flex attention was not timed in fp32" in seen.time.unknown
+    assert seen.time.step_s is None and tells(
+        seen.time.unknown, "flex attention", "not timed", "fp32"
+    )
 
 
 # --- the held-out experiment -----------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from facts import tells
 
 from headrace.assemble.context import make_context
 from headrace.assemble.sockets import Build
@@ -70,7 +71,7 @@ def test_runs_no_code_that_others_could_have_written(
     assert not what_is_wrong(folder)
     for mode in (0o770, 0o702, 0o750, 0o711, 0o755):
         folder.chmod(mode)
-        assert "other users may reach into" in what_is_wrong(folder)
+        assert tells(what_is_wrong(folder), "other users", folder, f"{mode:04o}")
         with pytest.raises(ConfigError, match="chmod 700"):
             kept_in(folder, {"before": None}).__enter__()
     folder.chmod(0o700)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from facts import in_order
 from tiny import tensors
 
 from headrace.assemble.sockets import Build
-from headrace.core.errors import RunError
+from headrace.core.errors import Diverged
 from headrace.core.progress import Progress
 from headrace.data.loader import Micro
 from headrace.plan.plan import Plan
@@ -108,8 +109,9 @@ def test_patience_counts_steps_in_a_row(make_tiny: Callable[..., Build]) -> None
     row = {"loss": float("inf")}
     for index in (1, 2, 4, 5):
         build.recover(build, index, row)
-    with pytest.raises(RunError, match="3 steps in a row, up to step 6"):
+    with pytest.raises(Diverged, match=in_order("3 steps", "step 6")) as told:
         build.recover(build, 6, row)
+    assert ("model.precision=fp32", f"-{NAME}") in told.value.remedy.changes
 
 
 def test_a_resumed_run_goes_on_with_the_same_scale(tiny_plan: Callable[..., Plan]) -> None:

@@ -8,6 +8,7 @@ import house
 import pytest
 import torch
 import torch.nn.functional as F
+from facts import in_order
 from house import Variant
 from pieces import h200
 from torch import Tensor
@@ -202,8 +203,9 @@ def test_refuses_where_its_kernels_cannot_run() -> None:
 
 def test_the_chunked_head_is_named_beside_it() -> None:
     both = [Variant(n).technique() for n in ("fused_cross_entropy", "chunked_cross_entropy")]
-    with pytest.raises(ConfigError, match=r"both own the socket 'parts.head'"):
+    with pytest.raises(ConfigError, match=in_order("socket", "'parts.head'")) as told:
         check_supported(both, house.context_on("cpu", house.make_plan()))
+    assert {*told.value.remedy.changes} == {(f"-{t.name()}",) for t in both}
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from facts import in_order
 
 from headrace.assemble.context import make_context
 from headrace.assemble.sockets import Build
@@ -29,8 +30,9 @@ def test_the_model_is_the_one_that_the_key_gives(make_tiny: Callable[..., Build]
 
 def test_giving_the_key_differently_is_an_error(tiny_plan: Callable[..., Any]) -> None:
     tiny_plan("model.heads=4", "model.kv_heads=2", HALF)
-    with pytest.raises(ConfigError, match=r"model.kv_heads = 1, and gqa makes it 2"):
+    with pytest.raises(ConfigError, match=in_order("model.kv_heads", 1, "gqa", 2)) as told:
         tiny_plan("model.heads=4", "model.kv_heads=1", HALF)
+    assert told.value.remedy.changes == (("-gqa",),)
 
 
 @pytest.mark.parametrize(("heads", "asked", "near"), [(6, 4, 3), (5, 2, 5), (4, 3, 2)])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from facts import in_order
 
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
@@ -125,8 +126,9 @@ def test_every_linear_has_its_adapter_in_the_prediction(
 
 
 def test_lora_and_qlora_are_both_named_when_they_meet(make_tiny: Make) -> None:
-    with pytest.raises(ConfigError, match=r"qlora and lora both replace the linear 'blocks\.0"):
+    with pytest.raises(ConfigError, match=in_order("qlora", "lora", "'blocks.0")) as told:
         make_tiny("techniques.lora.rank=2", "techniques.qlora.rank=2")
+    assert told.value.remedy.changes == (("-qlora",), ("-lora",))
 
 
 def test_is_refused_under_tensor_parallelism(make_tiny: Make) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from facts import in_order
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
@@ -65,8 +66,9 @@ def test_the_last_stage_has_the_head_and_no_more_layers(
 
 
 def test_a_stage_without_layers_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"3 layers are too few for 4 stages"):
+    with pytest.raises(ConfigError, match=in_order("3 layers", "4 stages")) as told:
         split(3, 4)
+    assert "mesh.pipeline=3" in told.value.remedy.changes[0]
 
 
 # --- where there can be none -----------------------------------------------------------------

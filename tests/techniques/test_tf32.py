@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from facts import in_order
 
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
@@ -76,8 +77,9 @@ def test_says_where_it_runs(make_tiny: Make) -> None:
     ):
         answer = Tf32().supports(context)
         assert isinstance(answer, Unsupported) and why in answer.reason and answer.remedy.text
-    with pytest.raises(UnsupportedError, match="tf32 was asked for and cannot run here"):
+    with pytest.raises(UnsupportedError, match=in_order("tf32", "cpu has no TF32")) as told:
         make_tiny(ON)
+    assert ("-tf32",) in told.value.remedy.changes
 
 
 @pytest.mark.gpu

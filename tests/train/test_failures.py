@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from facts import in_order, tells
 from tiny import assert_same_run, report
 
-from headrace.core.errors import ConfigError, MemoryFull, NoMoreThreads, RunError
+from headrace.core.errors import ConfigError, Diverged, MemoryFull, NoMoreThreads, RunError
 from headrace.data.ingest import prepare
 from headrace.data.loader import Loader, StepBatch
 from headrace.doctor.run import diagnose_run
@@ -26,6 +27,8 @@ from headrace.train import train as training
 from headrace.train.checkpoint import Checkpoints, Saved
 
 Train = Callable[..., Path]
+FULL = os.strerror(errno.ENOSPC)
+"""What the system says of a full disk."""
 
 
 # --- a step without a target ----------------------------------------------------------------
@@ -80,7 +83,7 @@ def test_evidence_waits_for_a_step_that_counted_a_target(
 def test_a_gradient_that_is_not_finite_ends_the_run_with_its_step(
     train: Train, tmp_path: Path
 ) -> None:
-    with pytest.raises(RunError, match=r"step \d+ is not finite") as told:
+    with pytest.raises(Diverged) as told:
         train(
             "optimizer.lr=1e18",
             "schedule.kind=constant",
@@ -94,7 +97,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_its_step(
     assert report(run)["skipped_steps"] == 1 and report(run)["error"] == "Diverged"
     assert diagnose_run(run)[0].bottleneck == "instability"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert f"step {rows[-1]['step']} is not finite" in told.value.message
+    assert tells(told.value.message, "step", rows[-1]["step"], "not finite")
     assert rows[-1]["grad_norm"] is None
     saved = Saved(run / "checkpoints" / "latest")
     assert saved.values["step"] < rows[-1]["step"]
@@ -113,7 +116,7 @@ def test_a_validation_that_is_not_finite_saves_nothing_after_it(
         return type(found)(float("nan"), float("nan"), 1, 1) if late else found
 
     monkeypatch.setattr(session, "evaluate", bad)
-    with pytest.raises(RunError, match="validation loss after step 8 is nan"):
+    with pytest.raises(Diverged, match=in_order("validation", "step", 8, "nan")):
         train("eval.every_steps=4")
     run = tmp_path / "runs" / "tiny"
     assert report(run)["status"] == "failed" and len(report(run)["val"]) == 1
@@ -179,7 +182,7 @@ def test_a_thread_that_cannot_start_is_told_and_written_down(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     no_thread_named(name, monkeypatch)
-    with pytest.raises(NoMoreThreads, match="would start no more threads") as told:
+    with pytest.raises(NoMoreThreads, match=in_order("threads", "ulimit -u")) as told:
         train("guard=false")
     assert told.value.exit_code == 3
     for mends in ("raise that limit", "OMP_NUM_THREADS=1", "data.workers=0", "loader_workers"):
@@ -197,9 +200,7 @@ def test_a_rank_that_ended_is_told_by_the_others(
         raise RuntimeError("[../pair.cc:537] Connection closed by peer [127.0.0.1]:2. More\nmore")
 
     monkeypatch.setattr(training, "step", alone)
-    with pytest.raises(
-        RunError, match=r"vain \(Connection closed by peer \[127.0.0.1\]:2\)"
-    ) as told:
+    with pytest.raises(RunError, match=r"\(Connection closed by .*127\.0\.0\.1\]:2\)") as told:
         train("guard=false")
     assert "--resume" in told.value.remedy.text
     assert report(tmp_path / "runs" / "tiny")["status"] == "failed"
@@ -220,7 +221,7 @@ def test_a_failed_run_that_goes_on_has_not_ended(
     monkeypatch.setattr(training, "step", ends(SystemExit(9)))  # as a kill, it writes nothing
     with pytest.raises(SystemExit):
         train("guard=false", resume=True)
-    with pytest.raises(ConfigError, match="was resumed: the run has not ended"):
+    with pytest.raises(ConfigError, match=in_order("runs/tiny", "resumed", "not ended")):
         diagnose_run(tmp_path / "runs" / "tiny")
 
 
@@ -281,7 +282,7 @@ def test_a_save_that_finds_too_little_space_ends_the_run(train: Train, small_dis
     where = f"directory={small_disk}"
     train(where, "goal.steps=4")
     ballast = fill(small_disk, leave_bytes=100_000)
-    with pytest.raises(RunError, match=r"step-8 needs .* step-4 is intact"):
+    with pytest.raises(RunError, match=in_order("step-8", "free", "step-4 is intact")):
         train(where, resume=True)
     assert report(small_disk / "tiny")["status"] == "failed"
     ballast.unlink()
@@ -296,7 +297,7 @@ def test_a_disk_that_fills_up_during_a_save(
     train(where, "goal.steps=4", "eval.every_steps=100")
     ballast = fill(small_disk, leave_bytes=leave_bytes)
     monkeypatch.setattr(Checkpoints, "_check_space", lambda *_: None)
-    with pytest.raises(RunError, match=r"No space left.*step-4 is intact"):
+    with pytest.raises(RunError, match=in_order(FULL, "step-4 is intact")):
         train(where, "eval.every_steps=100", resume=True)
     ballast.unlink()
     monkeypatch.undo()
@@ -308,7 +309,7 @@ def test_a_disk_too_full_for_a_row_of_metrics(train: Train, small_disk: Path) ->
     train(where, "goal.steps=4")
     ballast = fill(small_disk)
     how = (where, "goal.steps=40", "checkpoint.every_steps=20", "eval.every_steps=20")
-    with pytest.raises(RunError, match=r"cannot be written.*No space left"):
+    with pytest.raises(RunError, match=in_order(small_disk / "tiny", FULL)):
         train(*how, resume=True)
     ballast.unlink()
     train(*how, resume=True)
@@ -347,12 +348,12 @@ def test_a_write_that_fails_in_the_background_is_told_and_leaves_nothing(
         calls.append(path)
         if len(calls) == 1:
             path.write_bytes(b"half")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(errno.ENOSPC, FULL)
         save(tensors, path)
 
     train("goal.steps=4")
     monkeypatch.setattr(checkpoint, "save_file", fails_once)
-    with pytest.raises(RunError, match="No space left on device; step-4 is intact"):
+    with pytest.raises(RunError, match=in_order(FULL, "step-4 is intact")):
         train(resume=True)
     assert_recovers(train, tmp_path / "runs" / "tiny")
 
@@ -420,6 +421,6 @@ def test_checkpoints_that_vanish_are_told_at_the_next_step(
         return whole(loader, index)
 
     monkeypatch.setattr(Loader, "step", step)
-    with pytest.raises(RunError, match=r"checkpoints is no folder any more.*step 6") as told:
+    with pytest.raises(RunError, match=in_order("runs/tiny/checkpoints", "step", 6)) as told:
         train("guard=false", "checkpoint.every_steps=100")
     assert max(asked) == 5 and "--resume" in told.value.remedy.text

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from facts import tells
 from safetensors.torch import load_file
 from tiny import FILE, resealed
 from torch import Tensor
@@ -159,7 +160,7 @@ def test_the_command_line_refuses_weights_of_another_type(
     ended = CliRunner().invoke(app, [*words.get(verb, [verb, str(copy)]), "--json"])
     told = json.loads(ended.stdout)
     assert ended.exit_code == told["exit_code"] == 1
-    assert f"{name} is torch.float32; it holds torch.bfloat16" in told["error"]
+    assert tells(told["error"], name, "torch.float32", "torch.bfloat16")
     assert told["remedy"] == "--checkpoint step-1"
 
 
