@@ -25,6 +25,7 @@ test-full: .venv/installed-dev
 check: .venv/installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python tests/architecture/english.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/mkdocs build --strict --quiet --site-dir site
 

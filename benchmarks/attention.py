@@ -15,7 +15,7 @@ from typing import Any
 import receipts
 from kernel_gaps import parser, plan_from
 
-from headrace.assemble.autotune import ROUNDS, choose_attention, told
+from headrace.assemble.autotune import ROUNDS, choose_attention, format_result
 from headrace.assemble.context import choose_device
 from headrace.cli.catalogue import catalogue
 from headrace.core.progress import Progress
@@ -54,7 +54,7 @@ def main() -> None:
         techniques=sorted(chosen.techniques),
         plan_sha256=receipts.sha256(plan.dump()),
     )
-    print(told(times))
+    print(format_result(times))
 
 
 if __name__ == "__main__":

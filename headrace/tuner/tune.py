@@ -202,11 +202,11 @@ class _TuningLoop(Tuning):
         """Measure it, and keep or revert it."""
         assert self.pool is not None
         spent_s, seen, takes = self.store.spent_s, proposal.prediction, self.needs(proposal)
-        late = takes is not None and takes.limit_s > self.trial_s
-        if takes is not None and late and takes.untrained.limit_s <= self.trial_s:
+        too_long = takes is not None and takes.limit_s > self.trial_s
+        if takes is not None and too_long and takes.untrained.limit_s <= self.trial_s:
             if self.postpone(proposal, takes):
                 return
-            late = self.first_s is not None  # a look is better than to measure nothing
+            too_long = self.first_s is not None  # a look is better than to measure nothing
         about = ""
         if takes is not None and takes.ready_s:
             about = f", about {format_seconds(takes.seconds)}"
@@ -222,7 +222,7 @@ class _TuningLoop(Tuning):
             reason = f"{predicted} are predicted, and {what} {format_bytes(least)}"
             self.record(proposal, Compared("refused", reason), "none", spent_s)
             return
-        if late and takes is not None:
+        if too_long and takes is not None:
             self.up = self.pool.note_cut_off(proposal)
             self.record(proposal, Compared("cut", self.too_slow(takes)), "none", spent_s)
             return
