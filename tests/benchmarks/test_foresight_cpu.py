@@ -36,6 +36,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     file.write_text(LIST)
     monkeypatch.setattr(cpu, "rates", lambda seconds: probed_cpu())
     monkeypatch.setattr(cpu, "TIMED_S", 0.0)
+    monkeypatch.setattr(cpu, "as_fast", lambda known_s: known_s > 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that it is put back
 
     def give(*words: str) -> list[dict[str, Any]]:
