@@ -7,10 +7,11 @@ from remedies import recording
 from remedy_python import PYTHON
 from remedy_python_model import MODEL
 from remedy_python_techniques import TECHNIQUES
+from remedy_rates import RATES
 
 from headrace.core.errors import HeadraceError
 
-CALLS = PYTHON | MODEL | TECHNIQUES
+CALLS = PYTHON | MODEL | TECHNIQUES | RATES
 
 
 @pytest.mark.parametrize("site", CALLS)

@@ -21,6 +21,7 @@ from remedy_processes import PROCESSES
 from remedy_python import PYTHON
 from remedy_python_model import MODEL
 from remedy_python_techniques import TECHNIQUES as IN_PYTHON
+from remedy_rates import RATES
 from remedy_runs import RUNS
 from remedy_techniques import TECHNIQUES
 from remedy_trials import SLOW_TRIALS, TRIALS
@@ -97,7 +98,7 @@ def test_every_error_is_run_or_listed() -> None:
     cases = LEADS | BROUGHT
     through = [site for case in cases.values() for site in case.through]
     run_here = {site.split()[0] for site in cases}
-    in_python = {*PYTHON, *MODEL, *IN_PYTHON, *PREDICTIONS}
+    in_python = {*PYTHON, *MODEL, *IN_PYTHON, *RATES, *PREDICTIONS}
     known = {*run_here, *through, *in_python, *PROCESSES, *REFUSED, *EXCUSED}
     assert known <= {*sites()}, "a table names an error that is no more"
     left = [site for site in sites() if site not in known]
