@@ -1,7 +1,9 @@
 """This module holds the verbs that use a run: eval, sample, report and export."""
 
+import os
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -76,6 +78,8 @@ def sample(
 ) -> None:
     """Continue a prompt with a trained run."""
     with exit_codes(json):
+        with suppress(UnicodeError):  # UTF-8 that a locale of ASCII handed over as bytes
+            prompt = os.fsencode(prompt).decode()
         if prompt != (text := prompt.encode(errors="replace").decode()):
             raise ConfigError(
                 f"the prompt is not UTF-8: {prompt!a}", f"--prompt {shlex.quote(text)}"

@@ -103,8 +103,9 @@ def list_files(asked: Asked, tally: Tally) -> list[File]:
                 f"{asked} is neither a file nor a folder, and text is read twice",
                 f"cat {shell(source)} > TEXT.txt, and {asked.to('TEXT.txt')}",
             )
-        if glob.has_magic(source) and (glob.glob(str(path)) or not _meant(asked)):
-            return _matched(path, asked, tally)
+        pattern = _with_folders_escaped(path)
+        if glob.has_magic(source) and (glob.glob(str(pattern)) or not _meant(asked)):
+            return _matched(pattern, asked, tally)
         raise _missing(path, asked)
     except OSError as error:
         if is_out_of_memory(error):
@@ -112,6 +113,17 @@ def list_files(asked: Asked, tally: Tally) -> list[File]:
         if error.errno == errno.EACCES:
             raise _closed(path, asked) from None
         raise ConfigError(f"{asked} cannot be read: {error.strerror}", asked.to("PATH")) from None
+
+
+def _with_folders_escaped(pattern: Path) -> Path:
+    """Return a glob in which folders that exist by their very names, as `[1]`, mean themselves."""
+    parts = pattern.parts
+    return Path(
+        *(
+            glob.escape(part) if Path(*parts[: i + 1]).is_dir() else part
+            for i, part in enumerate(parts)
+        )
+    )
 
 
 def _closed(path: Path, asked: Asked) -> ConfigError:

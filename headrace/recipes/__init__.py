@@ -36,8 +36,10 @@ def read_recipe(name: str, verb: str = "train") -> str:
                 f"{name} is a {'run' if run else 'folder'}, and its plan is {own}",
                 command,
             )
-        if path.name == "plan.toml" and (command := mend_plan(path.parent)):
-            raise ConfigError(f"{path} is gone; the run keeps a copy", command)
+        kept = [f / "plan.toml" for f in folders] + ([path] if path.name == "plan.toml" else [])
+        for gone in kept:
+            if command := mend_plan(gone.parent):
+                raise ConfigError(f"{gone} is gone; the run keeps a copy", command)
         near = alike(name, known)
         hint = f"the nearest recipe is {near}" if near else f"the recipes are {', '.join(known)}"
         raise ConfigError(

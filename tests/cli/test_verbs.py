@@ -134,6 +134,11 @@ def test_sample_continues_the_prompt(say: Callable[..., tuple[str, str]]) -> Non
 def test_a_prompt_of_other_bytes_is_one_message_and_2(call: Callable[..., Any]) -> None:
     told = call("sample", "demo", "--prompt", "caf\udce9", code=2)
     assert "not UTF-8" in told["error"] and told["remedy"] == "--prompt 'caf?'"
+    texts = [  # a locale of ASCII hands UTF-8 over as bytes
+        call("sample", "demo", "--prompt", prompt, "--tokens", "9", "--seed", "1")["text"]
+        for prompt in ("caf\udcc3\udca9", "café")
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_a_seed_of_more_than_64_bits_is_one_message_and_2(call: Callable[..., Any]) -> None:

@@ -97,6 +97,9 @@ def test_a_glob_tells_what_it_matches_and_does_not_read(tmp_path: Path) -> None:
     assert counted(folder / "**") == counted(folder / "**/*") == every
     read = [d.text for d in read_documents(str(folder / "**" / "*.txt"))]
     assert read == ["a.txt", "deep/c.txt"]
+    named = folder.rename(tmp_path / "in[1]")  # a folder of that name means itself
+    for pattern in ("*.txt", "**/[a-b].txt"):
+        assert [d.text for d in read_documents(str(named / pattern))] == ["a.txt"]
 
 
 @pytest.mark.parametrize(

@@ -311,6 +311,11 @@ def test_a_recipe_by_name_or_by_path(tmp_path: Path) -> None:
                 read_recipe(str(own.parent), verb)
             assert caught.value.remedy.text == f"headrace {asked}"
         (own.parent / "environment.json").write_text("{}")
+    own.rename(own.with_name(".plan.toml"))
+    for name in (own.parent, own):
+        with pytest.raises(ConfigError, match=in_order(own, "gone")) as caught:
+            read_recipe(str(name))
+        assert caught.value.remedy.text == f"cp {own.with_name('.plan.toml')} {own}"
     file.write_bytes(b'name = "caf\xe9"')
     with pytest.raises(ConfigError, match=in_order(file, "not UTF-8")):
         read_recipe(str(file))
