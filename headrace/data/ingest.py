@@ -248,7 +248,7 @@ def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
         if is_out_of_memory(error):
             raise
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise RunError(
+            raise ConfigError(
                 f"data cannot be prepared in {root.resolve()}: {error}",
                 "data.directory=FOLDER that can be written, on a local disk",
             ) from None

@@ -64,7 +64,7 @@ def compare_reports(run_directories: Sequence[Path], output: Path) -> Path:
 
     Raises:
         ConfigError: too few or too many runs, a folder that is not a run, or an unreadable file.
-        RunError: the page cannot be written.
+        ConfigError, RunError: the page cannot be written.
     """
     if not 2 <= len(run_directories) <= LIMIT:
         message = f"a comparison takes 2 to {LIMIT} runs; {len(run_directories)} were given"

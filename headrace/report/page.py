@@ -5,12 +5,12 @@ Everything a user can name (runs, techniques, sources, generated text) reaches t
 """
 
 from collections.abc import Iterable, Sequence
-from errno import EDQUOT, EFBIG, ENOSPC
+from errno import EACCES, EDQUOT, EFBIG, ENOSPC, EPERM
 from html import escape
 from pathlib import Path
 
 from headrace.core.command import rerun
-from headrace.core.errors import RunError
+from headrace.core.errors import ConfigError, RunError
 from headrace.core.files import shell, write_whole
 from headrace.report.style import STYLE
 from headrace.report.words import NOT_MEASURED
@@ -147,7 +147,8 @@ def write_page(path: Path, text: str) -> Path:
     """Write the page, or say why it cannot be written.
 
     Raises:
-        RunError: the file cannot be written.
+        ConfigError: nothing can be written at that path.
+        RunError: the disk is full.
     """
     try:
         # Text that a young model wrote may hold half a character.
@@ -155,14 +156,18 @@ def write_page(path: Path, text: str) -> Path:
     except OSError as error:
         if path.is_dir():
             inside = shell(path / "comparison.html")
-            raise RunError(
+            raise ConfigError(
                 f"{path} is a folder, and a page is a file", f"--output {inside}"
             ) from None
+        problem = f"{path} cannot be written: {error}"
         if error.errno in (ENOSPC, EDQUOT, EFBIG):
             remedy = f"free some space in {shell(path.parent)}, then {rerun(verb='report RUN')}"
-        elif not path.parent.exists():
+            raise RunError(problem, remedy) from None
+        if not path.parent.exists():
             remedy = f"mkdir -p {shell(path.parent)}"
-        else:
+        elif error.errno in (EACCES, EPERM):
             remedy = f"chmod u+w {shell(path.parent)}"
-        raise RunError(f"{path} cannot be written: {error}", remedy) from None
+        else:
+            remedy = "--output FILE in a folder that can be written"
+        raise ConfigError(problem, remedy) from None
     return path

@@ -51,7 +51,7 @@ def write_report(run_directory: Path, output: Path | None = None) -> Path:
 
     Raises:
         ConfigError: the folder is not a run, or one of its files cannot be read.
-        RunError: the page cannot be written.
+        ConfigError, RunError: the page cannot be written.
     """
     run = read_run(Path(run_directory))
     report = run.report

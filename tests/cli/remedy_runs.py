@@ -22,6 +22,7 @@ from headrace.core.files import hold_lock
 from headrace.export import hf
 from headrace.observe.signals import Signals
 from headrace.plan.technique import Evidence
+from headrace.report import page
 from headrace.techniques.loss.z_loss import ZLoss
 from headrace.train import checkpoint, session
 from headrace.train.checkpoint import Checkpoints
@@ -221,7 +222,13 @@ FILES = {
     "report/compare:compare_reports#1": Case("report " + "demo " * 9),
     "report/compare:_plan#1": Case("report demo pair", partial(no_plan, copies=True), whole=True),
     "report/compare:_plan#1 alone": Case("report demo pair", partial(no_plan, copies=False)),
-    "report/page:write_page#2": Case("report demo demo --output out/x.html", whole=True),
+    "report/page:write_page#2": Case(
+        "report demo",
+        fake=lambda patch: patch.setattr(page, "write_whole", full),
+        lifted=True,
+        prose={"free some space in runs/demo": "no command"},
+    ),
+    "report/page:write_page#3": Case("report demo demo --output out/x.html", whole=True),
     "report/run_files:_read_text#2": Case("report demo", unreadable, whole=True),
     "report/run_files:_read_report#1": Case(
         "report demo", newer, prose={"the version of Headrace that wrote it": "it is not here"}

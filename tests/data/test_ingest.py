@@ -238,7 +238,7 @@ def test_a_full_disk(
             prepare(make_plan(sources=source))
     assert not [p for p in (tmp_path / "prepared").iterdir() if p.is_dir()]
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="cannot be prepared"):
+    with pytest.raises(ConfigError, match="cannot be prepared"):
         prepare(make_plan(sources=source, directory=str(tmp_path / "file" / "x")))
 
 

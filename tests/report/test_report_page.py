@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.core.errors import RunError
+from headrace.core.errors import ConfigError
 from headrace.report.single import write_report
 
 MakeRun = Callable[..., Path]
@@ -280,6 +280,6 @@ def test_a_hundred_thousand_rows_make_a_small_page(make_run: MakeRun) -> None:
 def test_a_folder_that_cannot_be_written_is_told(make_run: MakeRun) -> None:
     run = make_run()
     (run / "report.html").mkdir()
-    with pytest.raises(RunError, match=r"report\.html is a folder") as caught:
+    with pytest.raises(ConfigError, match=r"report\.html is a folder") as caught:
         write_report(run)
     assert caught.value.remedy.text == f"--output {run / 'report.html' / 'comparison.html'}"
