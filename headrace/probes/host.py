@@ -205,10 +205,8 @@ def linear_probes(
                 "input": lambda: g @ w,
                 "weight": lambda: g.t() @ x,
             }
-            seconds = readings.clock.seconds(calls[matmul])
-            readings.linears.setdefault((matmul, precision), []).append(
-                MatmulPoint(*sizes, seconds)
-            )
+            point = MatmulPoint(*sizes, readings.clock.seconds(calls[matmul]))
+            readings.linears.setdefault((matmul, precision), []).append(point)
 
         work, needed = 2.0 * tokens * outer * inner, 8.0 * tokens * (outer + inner)
         label = "x".join(map(str, sizes))
