@@ -296,15 +296,16 @@ def _look(path: Path) -> tuple[Reason | None, object]:
 
 def _walk(folder: Path, tally: Tally) -> Iterator[Path]:
     """Yield the files under a folder, through links too, each folder once."""
-    seen: set[Path] = set()
-    waiting: list[tuple[Path, frozenset[Path]]] = [(folder, frozenset())]
+    seen: set[tuple[int, int]] = set()
+    waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
     while waiting:
         inside, above = waiting.pop()
-        real = inside.resolve()
-        if real in seen:
-            tally.add(Reason.CIRCLE if real in above else Reason.TWICE, f"{inside}/")
+        known = inside.stat()
+        identity = known.st_dev, known.st_ino
+        if identity in seen:
+            tally.add(Reason.CIRCLE if identity in above else Reason.TWICE, f"{inside}/")
             continue
-        seen.add(real)
+        seen.add(identity)
         try:
             names = sorted(inside.iterdir())
         except PermissionError:
@@ -319,7 +320,7 @@ def _walk(folder: Path, tally: Tally) -> Iterator[Path]:
             elif path.name == "__pycache__":
                 tally.add(Reason.CACHE, f"{path}/")
             elif _is_folder(path):
-                folders.append((path, above | {real}))
+                folders.append((path, above | {identity}))
             else:
                 yield path
         waiting += reversed(folders)
