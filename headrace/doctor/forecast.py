@@ -80,7 +80,7 @@ class Error:
     source: str
 
 
-ERROR = Error(0.0155, 0.06, 103, "results/forecasts.jsonl: NVIDIA H200, 16 workloads")
+ERROR = Error(0.0095, 0.1, 93, "results/forecasts.jsonl: NVIDIA H200, 15 workloads")
 """Error in the logarithm of 85% of workloads outside of the fit and of 90% of receipts."""
 
 

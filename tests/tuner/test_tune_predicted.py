@@ -14,6 +14,7 @@ import torch
 from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.catalogue import catalogue
 from headrace.costs.machine import Machine as Rates
+from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.predict.candidates import Asking
 from headrace.predict.prediction import Prediction
@@ -67,11 +68,17 @@ def naive_and_best(workload: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Plan
     return naive, [*plans.values()][-1]
 
 
-@pytest.mark.parametrize("workload", ["lora", pytest.param("long", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("workload", "faster"), [("lora", 1.35), pytest.param("long", 1.25, marks=pytest.mark.slow)]
+)
 def test_eight_minutes_find_what_is_as_fast_as_the_best_plan_known(
-    H200: Any, workload: str, monkeypatch: pytest.MonkeyPatch
+    H200: Any, workload: str, faster: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Eight minutes of long rows, 2 s a step, are too few to show what rounds otherwise."""
     naive, best = naive_and_best(workload, monkeypatch)
+    if workload == "long":
+        rounds = [n for n, t in best.techniques.items() if t.equality == "approximate"]
+        best = changed(best, [f"-{n}" for n in rounds if n not in naive.techniques], catalogue())
     machine = H200(naive)
     found = tune(
         naive,
@@ -84,8 +91,10 @@ def test_eight_minutes_find_what_is_as_fast_as_the_best_plan_known(
     )
     assert machine.now_s < 480
     assert machine.step_s(best) / machine.step_s(found.plan) > 0.97
-    assert machine.step_s(naive) / machine.step_s(found.plan) > 1.35  # as predicted today
+    assert machine.step_s(naive) / machine.step_s(found.plan) > faster  # as predicted today
     assert sum(step.verdict == "refused" for step in found.path) <= 3
+    if workload == "long":
+        assert found.up and found.wanted > 8, "and says how many minutes would show it"
 
 
 def test_a_new_technique_is_tuned_and_ranked_by_its_own_words(
