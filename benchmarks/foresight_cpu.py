@@ -3,13 +3,13 @@
     taskset -c 0,1 python benchmarks/foresight_cpu.py --minutes 9
     python benchmarks/foresight_cpu.py --only mini-128x32/plain --results FOLDER
 
-First `headrace probe --device cpu --seconds 55` unless this processor has its file, then a row in
-results/plans.jsonl for every plan of `plans/cpu.toml`, and only then an outcome for each, from a
-fresh build in a process that takes readings. Torch takes as many threads as the process may use
-cores. A row is written as soon as it is known and never again, so that a command that was cut off
-can be given again and goes on. Rows say `device: cpu`; their hardware is the processor and the
-threads. Times are of steps on random tokens, fp32, without a loader or evaluation. Memory is the
-peak of all tensors of a step by torch's MemTracker, which does not stand beside a compiler.
+First `headrace probe --device cpu --seconds 55`, then a row in results/plans.jsonl for every plan
+of `plans/cpu.toml`, and only then an outcome for each, from a fresh build in a process that takes
+readings. Torch takes as many threads as the process may use cores. A row is written as soon as it
+is known and never again, so that a command that was cut off can be given again and goes on. Rows
+say `device: cpu`; their hardware is the processor and the threads. Times are of steps on random
+tokens, fp32, without a loader or evaluation. Memory is the peak of all tensors of a step by torch's
+MemTracker, which does not stand beside a compiler.
 
 Virtual processors share their host. A plan counts where a fixed work takes as long as at the probe,
 both before and after its steps; else it is measured again, and left where it never does.
@@ -77,8 +77,8 @@ def facts(one: Configuration) -> dict[str, Any]:
 
 
 def rates(seconds: float) -> Machine:
-    """Return the rates of this processor, probed now where none are kept."""
-    return probes.cached(CPU) or probes.measure(CPU, budget_s=seconds)
+    """Return the rates of this processor, probed now: kept ones are of another moment."""
+    return probes.measure(CPU, budget_s=seconds)
 
 
 def reference_s() -> float:
@@ -92,8 +92,8 @@ def reference_s() -> float:
     for _ in range(3):
         began_s = time.perf_counter()
         for _ in range(12):
-            matrix @ matrix
-            stream + stream
+            torch.mm(matrix, matrix)
+            torch.add(stream, stream)
         times.append(time.perf_counter() - began_s)
     return min(times)
 

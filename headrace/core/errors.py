@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from enum import StrEnum
-from errno import ENOMEM
+from errno import EDQUOT, EFBIG, ENOMEM, ENOSPC
 from pathlib import Path
 
 from headrace.core.remedy import Remedy, as_remedy, mend
@@ -185,6 +185,11 @@ class Stopped(HeadraceError):
     def __init__(self, message: str, remedy: Remedy | str, exit_code: int) -> None:
         super().__init__(message, remedy)
         self.exit_code = exit_code
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Return whether an error says that a disk, or a user's share of it, is full."""
+    return isinstance(error, OSError) and error.errno in (EDQUOT, EFBIG, ENOSPC)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

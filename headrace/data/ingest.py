@@ -11,7 +11,6 @@ cached set of up to 1 GiB is compared with its hashes on every start, a larger o
 offsets.
 """
 
-import errno
 import hashlib
 import json
 import shlex
@@ -30,6 +29,7 @@ from headrace.core.errors import (
     MemoryFull,
     RunError,
     TextLost,
+    is_full_disk,
     is_out_of_memory,
 )
 from headrace.core.files import hold_lock, publish
@@ -247,7 +247,7 @@ def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
     except OSError as error:
         if is_out_of_memory(error):
             raise
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_full_disk(error):
             raise ConfigError(
                 f"data cannot be prepared in {root.resolve()}: {error}",
                 "data.directory=FOLDER that can be written, on a local disk",

@@ -115,6 +115,11 @@ def list_files(asked: Asked, tally: Tally) -> list[File]:
         raise ConfigError(f"{asked} cannot be read: {error.strerror}", asked.to("PATH")) from None
 
 
+def _globbed(source: str) -> list[str]:
+    """Return what a source matches as a pattern, or names as a path."""
+    return glob.glob(str(_with_folders_escaped(Path(os.path.expanduser(source)))))
+
+
 def _with_folders_escaped(pattern: Path) -> Path:
     """Return a glob in which folders that exist by their very names, as `[1]`, mean themselves."""
     parts = pattern.parts
@@ -170,10 +175,10 @@ def _several(source: str) -> list[str]:
     if braces := re.fullmatch(r"(.*)\{([^{}]*,[^{}]*)\}(.*)", source):
         before, inside, behind = braces.groups()
         each = [f"{before}{part}{behind}" for part in inside.split(",")]
-        return [one for one in each if glob.glob(os.path.expanduser(one))]
+        return [one for one in each if _globbed(one)]
     for sign in (r"\s*[,;]\s*", r"\s+", ":"):
         each = [one for one in re.split(sign, source) if one]
-        if len(each) > 1 and all(glob.glob(os.path.expanduser(one)) for one in each):
+        if len(each) > 1 and all(_globbed(one) for one in each):
             return each
     return []
 
@@ -291,17 +296,21 @@ def _look(path: Path) -> tuple[Reason | None, object]:
         reason = Reason.EMPTY_FILE
     elif not os.access(path, os.R_OK):
         reason = Reason.NO_PERMISSION
-    return reason, (info.st_dev, info.st_ino) if info.st_ino else path.resolve()
+    return reason, _identity(path, info)
+
+
+def _identity(path: Path, info: os.stat_result) -> object:
+    """Return what tells a file or folder from all others: some file systems give no numbers."""
+    return (info.st_dev, info.st_ino) if info.st_ino else path.resolve()
 
 
 def _walk(folder: Path, tally: Tally) -> Iterator[Path]:
     """Yield the files under a folder, through links too, each folder once."""
-    seen: set[tuple[int, int]] = set()
-    waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
+    seen = set[object]()
+    waiting: list[tuple[Path, frozenset[object]]] = [(folder, frozenset())]
     while waiting:
         inside, above = waiting.pop()
-        known = inside.stat()
-        identity = known.st_dev, known.st_ino
+        identity = _identity(inside, inside.stat())
         if identity in seen:
             tally.add(Reason.CIRCLE if identity in above else Reason.TWICE, f"{inside}/")
             continue

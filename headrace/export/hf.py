@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headrace.core.errors import ConfigError, RunError
+from headrace.core.errors import ConfigError, RunError, is_full_disk
 from headrace.core.files import publish, shell
 from headrace.core.model_config import ModelConfig
 from headrace.data.tokenizer import Tokenizer
@@ -57,8 +57,8 @@ def export_hf(
 
     Raises:
         UnsupportedError: no architecture of transformers computes this model; names the keys.
-        ConfigError: `out` has files already, or the state does not fit the config.
-        RunError: the folder could not be written (a full disk); nothing is left behind.
+        ConfigError: `out` has files already or cannot be written, or the state does not fit.
+        RunError: the disk is full; nothing is left behind.
     """
     tokenizer = Tokenizer.load(tokenizer_path)
     end = tokenizer.document_token
@@ -85,10 +85,10 @@ def export_hf(
             shutil.rmtree(aside, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         cause = error.strerror if isinstance(error, OSError) else ""
-        raise RunError(
-            f"{out} could not be written: {cause or error}",
-            "--output FOLDER on a disk with room for the weights",
-        ) from None
+        problem = f"{out} could not be written: {cause or error}"
+        if is_full_disk(error) or isinstance(error, SafetensorError):
+            raise RunError(problem, "--output FOLDER on a disk with room for the weights") from None
+        raise ConfigError(problem, "--output FOLDER that can be written") from None
 
 
 def _tables(

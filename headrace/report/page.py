@@ -5,12 +5,12 @@ Everything a user can name (runs, techniques, sources, generated text) reaches t
 """
 
 from collections.abc import Iterable, Sequence
-from errno import EACCES, EDQUOT, EFBIG, ENOSPC, EPERM
+from errno import EACCES, EPERM
 from html import escape
 from pathlib import Path
 
 from headrace.core.command import rerun
-from headrace.core.errors import ConfigError, RunError
+from headrace.core.errors import ConfigError, RunError, is_full_disk
 from headrace.core.files import shell, write_whole
 from headrace.report.style import STYLE
 from headrace.report.words import NOT_MEASURED
@@ -160,7 +160,7 @@ def write_page(path: Path, text: str) -> Path:
                 f"{path} is a folder, and a page is a file", f"--output {inside}"
             ) from None
         problem = f"{path} cannot be written: {error}"
-        if error.errno in (ENOSPC, EDQUOT, EFBIG):
+        if is_full_disk(error):
             remedy = f"free some space in {shell(path.parent)}, then {rerun(verb='report RUN')}"
             raise RunError(problem, remedy) from None
         if not path.parent.exists():

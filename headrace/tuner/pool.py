@@ -116,11 +116,15 @@ class Pool:
             key = fingerprint(proposal.plan)
             if key in self.seen or effect_of(self.first, proposal.plan) == "learning":
                 continue
-            words = frozenset(difference(self.first, proposal.plan))
-            change = difference(self.best.plan, proposal.plan)
             timed = proposal.prediction.time.step_s is not None
-            self.waiting[key] = _Waiting(proposal, words, change, whole and timed)
+            self._wait(key, proposal, whole=whole and timed)
             self.seen.add(key)
+
+    def _wait(self, key: str, proposal: Proposal, *, whole: bool) -> None:
+        """Let a plan wait, with its changes of the first plan and of the best so far."""
+        words = frozenset(difference(self.first, proposal.plan))
+        change = difference(self.best.plan, proposal.plan)
+        self.waiting[key] = _Waiting(proposal, words, change, whole)
 
     def take(self, *, small: bool = True) -> Proposal | None:
         """Take the candidate that promises most: a gain, then the unknown, then the small.
@@ -187,9 +191,7 @@ class Pool:
         if key in self.doubted:
             return
         self.doubted.add(key)
-        words = frozenset(difference(self.first, proposal.plan))
-        change = difference(self.best.plan, proposal.plan)
-        self.waiting[key] = _Waiting(proposal, words, change, whole=False)
+        self._wait(key, proposal, whole=False)
 
     def refuse(self, proposal: Proposal) -> None:
         """Note that it could not run: what has all of its changes comes last."""
@@ -225,12 +227,11 @@ class Pool:
             proposal: the plan.
             last: it waits behind all others, with what rounds as it does.
         """
+        key = fingerprint(proposal.plan)
         if last:
-            self.last.add(fingerprint(proposal.plan))
+            self.last.add(key)
             self.cut |= rounding_words(self.best.plan, proposal.plan)
-        words = frozenset(difference(self.first, proposal.plan))
-        change = difference(self.best.plan, proposal.plan)
-        self.waiting[fingerprint(proposal.plan)] = _Waiting(proposal, words, change, whole=True)
+        self._wait(key, proposal, whole=True)
 
     def correct(self, proposal: Proposal, measured_s: float) -> None:
         """Remember how wrong its prediction was."""

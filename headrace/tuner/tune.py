@@ -202,11 +202,12 @@ class _TuningLoop(Tuning):
         """Measure it, and keep or revert it."""
         assert self.pool is not None
         spent_s, seen, takes = self.store.spent_s, proposal.prediction, self.needs(proposal)
-        too_long = takes is not None and takes.limit_s > self.trial_s
-        if takes is not None and too_long and takes.untrained.limit_s <= self.trial_s:
-            if self.postpone(proposal, takes):
+        too_long = takes if takes is not None and takes.limit_s > self.trial_s else None
+        if too_long is not None and too_long.untrained.limit_s <= self.trial_s:
+            if self.postpone(proposal, too_long):
                 return
-            too_long = self.first_s is not None  # a look is better than to measure nothing
+            if self.first_s is None:  # a look is better than to measure nothing
+                too_long = None
         about = ""
         if takes is not None and takes.ready_s:
             about = f", about {format_seconds(takes.seconds)}"
@@ -222,9 +223,9 @@ class _TuningLoop(Tuning):
             reason = f"{predicted} are predicted, and {what} {format_bytes(least)}"
             self.record(proposal, Compared("refused", reason), "none", spent_s)
             return
-        if too_long and takes is not None:
+        if too_long is not None:
             self.up = self.pool.note_cut_off(proposal)
-            self.record(proposal, Compared("cut", self.too_slow(takes)), "none", spent_s)
+            self.record(proposal, Compared("cut", self.too_slow(too_long)), "none", spent_s)
             return
         compared = self.pair(self.pool.best, proposal, screen=True, share=self.share)
         brief = compared.screened or compared.ratio is None or compared.verdict == "cut"

@@ -165,6 +165,11 @@ FILES = {
         fills={"FOLDER on a disk with room for the weights": "out"},
         lifted=True,
     ),
+    "export/hf:export_hf#3": Case(
+        "export demo --to hf --output file/out",
+        lambda folder: Path("file").write_text(""),
+        fills={"FOLDER that can be written": "out"},
+    ),
     "train/identity:check_same_run#1": Case(f"train {RUN} --resume goal.steps=7 seed=5", fills=NEW),
     "train/identity:check_same_run#1 rate": Case(
         f"train {RUN} --resume goal.steps=7 optimizer.lr=0.1"

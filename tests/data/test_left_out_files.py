@@ -98,7 +98,7 @@ def test_a_glob_tells_what_it_matches_and_does_not_read(tmp_path: Path) -> None:
     read = [d.text for d in read_documents(str(folder / "**" / "*.txt"))]
     assert read == ["a.txt", "deep/c.txt"]
     named = folder.rename(tmp_path / "in[1]")  # a folder of that name means itself
-    for pattern in ("*.txt", "**/[a-b].txt"):
+    for pattern in ("*.txt", "**/[a-b].txt", "a.tx[t]"):
         assert [d.text for d in read_documents(str(named / pattern))] == ["a.txt"]
 
 
