@@ -34,7 +34,7 @@ from scoring.numbers import LOSER_NATS, LOSER_STEPS
 from headrace.assemble.context import choose_device, make_context
 from headrace.cli.catalogue import catalogue
 from headrace.cli.plans import rates_here
-from headrace.core.statistics import Equivalence, equivalence
+from headrace.core.statistics import NoWorse, no_worse
 from headrace.data.ingest import prepare
 from headrace.plan.changes import changed, difference
 from headrace.plan.plan import Plan
@@ -375,9 +375,9 @@ def end_of(losses: list[float]) -> list[float]:
     return losses[-max(BATCHES, len(losses) // 10) :]
 
 
-def apart(one: list[float], two: list[float]) -> Equivalence:
+def apart(one: list[float], two: list[float]) -> NoWorse:
     """Return the extra loss of the second run on the same batches, and half of its interval."""
-    return equivalence([b - a for a, b in zip(one, two, strict=True)], LOSER_NATS, batches=BATCHES)
+    return no_worse([b - a for a, b in zip(one, two, strict=True)], LOSER_NATS, batches=BATCHES)
 
 
 def _nobody(line: str) -> None:

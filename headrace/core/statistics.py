@@ -133,35 +133,36 @@ def break_even_steps(tuning_s: float, before_s: float, after_s: float) -> float:
 
 
 @dataclass(frozen=True)
-class Equivalence:
-    """Hold whether a mean lies within a margin.
+class NoWorse:
+    """Hold whether a mean lies below a margin.
 
     Args:
-        verdict: "equal" within, "different" outside, or neither was shown.
+        verdict: "no worse" below the margin, "worse" above it, or neither was shown.
         mean: mean of the differences.
         half: half-width of the mean's interval, at twice the error of one test.
-        enough: how many differences should show equality, four times of five, if the mean is as
-            small as it looks or half the margin.
+        enough: how many differences should show that it is no worse, four times of five, if the
+            mean is what it looks like, or half of the margin where it looks larger than that.
     """
 
-    verdict: Literal["equal", "different", "not shown"]
+    verdict: Literal["no worse", "worse", "not shown"]
     mean: float
     half: float
     enough: int
 
 
-def equivalence(
+def no_worse(
     differences: Sequence[float], margin: float, level: float = 0.95, batches: int = 8
-) -> Equivalence:
-    """Test whether the mean of a series is near 0, by two one-sided tests (Schuirmann 1987).
+) -> NoWorse:
+    """Test whether the mean of a series is below a margin, by a non-inferiority test.
 
     Neighbours in time are alike, so the spread is that of the means of `batches` equal pieces
-    (batch means); what is left over at the beginning is left out.
+    (batch means); what is left over at the beginning is left out. The test is one of the two of
+    Schuirmann (1987): a mean far below 0 is no worse either.
 
     Args:
         differences: the series in order, with at least as many differences as batches.
-        margin: size below which the mean counts as no difference.
-        level: confidence of each of both tests.
+        margin: the mean that counts as worse.
+        level: confidence of the test.
         batches: number of pieces of which the spread is taken.
     """
     check_level(level)
@@ -173,13 +174,13 @@ def equivalence(
     means = [fmean(kept[i : i + size]) for i in range(0, len(kept), size)]
     mean, sure = fmean(means), t_two_sided(2 * level - 1, batches - 1)
     error = stdev(means) / math.sqrt(batches)
-    half, off = sure * error, abs(mean)
-    room = max(margin - off, margin / 2)
+    half = sure * error
+    room = max(margin - mean, margin / 2)
     enough = math.ceil(len(kept) * ((sure + NormalDist().inv_cdf(POWER)) * error / room) ** 2)
     verdict = (
-        "equal" if off + half < margin else "different" if off - half > margin else "not shown"
+        "no worse" if mean + half < margin else "worse" if mean - half > margin else "not shown"
     )
-    return Equivalence(verdict, mean, half, enough)
+    return NoWorse(verdict, mean, half, enough)
 
 
 # --- seeds -----------------------------------------------------------------------------------

@@ -291,11 +291,11 @@ class Technique(Strict, Generic[B]):
     """Largest relative distance from the baseline's gradients that `approximate` may show."""
     card: ClassVar[Card]
     rest: ClassVar[bool] = False
-    """Whether its optimizer takes the weights that no other technique's takes. Such a technique is
-    predicted after the others."""
+    """Whether its optimizer takes what no other technique's takes; it is predicted last."""
     timed: ClassVar[bool] = False
-    """Whether `predict` also covers what the technique does to a step's time. It is true as well
-    where the technique does nothing to it."""
+    """Whether `predict` also covers what it does to a step's time, be it nothing."""
+    rounds_state: ClassVar[bool] = False
+    """Whether what it rounds stays from step to step, and a short training does not show it."""
     halves: ClassVar[bool] = False
     """Whether it multiplies in 16 bits or fewer, which some processors only emulate."""
     symptoms: ClassVar[tuple[str, ...]] = ()

@@ -68,6 +68,11 @@ def rounding_words(before: Plan, after: Plan) -> set[str]:
     }
 
 
+def rounds_state(before: Plan, after: Plan) -> bool:
+    """Return whether two plans round otherwise what stays from step to step."""
+    return any(t.rounds_state for t in _differing_techniques(before, after).values())
+
+
 def changes_architecture(before: Plan, after: Plan) -> bool:
     """Return whether two plans differ in the model itself, by a technique or by a key."""
     learning = [

@@ -7,9 +7,13 @@ that the guard of a run allows. That is asked of every change.
 - Where all that differs is exact, nothing else is asked: rounding errors grow from step to step,
   and the end of two trainings is no evidence.
 - What is approximate is trained on. The two losses of a step are of the same batch, so their
-  difference leaves out the variance of batches. Two one-sided tests show that its mean lies within
-  a margin ("same"), or outside ("different"), or neither ("not shown"), with the steps that should
-  show it. The first half of a training is left out, in which the plans have hardly begun to differ.
+  difference leaves out the variance of batches. A one-sided test shows that its mean lies below a
+  margin ("same"), or above ("different"), or neither ("not shown"), with the steps that should
+  show it. A lower loss is no reason against a change. The first half of a training is left out, in
+  which the plans have hardly begun to differ.
+- Where weights or moments are kept rounded, the error stays from step to step, and a short training
+  does not show it: bf16 weights of 60M parameters lost nothing in 320 steps and 0.02 to 0.03 nats
+  in 1,000 (tuner_trials.jsonl). Such a change is trained for `STATE_STEPS`.
 
 Measured with four layers of 96 features and 512 tokens a step, between two exact plans: no
 difference for 75 steps, then 0.03 nats from step to step. A step predicts little of the next (a
@@ -25,16 +29,16 @@ from math import isfinite, sqrt
 from statistics import fmean, median
 from typing import Literal
 
-from headrace.core.statistics import equivalence
+from headrace.core.statistics import no_worse
 from headrace.plan.technique import Effect
 from headrace.train.guard import ALL, MEAN, apart
 from headrace.tuner.readings import Reading
 
 NATS = 0.01
-"""The mean loss per token that an approximate change may gain or lose over the second half of a
-training. Two seeds of a plan lie 0.008 apart after 400 steps."""
+"""The mean loss per token that an approximate change may lose over the second half of a training.
+Two seeds of a plan lie 0.008 apart after 400 steps."""
 LEARNED = 0.02
-"""Share of what was learned meanwhile that it may gain or lose, where that is less than `NATS`: a
+"""Share of what was learned meanwhile that it may lose, where that is less than `NATS`: a
 training that has hardly begun hides what is lost later."""
 BATCHES = 8
 """Batch means of consecutive steps from which the test takes the spread."""
@@ -42,6 +46,9 @@ LEAST_STEPS = 160
 """Steps of a training below which no equality is shown: the second half has batches of ten."""
 WANTED_STEPS = 320
 """Steps of a training that goes on to show it. The test then says once how many more are needed."""
+STATE_STEPS = 1000
+"""Steps of a training below which nothing is shown of a change whose rounding stays in weights or
+moments from step to step."""
 LEVEL = 1 - 0.05 / 3
 """Level of each of three tests at most: after the timed steps, and after each of two longer
 trainings."""
@@ -71,8 +78,24 @@ class Equality:
     enough: int = 0
 
 
-def equality(one: Reading, two: Reading, effect: Effect) -> Equality:
-    """Return whether two readings show that their plans compute the same."""
+def least_steps(rounds_state: bool) -> int:
+    """Return the steps of a training below which no equality is shown.
+
+    Args:
+        rounds_state: whether what the change rounds stays from step to step.
+    """
+    return STATE_STEPS if rounds_state else LEAST_STEPS
+
+
+def equality(one: Reading, two: Reading, effect: Effect, rounds_state: bool = False) -> Equality:
+    """Return whether two readings show that their plans compute the same.
+
+    Args:
+        one: the plan as it is.
+        two: with the change.
+        effect: what the change does to learning.
+        rounds_state: whether what it rounds stays from step to step.
+    """
     if not all(map(isfinite, two.losses)):
         return Equality("different", "its loss is not finite")
     n = min(len(one.losses), len(two.losses))  # steps that both took
@@ -85,29 +108,29 @@ def equality(one: Reading, two: Reading, effect: Effect) -> Equality:
     why = _other_numbers(one, two, effect)
     if why or effect == "exact":
         return Equality("different" if why else "same", why, off, noise)
-    return _trained(a, b, noise)
+    return _trained(a, b, noise, least_steps(rounds_state))
 
 
-def _trained(a: list[float], b: list[float], noise: float) -> Equality:
-    """Judge by the second half of a training, with two one-sided tests of its mean difference."""
+def _trained(a: list[float], b: list[float], noise: float, least: int) -> Equality:
+    """Judge by the second half of a training, with a one-sided test of its mean difference."""
     n, half = len(a), len(a) // 2
     learned = fmean(a[: max(1, n // 20)]) - fmean(a[half:])
     margin = min(NATS, LEARNED * learned)
     differences = [y - x for x, y in zip(a[half:], b[half:], strict=True)]
-    if n < LEAST_STEPS:
+    if n < least:
         reason = f"{n} steps of a training are too few to show that it learns the same"
-        return Equality("not shown", reason, fmean(differences), noise, WANTED_STEPS)
+        return Equality("not shown", reason, fmean(differences), noise, max(least, WANTED_STEPS))
     if margin <= 0:
         reason = f"nothing was learned in {n} steps, so that it learns the same is not shown"
         return Equality("not shown", reason, fmean(differences), noise, 2 * n)
-    test = equivalence(differences, margin, LEVEL, BATCHES)
+    test = no_worse(differences, margin, LEVEL, BATCHES)
     reason = f"the mean loss of {len(differences)} steps is off by {test.mean:+.4f} nats"
     reason += f" ({test.mean - test.half:+.4f} to {test.mean + test.half:+.4f})"
-    if test.verdict == "equal":
+    if test.verdict == "no worse":
         return Equality("same", "", test.mean, noise)
-    if test.verdict == "different":
+    if test.verdict == "worse":
         return Equality("different", f"{reason}, and {margin:.3g} are allowed", test.mean, noise)
-    reason += f", so that it lies within {margin:.3g} is not shown"
+    reason += f", so that it loses less than {margin:.3g} is not shown"
     return Equality("not shown", reason, test.mean, noise, max(2 * test.enough, n + n // 4))
 
 

@@ -23,7 +23,7 @@ from headrace.core.statistics import Interval, accept, drifted
 from headrace.core.units import format_bytes
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Effect
-from headrace.tuner.effects import effect_of
+from headrace.tuner.effects import effect_of, rounds_state
 from headrace.tuner.equality import equality
 from headrace.tuner.paired_blocks import MARGIN, SampleSize, ratio_of
 from headrace.tuner.pairs import Measure
@@ -106,6 +106,7 @@ class Rules:
             on devices that do not count.
         slower: times as long as the first plan's a step of the plan before is, by what was kept.
         shown: that it learns the same was shown before, or is not asked.
+        rounds_state: what the change rounds stays from step to step.
     """
 
     aim: TuneAim = "time"
@@ -115,6 +116,7 @@ class Rules:
     peaks: tuple[float, float] | None = None
     slower: float = 1.0
     shown: bool = False
+    rounds_state: bool = False
 
     @property
     def margin(self) -> float:
@@ -180,6 +182,7 @@ def compare(
     if limit_s <= 0:
         return Compared("cut", "no time was left")
     effect = effect_of(first, second)
+    rules = replace(rules, rounds_state=rounds_state(first, second))
     if screen:
         size = replace(size, worth=WorthMoreSteps(effect, rules))
     return judge(
@@ -206,7 +209,7 @@ def judge(reading: Reading, effect: Effect, rules: Rules) -> Compared:
             ready_s=reading.ready_s,
             refusal=RefusalKind.BASELINE,
         )
-    alike = equality(other, reading, effect)
+    alike = equality(other, reading, effect, rules.rounds_state)
     ratio = ratio_of(other.seconds, reading.seconds)
     compared = Compared(
         "undecided",

@@ -10,7 +10,6 @@ from statistics import median
 from headrace.core.units import format_seconds
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage
-from headrace.tuner.equality import LEAST_STEPS
 from headrace.tuner.paired_blocks import FITS, PAIR_STEPS, TRAINED
 
 SOONER = 0.5
@@ -26,11 +25,13 @@ class Needs:
         ready_s: building, compiling and warming both plans; 0 where nothing is known of it.
         timed_s: a look at both.
         trained_s: training both until an approximate change can be shown to learn the same.
+        steps: of each in that training.
     """
 
     ready_s: float
     timed_s: float
     trained_s: float = 0.0
+    steps: int = 0
 
     @property
     def seconds(self) -> float:
@@ -53,7 +54,7 @@ class Needs:
         parts = [f"ready in {format_seconds(self.ready_s)}"] if self.ready_s else []
         parts += [f"a look in {format_seconds(self.timed_s)}"]
         if self.trained_s:
-            parts.append(f"{LEAST_STEPS} steps of both in {format_seconds(self.trained_s)}")
+            parts.append(f"{self.steps:,} steps of both in {format_seconds(self.trained_s)}")
         return ", ".join(parts)
 
 
@@ -65,7 +66,7 @@ def compiles(plan: Plan) -> bool:
 def needs(
     ready: Sequence[tuple[bool, float]],
     compiled: bool,
-    approximate: bool,
+    steps: int,
     step_s: float,
     after_s: float,
 ) -> Needs | None:
@@ -78,14 +79,13 @@ def needs(
         ready: of each pair so far whether the second plan compiles, and its seconds until both
             were warm.
         compiled: whether this one does.
-        approximate: whether it must be shown to learn the same.
+        steps: of each in a training that must show that it learns the same; 0 for none.
         step_s: of the plan before, measured or predicted.
         after_s: of the changed plan, as it is predicted.
     """
     alike = [seconds for one, seconds in ready if one == compiled]
-    if not step_s or not (alike or approximate):
+    if not step_s or not (alike or steps):
         return None
     first = SOONER if alike and alike[0] == ready[0][1] else 1.0
     ready_s = median(alike[1:]) if len(alike) > 1 else first * sum(alike)
-    trained_s = LEAST_STEPS * (step_s + after_s) if approximate else 0.0
-    return Needs(ready_s, PAIR_STEPS * step_s, trained_s)
+    return Needs(ready_s, PAIR_STEPS * step_s, steps * (step_s + after_s), steps)

@@ -14,7 +14,8 @@ from headrace.core.units import format_seconds
 from headrace.plan.changes import difference
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage
-from headrace.tuner.effects import effect_of
+from headrace.tuner.effects import effect_of, rounds_state
+from headrace.tuner.equality import least_steps
 from headrace.tuner.judge import Compared, Rules, compare
 from headrace.tuner.minutes import SOONER, Needs, compiles, needs
 from headrace.tuner.paired_blocks import (
@@ -208,9 +209,10 @@ class Tuning:
         best = self.pool.best
         rounds = effect_of(best.plan, proposal.plan) == "approximate"
         rounds &= best.prediction.memory.fits != "no"  # what cannot run asks for no equal losses
+        steps = least_steps(rounds_state(best.plan, proposal.plan)) if rounds else 0
         step_s = self.pool.best_s or self.first_s or best.prediction.time.step_s or 0.0
         after_s = step_s / (self.pool.faster(proposal) or 1.0)
-        return needs(self.ready_of, compiles(proposal.plan), rounds, step_s, after_s)
+        return needs(self.ready_of, compiles(proposal.plan), steps, step_s, after_s)
 
     @property
     def trial_s(self) -> float:

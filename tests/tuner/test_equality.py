@@ -12,8 +12,15 @@ from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.train.guard import First
 from headrace.tuner.command import format_end
-from headrace.tuner.effects import effect_of
-from headrace.tuner.equality import LEAST_STEPS, NATS, WANTED_STEPS, equality, seed_noise
+from headrace.tuner.effects import effect_of, rounds_state
+from headrace.tuner.equality import (
+    LEAST_STEPS,
+    NATS,
+    STATE_STEPS,
+    WANTED_STEPS,
+    equality,
+    seed_noise,
+)
 from headrace.tuner.judge import Compared, Rules, WorthMoreSteps, judge
 from headrace.tuner.page import write_tune_page
 from headrace.tuner.pairs import measure_with
@@ -135,8 +142,8 @@ def test_a_loss_that_is_not_finite_is_another() -> None:
         (40, 0.001, 0.0, "not shown", "but 40 steps of a training are too few to show that it"),
         (320, 0.002, 0.005, "better", "all of the interval lies above"),
         (320, 0.03, 0.005, "different", "and 0.01 are allowed"),
-        (320, 0.008, 0.06, "not shown", "so that it lies within 0.01 is not shown"),
-        (320, -0.03, 0.005, "different", "is off by -0.03"),
+        (320, 0.008, 0.06, "not shown", "so that it loses less than 0.01 is not shown"),
+        (320, -0.03, 0.005, "better", "all of the interval lies above"),
     ],
 )
 def test_an_approximate_gain_is_kept_where_a_training_shows_that_it_learns_the_same(
@@ -170,6 +177,21 @@ def test_a_training_that_has_hardly_begun_allows_less() -> None:
     after.losses = [6.0 + 1e-4 * (i % 2) for i in range(320)]
     before.losses = [6.0] * 320
     assert "nothing was learned in 320 steps" in equality(before, after, "approximate").reason
+
+
+def test_rounded_weights_ask_for_a_longer_training() -> None:
+    """Check that what stays rounded from step to step is not kept after 320 steps of no loss."""
+    rules = replace(CUDA, rounds_state=True)
+    for steps, verdict in ((320, "not shown"), (STATE_STEPS, "better")):
+        before, after = reading(steps=steps), reading(0.5, 0.0, steps, 0.005)
+        found = judged(after, before, "approximate", rules)
+        assert found.verdict == verdict
+        assert (found.enough or STATE_STEPS) == STATE_STEPS
+    plan = Plan.read("goal.steps = 9", catalogue())
+    stored, rounded = (
+        changed(plan, [word], catalogue()) for word in ("+bf16_parameters", "+bf16_autocast")
+    )
+    assert rounds_state(plan, stored) and not rounds_state(plan, rounded)
 
 
 @pytest.mark.parametrize(("off", "most", "least"), [(NATS, 0.03, 0.0), (0.0, 1.0, 0.9)])

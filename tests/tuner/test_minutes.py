@@ -19,17 +19,17 @@ FAST, OTHER, ROUNDS, COMPILES = "fused_rope", "fused_swiglu", "bf16_autocast", "
 
 def test_a_trial_takes_what_those_like_it_took() -> None:
     ready = [(False, 20.0), (False, 8.0), (True, 60.0), (False, 6.0)]
-    assert needs(ready, False, False, 0.1, 0.1) == Needs(7.0, 29 * 0.1)
-    assert needs(ready, True, False, 0.1, 0.1) == Needs(60.0, 29 * 0.1)
-    assert needs(ready[:1], False, False, 0.1, 0.1) == Needs(10.0, 29 * 0.1), "caches are warm"
-    assert needs(ready[:2], True, False, 0.1, 0.1) is None, "nothing that compiles was measured"
-    rounds = needs(ready, False, True, 0.5, 0.5)
+    assert needs(ready, False, 0, 0.1, 0.1) == Needs(7.0, 29 * 0.1)
+    assert needs(ready, True, 0, 0.1, 0.1) == Needs(60.0, 29 * 0.1)
+    assert needs(ready[:1], False, 0, 0.1, 0.1) == Needs(10.0, 29 * 0.1), "caches are warm"
+    assert needs(ready[:2], True, 0, 0.1, 0.1) is None, "nothing that compiles was measured"
+    rounds = needs(ready, False, 160, 0.5, 0.5)
     assert rounds is not None and rounds.trained_s == 160.0 and rounds.limit_s == 320.0
     assert rounds.words == "ready in 7.0 s, a look in 14.5 s, 160 steps of both in 3 min"
-    unmeasured = needs([], True, True, 0.5, 0.25)
+    unmeasured = needs([], True, 160, 0.5, 0.25)
     assert unmeasured is not None and (unmeasured.ready_s, unmeasured.trained_s) == (0.0, 120.0)
     assert unmeasured.words == "a look in 14.5 s, 160 steps of both in 2 min"
-    assert needs([], True, True, 0.0, 0.0) is None, "not even predicted"
+    assert needs([], True, 160, 0.0, 0.0) is None, "not even predicted"
 
 
 def test_what_computes_the_same_comes_first_where_steps_are_too_slow_to_show_the_rest(
