@@ -229,7 +229,7 @@ def _of_a_plan(before: Prediction, after: Prediction) -> Forecast:
 
 def _widened(before: Prediction) -> float:
     """Return how far off the rates of the work that a change moves may be."""
-    return ON_CPU if before.rates.basis == "on_cpu" else before.rates.widening.times
+    return ON_CPU if before.rates.basis == "on_cpu" else before.rates.widening.of_gains
 
 
 def _pace(before: Prediction, left_s: float) -> tuple[float, float]:

@@ -81,6 +81,8 @@ STEP: dict[Basis, Width] = {
 """What a prediction rests on -> how far a step's time is off."""
 MEASURED_ON = "H200"
 """The GPU whose measured steps the widths come from."""
+FORECAST_ON = "H100"
+"""Another GPU, on which 24 gains were forecast by probed rates and measured (natural.jsonl)."""
 SAME_CHIP, ASSUMED = number("wider_same_chip"), number("wider_assumed")
 PROBED, STEPPED = number("wider_probed"), number("wider_measured")
 
@@ -92,10 +94,18 @@ class Widening:
     Args:
         times: factor by which each end of an interval lies farther out.
         why: the reason, for a reader; "" where the factor is 1.
+        compared: whether gains were forecast on this device and then measured, which needs no
+            factor: what steps take beyond kernels is on both sides of a gain.
     """
 
     times: float = 1.0
     why: str = ""
+    compared: bool = False
+
+    @property
+    def of_gains(self) -> float:
+        """Return the factor for a gain, the ratio of two steps' times."""
+        return 1.0 if self.compared else self.times
 
 
 EXACT = Widening()
@@ -116,9 +126,8 @@ def widening(machine: Machine, basis: Basis) -> Widening:
     if basis not in ("no_gpu", "after_probes"):
         return Widening(STEPPED, f"{known}; steps of {device} set this one right")
     if machine.source == "probes":
-        return Widening(
-            PROBED, f"{known}; what steps of {device} take beyond its kernels is assumed"
-        )
+        why = f"{known}; what steps of {device} take beyond its kernels is assumed"
+        return Widening(PROBED, why, compared=FORECAST_ON in device)
     if lookup(device).family == "hopper":
         return Widening(SAME_CHIP, f"{known}, which have the chip of {device}")
     return Widening(ASSUMED, f"{known}; what {device} reaches of its datasheet's peaks is assumed")

@@ -57,20 +57,31 @@ def effect_of(before: Plan, after: Plan) -> Effect:
 
 def rounding_words(before: Plan, after: Plan) -> set[str]:
     """Return the words of a change that round otherwise, with the knobs of what they add."""
-    differing = _differing_techniques(before, after)
-    rounds = {name for name, t in differing.items() if t.equality == "approximate"}
+    differing = _differing_techniques(before, after).items()
+    keys = {word for word in difference(before, after) if word.partition("=")[0] in APPROXIMATE}
+    rounds = {name for name, t in differing if t.equality == "approximate"}
+    return keys | _words_of(rounds, before, after)
+
+
+def state_words(before: Plan, after: Plan) -> set[str]:
+    """Return those of the rounding words whose rounding stays from step to step."""
+    differing = _differing_techniques(before, after).items()
+    return _words_of({name for name, t in differing if t.rounds_state}, before, after)
+
+
+def _words_of(techniques: set[str], before: Plan, after: Plan) -> set[str]:
+    """Return the words of a change that switch or set some techniques."""
     return {
         word
         for word in difference(before, after)
-        if word[1:] in rounds
-        or word.partition("=")[0] in APPROXIMATE
-        or (word.startswith("techniques.") and word.split(".")[1] in rounds)
+        if word[1:] in techniques
+        or (word.startswith("techniques.") and word.split(".")[1] in techniques)
     }
 
 
 def rounds_state(before: Plan, after: Plan) -> bool:
     """Return whether two plans round otherwise what stays from step to step."""
-    return any(t.rounds_state for t in _differing_techniques(before, after).values())
+    return bool(state_words(before, after))
 
 
 def changes_architecture(before: Plan, after: Plan) -> bool:

@@ -32,7 +32,12 @@ from headrace.plan.technique import (
 from headrace.predict.candidates import Asking, Candidate, Words, singles
 from headrace.predict.prediction import Prediction, at
 from headrace.predict.sweep import sweep
-from headrace.tuner.effects import changes_architecture, effect_of, rounding_words
+from headrace.tuner.effects import (
+    changes_architecture,
+    effect_of,
+    rounding_words,
+    state_words,
+)
 
 TOP = 12
 """Whole plans of the sweep that may be measured; the rest differ from them in trifles."""
@@ -72,8 +77,9 @@ class Sources:
         guess_s: seconds of a plan's step where no time is predicted, for the order.
         failed: changes whose prediction failed -> why; filled as plans are asked for.
         lacking: of a plan: changes that nothing but a missing compiler forbids -> what to do.
-        exact: of the best so far and another plan: the best with those of the other's changes that
-            compute the same; None where all do, or none.
+        parts: of the best so far and another plan: the best with those of the other's changes that
+            compute the same, and the best without those whose rounding stays from step to step; the
+            first is the quickest to judge.
     """
 
     whole: Callable[[Plan], tuple[Proposal, Sequence[Proposal]]]
@@ -82,7 +88,7 @@ class Sources:
     guess_s: Callable[[Plan], float | None] = lambda plan: None
     failed: dict[Words, str] = field(default_factory=dict)
     lacking: Callable[[Plan], dict[Words, str]] = lambda plan: {}
-    exact: Callable[[Plan, Plan], Proposal | None] = lambda best, plan: None
+    parts: Callable[[Plan, Plan], Sequence[Proposal]] = lambda best, plan: ()
 
 
 def sources(
@@ -133,16 +139,19 @@ def sources(
     def lacking(plan: Plan) -> dict[Words, str]:
         return without_compiler(plan, context, catalogue)
 
-    def exact(best: Plan, plan: Plan) -> Proposal | None:
-        rounds = rounding_words(best, plan)
-        words = tuple(word for word in difference(best, plan) if word not in rounds)
-        with suppress(HeadraceError):
-            if rounds and words:
-                part = Asking(best, context, machine, catalogue).answer(best, words)
-                return part if effect_of(best, part.plan) == "exact" else None
-        return None
+    def parts(best: Plan, plan: Plan) -> Sequence[Proposal]:
+        found = list[Proposal]()
+        words = difference(best, plan)
+        left_out = (rounding_words(best, plan), "exact"), (state_words(best, plan), "approximate")
+        for rounds, effect in left_out:
+            kept = tuple(word for word in words if word not in rounds)
+            with suppress(HeadraceError):
+                if rounds and kept:
+                    part = Asking(best, context, machine, catalogue).answer(best, kept)
+                    found += [part] if effect_of(best, part.plan) == effect else []
+        return found
 
-    return Sources(whole, single, learning, guess_s, failed, lacking, exact)
+    return Sources(whole, single, learning, guess_s, failed, lacking, parts)
 
 
 def without_compiler(plan: Plan, context: Context, catalogue: Catalogue) -> dict[Words, str]:

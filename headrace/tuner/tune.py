@@ -237,19 +237,20 @@ class _TuningLoop(Tuning):
         self.follow(proposal, compared)
 
     def postpone(self, proposal: Proposal, takes: Needs) -> bool:
-        """Try what computes the same of it first, or else all others; return False for neither.
+        """Try a part that is quicker to judge first, or else all others; return False for neither.
 
         To show that a plan learns the same takes hundreds of steps, for which the minutes may be
-        too few beside this best plan, and enough beside a faster one.
+        too few beside this best plan, and enough beside a faster one; where what it rounds stays
+        from step to step it takes a thousand.
         """
         assert self.pool is not None
-        part = self.sources.exact(self.pool.best.plan, proposal.plan)
         waits = f", later: {takes.words} are too long now"
-        if part is not None and self.pool.claim(part):
-            self.trying(proposal, f"{waits}, and what computes the same of it comes first")
-            self.attempt(part)
-            self.pool.put_back(proposal)
-            return True
+        for part in self.sources.parts(self.pool.best.plan, proposal.plan):
+            if self.pool.claim(part):
+                self.trying(proposal, f"{waits}, and a part that is judged sooner comes first")
+                self.attempt(part)
+                self.pool.put_back(proposal)
+                return True
         if rounding_words(self.pool.best.plan, proposal.plan) <= self.pool.cut:
             return False  # it waited already, or what rounds as it does
         self.trying(proposal, waits)
@@ -278,8 +279,7 @@ class _TuningLoop(Tuning):
             self.ask()
         elif compared.verdict in ("not shown", "different"):
             self.pool.unshown(proposal)
-            part = self.sources.exact(self.pool.best.plan, proposal.plan)
-            self.pool.add([part] if part else [], whole=True)
+            self.pool.add(self.sources.parts(self.pool.best.plan, proposal.plan), whole=True)
         elif compared.verdict == "cut":
             self.pool.note_cut_off(proposal)
         else:

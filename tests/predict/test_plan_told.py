@@ -94,6 +94,7 @@ def test_an_interval_is_widened_by_what_is_not_known(
     found = widening(replace(Machine.assumed(name), source=source), basis)
     assert found.times == times and bool(found.why) == (times > 1)
     assert times == 1 or name in found.why
+    assert found.of_gains == (1.0 if (source, "H100" in name) == ("probes", True) else times)
 
 
 def test_a_prediction_is_told_in_words_of_everyday() -> None:

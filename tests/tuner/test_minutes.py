@@ -8,6 +8,7 @@ import pytest
 from headrace.cli.catalogue import catalogue
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
+from headrace.tuner.effects import state_words
 from headrace.tuner.judge import Rules
 from headrace.tuner.minutes import Needs, needs
 from headrace.tuner.tune import tune
@@ -41,14 +42,14 @@ def test_what_computes_the_same_comes_first_where_steps_are_too_slow_to_show_the
 
     def exact(best: Plan, second: Plan) -> Any:
         words = {f"+{FAST}"} - {f"+{name}" for name in best.techniques}
-        return machine.proposal(changed(best, sorted(words), KNOWN), 0.4) if words else None
+        return [machine.proposal(changed(best, sorted(words), KNOWN), 0.4)] if words else []
 
     lines = list[str]()
     tuned = tune(
         plan,
         "time",
         8,
-        replace(machine.sources([both], start_s=1.0), exact=exact),
+        replace(machine.sources([both], start_s=1.0), parts=exact),
         machine.measure,
         CUDA,
         clock=machine.clock,
@@ -57,7 +58,34 @@ def test_what_computes_the_same_comes_first_where_steps_are_too_slow_to_show_the
     assert [row.changes for row in tuned.path[:2]] == [(f"+{FAST}",), (f"+{ROUNDS}",)]
     assert [row.verdict for row in tuned.path[:2]] == ["kept", "kept"]
     assert "timed once more" in tuned.path[0].reason, "a look decided, and the rest came later"
-    assert any("what computes the same of it comes first" in line for line in lines)
+    assert any("a part that is judged sooner comes first" in line for line in lines)
+
+
+STORED = "bf16_parameters"
+
+
+def test_what_rounds_weights_waits_for_what_is_shown_sooner(Machine: Any, plan: Plan) -> None:
+    """1,000 steps of 0.5 s and of 0.2 s fit no trial of 6 minutes; 160 do."""
+    machine = Machine({STORED: 0.8, ROUNDS: 0.5}, base_s=0.5)
+    both = machine.proposal(changed(plan, [f"+{STORED}", f"+{ROUNDS}"], KNOWN), 0.2)
+    assert state_words(plan, both.plan) == {f"+{STORED}"}
+
+    def sooner(best: Plan, second: Plan) -> Any:
+        words = {f"+{ROUNDS}"} - {f"+{name}" for name in best.techniques}
+        return [machine.proposal(changed(best, sorted(words), KNOWN), 0.25)] if words else []
+
+    tuned = tune(
+        plan,
+        "time",
+        8,
+        replace(machine.sources([both], start_s=0.5), parts=sooner),
+        machine.measure,
+        CUDA,
+        clock=machine.clock,
+    )
+    assert [row.changes for row in tuned.kept] == [(f"+{ROUNDS}",)]
+    (later,) = (row for row in tuned.path if f"+{STORED}" in row.changes)
+    assert later.verdict == "not tried" and "1,000 steps of both" in later.reason
 
 
 def test_what_cannot_end_any_more_does_not_begin_and_says_what_it_needs(
