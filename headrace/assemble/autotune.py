@@ -35,7 +35,7 @@ from torch import Tensor
 
 from headrace.assemble.build import make_build
 from headrace.assemble.context import make_context
-from headrace.assemble.sockets import Build, Work
+from headrace.assemble.sockets import Build, MicroBatch
 from headrace.core.errors import ConfigError, HeadraceError, UnsupportedError
 from headrace.core.files import write_whole
 from headrace.core.progress import Progress
@@ -163,14 +163,14 @@ def _is_whole(old: Any, plans: Mapping[str, Plan]) -> TypeGuard[dict[str, Any]]:
     return old["chosen"] in plans and texts and {*numbers} <= {int, float}
 
 
-def _first_rows(build: Build) -> Work:
+def _first_rows(build: Build) -> MicroBatch:
     """Return a micro-batch of the run's own text, on the device."""
     packer = build.pack(build, build.prepared.train)
     rows = [packer.row(0, n % packer.units[0]) for n in range(build.plan.micro_rows)]
     return build.place(build, collate(rows, segments=build.mask.document))
 
 
-def _circumstances(build: Build, work: Work, plans: Mapping[str, Plan]) -> dict[str, Any]:
+def _circumstances(build: Build, work: MicroBatch, plans: Mapping[str, Plan]) -> dict[str, Any]:
     """Return everything that the times depend on, as JSON values by name."""
     plan, config, segments_BT = build.plan, build.config, work.rows.segments_BT
     documents = 0 if segments_BT is None else int((segments_BT[:, -1] + 1).sum())
@@ -249,7 +249,7 @@ class Trial:
 
 
 def measure(
-    build: Build, work: Work, plans: Mapping[str, Plan], progress: Progress
+    build: Build, work: MicroBatch, plans: Mapping[str, Plan], progress: Progress
 ) -> dict[str, Any]:
     """Time each backend; return the times, the fastest one and why others could not run.
 
@@ -310,7 +310,7 @@ def _time_rounds(trials: Mapping[str, Trial], progress: Progress) -> dict[str, l
     return times
 
 
-def _tensors(build: Build, work: Work) -> list[Tensor]:
+def _tensors(build: Build, work: MicroBatch) -> list[Tensor]:
     """Return random queries, keys, values and a gradient of the result, in the run's shapes."""
     config, (B, T) = build.config, work.ids_BT.shape
     draw = torch.Generator(build.device).manual_seed(0)
@@ -325,7 +325,7 @@ def _tensors(build: Build, work: Work) -> list[Tensor]:
 
 
 def _trial(
-    build: Build, work: Work, technique: Technique[Any] | None, tensors: list[Tensor]
+    build: Build, work: MicroBatch, technique: Technique[Any] | None, tensors: list[Tensor]
 ) -> Trial:
     """Return the trial of a backend, with all the calls that a micro-batch makes of it.
 

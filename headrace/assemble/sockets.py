@@ -63,7 +63,7 @@ class Route:
     """whether it is asked after the other routes, in place of AdamW; at most one route is"""
 
 
-class Work(NamedTuple):
+class MicroBatch(NamedTuple):
     """Hold a micro-batch on the device."""
 
     ids_BT: Tensor
@@ -75,7 +75,7 @@ class Work(NamedTuple):
     """what `enrich` adds for the objective by name, such as a teacher's logits: [B x T, ...]"""
 
 
-def place(build: "Build", micro: Micro) -> Work:
+def place(build: "Build", micro: Micro) -> MicroBatch:
     """Move a micro-batch to the device; this is the baseline's filler of `Build.place`.
 
     Without documents, positions count along the sequence, and one row of positions serves all.
@@ -86,10 +86,10 @@ def place(build: "Build", micro: Micro) -> Work:
     index_BT = torch.arange(B * T, device=build.device).view(B, T) + micro.first_token
     if micro.positions_BT is None or micro.segments_BT is None:
         positions_1T = torch.arange(T, device=build.device)[None]
-        return Work(ids_BT, targets_BT, Rows(positions_1T), index_BT)
+        return MicroBatch(ids_BT, targets_BT, Rows(positions_1T), index_BT)
     positions_BT = micro.positions_BT.to(build.device, non_blocking=True)
     segments_BT = micro.segments_BT.to(build.device, non_blocking=True)
-    return Work(ids_BT, targets_BT, Rows(positions_BT, segments_BT), index_BT)
+    return MicroBatch(ids_BT, targets_BT, Rows(positions_BT, segments_BT), index_BT)
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Pass:
 
     name: str
     objective: Objective
-    micros: Callable[[Sequence[Work]], Sequence[Work]]
+    micros: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]]
     absorb: Callable[["Build", Tensor], None]
     """(build, on the device 1.0 if the gradients are finite, else 0.0) -> None"""
     max_norm: float = 0.0
@@ -121,7 +121,7 @@ class Stateful(Protocol):
         ...
 
 
-Engine = Callable[["Build", Sequence[Work], Objective, Tensor], Tensor]
+Engine = Callable[["Build", Sequence[MicroBatch], Objective, Tensor], Tensor]
 """(build, micro-batches on the device, objective, scale) -> this rank's scaled loss sum, after
 forward and backward of all of them; under `torch.no_grad` it only runs forward."""
 
@@ -193,7 +193,7 @@ class Build:
     order: Callable[["Build", Packer], Order]
     """(build, packed sequences) -> the order of the sequences in the stream"""
     transport: Callable[["Build", Packer], Loader]
-    place: Callable[["Build", Micro], Work]
+    place: Callable[["Build", Micro], MicroBatch]
     """(build, micro-batch on the host) -> this rank's share of it on the device"""
     recover: Callable[["Build", int, Mapping[str, float]], None]
     """(build, step, its metrics) -> None; called when a step's gradient was not finite and its
@@ -215,7 +215,9 @@ class Build:
     """each arranges a micro-batch's tokens in other sequences, before `place`"""
     objective: Objective = cross_entropy
     """the loss, made of parts that a head's kernels can use (kernels/cross_entropy_objective)"""
-    enrich: list[Callable[["Build", Sequence[Work]], Sequence[Work]]] = field(default_factory=list)
+    enrich: list[Callable[["Build", Sequence[MicroBatch]], Sequence[MicroBatch]]] = field(
+        default_factory=list
+    )
     terms: list[Objective] = field(default_factory=list)
     auxiliary: list[Callable[["Build"], Tensor]] = field(default_factory=list)
     """each returns and clears a sum of losses that layers kept in a forward pass, before its

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.assemble.sockets import Build, Work
+from headrace.assemble.sockets import Build, MicroBatch
 from headrace.core.errors import ConfigError, Diverged
 from headrace.core.remedy import mend
 from headrace.data.loader import validation_batches, validation_rows
@@ -127,7 +127,7 @@ def evaluate(build: Build, tokens: int | None = None) -> Validation:
     wide = torch.float32 if build.device.type == "mps" else torch.float64
     nats = torch.zeros((), dtype=wide, device=build.device)
     counts = torch.zeros(2, dtype=torch.int64, device=build.device)
-    work: list[Work] = []
+    work: list[MicroBatch] = []
     together = 1 if world.size("pipeline") == 1 else 4 * world.size("pipeline")  # stages overlap
     with ExitStack() as stack:
         for averaged in build.weights_for_eval:
@@ -153,7 +153,7 @@ def evaluate(build: Build, tokens: int | None = None) -> Validation:
     )
 
 
-def _placed(build: Build, tokens: int | None) -> Iterator[Work]:
+def _placed(build: Build, tokens: int | None) -> Iterator[MicroBatch]:
     """Yield this rank's micro-batches of an evaluation, on the device."""
     plan, world = build.plan, build.world
     for micro in validation_batches(

@@ -21,7 +21,7 @@ from torch import nn
 
 from headrace import probes
 from headrace.assemble import autotune as choose
-from headrace.assemble.sockets import Work
+from headrace.assemble.sockets import MicroBatch
 from headrace.cli.catalogue import catalogue
 from headrace.core.model_config import ModelConfig
 from headrace.core.progress import Progress
@@ -227,7 +227,7 @@ def cut_columns(_: pytest.MonkeyPatch) -> None:
 def shrunk_rows(_: pytest.MonkeyPatch) -> None:
     """Give two ranks rows of 14 tokens."""
     ids_BT = torch.zeros(2, 14, dtype=torch.long)
-    RingAttend(ring_of(1, 2)).part(Work(ids_BT, ids_BT, Rows(ids_BT), ids_BT))
+    RingAttend(ring_of(1, 2)).part(MicroBatch(ids_BT, ids_BT, Rows(ids_BT), ids_BT))
 
 
 def prefix_in_ring(_: pytest.MonkeyPatch) -> None:

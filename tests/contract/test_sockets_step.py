@@ -14,7 +14,7 @@ from house import COMPILE, ROWS, Variant, tiny_knobs, toy
 from torch import Tensor
 
 from headrace.assemble.build import absorb, local_engine
-from headrace.assemble.sockets import Build, Pass, Work
+from headrace.assemble.sockets import Build, MicroBatch, Pass
 from headrace.data.rows import IGNORE
 from headrace.model.head import Vocabulary, cross_entropy
 from headrace.model.mlp import SwiGLU
@@ -114,7 +114,7 @@ def distilled(logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Voc
     return (vocabulary.logsumexp(logits_NV) - seen_NV)[targets_N != IGNORE].sum()
 
 
-def teach(build: Build, works: Any) -> list[Work]:
+def teach(build: Build, works: Any) -> list[MicroBatch]:
     """Give each micro-batch its teacher's logits, one row a token."""
     return [work._replace(extras={"teacher": TABLE_VV[work.ids_BT.flatten()]}) for work in works]
 

@@ -13,7 +13,7 @@ import torch
 from pieces import ring_of
 
 from headrace.assemble.build import make_context
-from headrace.assemble.sockets import Work
+from headrace.assemble.sockets import MicroBatch
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.costs.count import baseline_ledger
 from headrace.costs.ledger import Ledger
@@ -37,12 +37,12 @@ def context_of(plan: Plan, ranks: int, *others: Any, **sizes: Any) -> Context:
     return make_context(plan, torch.device("cpu"))
 
 
-def work_of(rows: int, length: int, *, documents: bool) -> Work:
+def work_of(rows: int, length: int, *, documents: bool) -> MicroBatch:
     """A micro-batch of which every number names its place."""
     index_BT = torch.arange(rows * length).view(rows, length)
     place_BT = torch.arange(length).expand(rows, -1)
     parts = Rows(place_BT % 3, place_BT // 3) if documents else Rows(place_BT[:1])
-    return Work(index_BT + 100, index_BT + 200, parts, index_BT)
+    return MicroBatch(index_BT + 100, index_BT + 200, parts, index_BT)
 
 
 # --- refusals --------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_every_token_is_on_one_rank_with_all_that_is_its_own(ranks: int, documen
     assert sorted(seen) == list(range(36))
 
 
-def apply_to(work: Work, rank: int, ranks: int) -> Any:
+def apply_to(work: MicroBatch, rank: int, ranks: int) -> Any:
     """Return a build of the sockets that it touches, after `apply`."""
     group = SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
     build = SimpleNamespace(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import make_context
-from headrace.assemble.sockets import Build, Work
+from headrace.assemble.sockets import Build, MicroBatch
 from headrace.core.errors import ConfigError
 from headrace.data.loader import Micro, validation_batches
 from headrace.inference.sample import generate
@@ -110,7 +110,7 @@ def test_targets_that_a_prefix_shows_are_ignored(make_tiny: Callable[..., Build]
         assert (row[:shown] == IGNORED).all() and (row[shown:] != IGNORED).all()
     ids = torch.zeros(9, 3, dtype=torch.int64)
     rows = Rows(torch.arange(3)[None])
-    short = with_prefix(Work(ids, ids, rows, torch.arange(27).view(9, 3)), 5, 0)
+    short = with_prefix(MicroBatch(ids, ids, rows, torch.arange(27).view(9, 3)), 5, 0)
     assert (short.targets_BT[:, -2:] != IGNORED).all()
 
 
@@ -166,7 +166,7 @@ def test_a_validation_without_targets_says_so(
     build = make_tiny(ON, "eval.tokens=32")
     value, whole = target or build.prepared.tokenizer.document_token, build.place
 
-    def emptied(build: Build, micro: Micro) -> Work:
+    def emptied(build: Build, micro: Micro) -> MicroBatch:
         work = whole(build, micro)
         return work._replace(targets_BT=torch.full_like(work.targets_BT, value))
 

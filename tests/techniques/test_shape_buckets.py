@@ -10,7 +10,7 @@ from facts import in_order
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.filled import check_active
-from headrace.assemble.sockets import Build, Work
+from headrace.assemble.sockets import Build, MicroBatch
 from headrace.core.errors import ConfigError, RunError, UnsupportedError
 from headrace.model.head import IGNORED
 from headrace.model.mask import Rows
@@ -31,7 +31,7 @@ def watch(build: Build) -> list[tuple[int, ...]]:
     seen: list[tuple[int, ...]] = []
     inner = build.engine
 
-    def engine(build: Build, works: Sequence[Work], *rest: Any) -> Any:
+    def engine(build: Build, works: Sequence[MicroBatch], *rest: Any) -> Any:
         seen.extend(tuple(work.ids_BT.shape) for work in works)
         return inner(build, works, *rest)
 
@@ -113,7 +113,7 @@ def test_what_is_dealt_holds_every_token_once_and_no_other_target() -> None:
     segments = torch.tensor([[0, 0, 1]] * R, dtype=torch.int32)
     positions = torch.tensor([[0, 1, 0]] * R)
     extras = {"teacher": ids.flatten()[:, None].float()}
-    work = Work(ids, ids + 100, Rows(positions, segments), ids + 7, extras)
+    work = MicroBatch(ids, ids + 100, Rows(positions, segments), ids + 7, extras)
     parts = deal(work, 8, 2)
     assert [tuple(p.ids_BT.shape) for p in parts] == [(2, 8)] * 3
     for name, shift in (("ids_BT", 0), ("index_BT", 7)):

@@ -28,7 +28,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from headrace.assemble.sockets import Build, Work
+from headrace.assemble.sockets import Build, MicroBatch
 from headrace.core.errors import ConfigError
 from headrace.core.folders import Folder
 from headrace.core.model_config import ModelConfig
@@ -67,7 +67,7 @@ class Teaching:
         self.step = -1.0
 
     @torch.no_grad()
-    def enrich(self, build: Build, works: Sequence[Work]) -> list[Work]:
+    def enrich(self, build: Build, works: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with the teacher's hidden states."""
         if build.now["step"] != self.step:
             self.step = build.now["step"]

@@ -26,7 +26,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headrace.assemble.sockets import Build, Work
+from headrace.assemble.sockets import Build, MicroBatch
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.count import instants_of
@@ -58,7 +58,7 @@ def prefixes(row_B: Tensor, most: int, seed: int) -> Tensor:
     return mixed(row_B, torch.zeros_like(row_B), seed) % (most + 1)
 
 
-def with_prefix(work: Work, tokens: int, seed: int) -> Work:
+def with_prefix(work: MicroBatch, tokens: int, seed: int) -> MicroBatch:
     """Return a micro-batch whose rows have prefixes, without targets that a prefix shows.
 
     The target of a prefix's last token is the first that the prefix does not hold.

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from headrace.assemble.sockets import Build, Work
+from headrace.assemble.sockets import Build, MicroBatch
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger, Line
@@ -124,8 +124,8 @@ class ShapeBuckets(Technique[Build]):
         notes = {"came": {}, "trained": {}, "padding": 0, "recompiles": recompiles()}
         build.notes[self.name()] = notes
 
-        def enrich(build: Build, works: Sequence[Work]) -> Sequence[Work]:
-            dealt: list[Work] = []
+        def enrich(build: Build, works: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+            dealt: list[MicroBatch] = []
             for work in works:
                 R, L = work.ids_BT.shape
                 length = min(-(-L // self.multiple) * self.multiple, max(whole, L))
@@ -162,7 +162,7 @@ class ShapeBuckets(Technique[Build]):
         )
 
 
-def deal(work: Work, length: int, rows: int) -> list[Work]:
+def deal(work: MicroBatch, length: int, rows: int) -> list[MicroBatch]:
     """Deal the tokens out into rows of `length`, as micro-batches of `rows` rows each.
 
     What is added has no target: tokens behind each row, and rows behind the last.
@@ -204,7 +204,7 @@ def deal(work: Work, length: int, rows: int) -> list[Work]:
             None if prefix_R is None else prefix_R[here],
         )
         own = {name: x[here].flatten(0, 1) for name, x in extras.items()}
-        works.append(Work(ids[here], targets[here], part, index[here], own or None))
+        works.append(MicroBatch(ids[here], targets[here], part, index[here], own or None))
     return works
 
 
@@ -215,7 +215,7 @@ def _widened(extra_NX: Tensor, R: int, L: int, length: int, missing: int) -> Ten
     return wide
 
 
-def _count(seen: dict[tuple[int, int], int], works: Sequence[Work]) -> None:
+def _count(seen: dict[tuple[int, int], int], works: Sequence[MicroBatch]) -> None:
     for work in works:
         shape = (work.ids_BT.size(0), work.ids_BT.size(1))
         seen[shape] = seen.get(shape, 0) + 1

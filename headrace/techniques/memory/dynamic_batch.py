@@ -42,7 +42,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headrace.assemble.sockets import Build, Engine, Work
+from headrace.assemble.sockets import Build, Engine, MicroBatch
 from headrace.core.errors import (
     NO_MEMORY,
     RefusalKind,
@@ -122,18 +122,18 @@ class MicroBatchSize:
         }
         """Numbers of this process so far; `shrinks` of the whole run."""
 
-    def cut(self, works: Sequence[Work]) -> list[Work]:
+    def cut(self, works: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Cut the micro-batches into parts of as many tokens as fit; keep those that fit."""
         most = self.rows * self.length
         return [part for work in works for part in cut(work, -(-most // work.ids_BT.size(1)))]
 
-    def ran(self, parts: Sequence[Work]) -> None:
+    def ran(self, parts: Sequence[MicroBatch]) -> None:
         """Count the micro-batches of a pass that learns, and those a row or more over what fits."""
         most, sizes = self.rows * self.length, [part.ids_BT.shape for part in parts]
         self.numbers["micro_batches"] += len(sizes)
         self.numbers["too_long"] += sum(most <= (B - 1) * T for B, T in sizes)
 
-    def shrink(self, parts: Sequence[Work], asked: str) -> None:
+    def shrink(self, parts: Sequence[MicroBatch], asked: str) -> None:
         """Take half of the rows that were too many; a RunError where it was one."""
         largest = max(part.ids_BT.numel() for part in parts)
         rows = min(self.rows, -(-largest // self.length))
@@ -366,7 +366,9 @@ def fits(plan: Plan, limit: int, device: torch.device) -> bool:
 def guarded(size: MicroBatchSize, inner: Engine) -> Engine:
     """Return the engine, retried with smaller micro-batches where memory does not suffice."""
 
-    def engine(build: Build, works: Sequence[Work], objective: Objective, scale: Tensor) -> Tensor:
+    def engine(
+        build: Build, works: Sequence[MicroBatch], objective: Objective, scale: Tensor
+    ) -> Tensor:
         before = random_state(build.device)
         while True:
             parts = size.cut(works)
@@ -421,13 +423,13 @@ def sum_in_fp32(build: Build) -> None:
             parameter.grad_dtype = torch.float32
 
 
-def cut(work: Work, rows: int) -> list[Work]:
+def cut(work: MicroBatch, rows: int) -> list[MicroBatch]:
     """Cut the micro-batch into parts of at most `rows` rows, in order: views of the same tokens."""
     B, T = work.ids_BT.shape
     if rows >= B:
         return [work]
 
-    def part(first: int) -> Work:
+    def part(first: int) -> MicroBatch:
         here, tokens = slice(first, first + rows), slice(first * T, (first + rows) * T)
 
         def of(x_B: Tensor | None) -> Any:
@@ -437,6 +439,6 @@ def cut(work: Work, rows: int) -> list[Work]:
         extras = {name: x_N[tokens] for name, x_N in (work.extras or {}).items()}
         own = Rows(of(positions_BT), of(segments_BT), of(prefix_B))
         ids_BT, targets_BT, index_BT = work.ids_BT[here], work.targets_BT[here], work.index_BT[here]
-        return Work(ids_BT, targets_BT, own, index_BT, extras or None)
+        return MicroBatch(ids_BT, targets_BT, own, index_BT, extras or None)
 
     return [part(first) for first in range(0, B, rows)]

@@ -27,7 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headrace.assemble.sockets import Build, Pass, Route, Work
+from headrace.assemble.sockets import Build, MicroBatch, Pass, Route
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.model.head import IGNORED, Vocabulary
@@ -172,7 +172,7 @@ class Sophia(Technique[Build]):
         """Return the second sweep of a step."""
         counted: list[Tensor] = []
 
-        def keyed(works: Sequence[Work]) -> list[Work]:
+        def keyed(works: Sequence[MicroBatch]) -> list[MicroBatch]:
             taken = works[: max(1, math.ceil(self.share * len(works)))]
             targets = torch.stack([(w.targets_BT != IGNORED).sum() for w in taken]).sum()
             counted.append(build.world.sum_(targets, "shard"))

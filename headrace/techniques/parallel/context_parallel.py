@@ -24,14 +24,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from headrace.assemble.sockets import Build, Work
+from headrace.assemble.sockets import Build, MicroBatch
 from headrace.core.errors import ConfigError, RefusalKind, UnsupportedError
 from headrace.core.remedy import Remedy, mend
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.links import COMMUNICATORS
-from headrace.costs.work import Attention, Matmul, Phase, Stream, collective
-from headrace.costs.work import Work as Piece
+from headrace.costs.work import Attention, Matmul, Phase, Stream, Work, collective
 from headrace.model.mask import MaskSpec, Rows
 from headrace.parallel.ring import Ring, RingMask, ring_attention
 from headrace.plan.technique import (
@@ -80,7 +79,7 @@ class RingAttend:
         assert isinstance(mask, RingMask)
         return ring_attention(self.ring, q_BTHK, k_BTGK, v_BTGK, mask)
 
-    def part(self, work: Work) -> Work:
+    def part(self, work: MicroBatch) -> MicroBatch:
         """Return this rank's tokens of a micro-batch.
 
         Raises:
@@ -200,7 +199,7 @@ class ContextParallel(Technique[Build]):
         )
 
 
-def _part(name: str, piece: Piece, sizes: Mapping[str, float]) -> Piece:
+def _part(name: str, piece: Work, sizes: Mapping[str, float]) -> Work:
     """Cut a piece of whole rows to a rank's tokens of them."""
     left, what = 1 / sizes["context_ranks"], name.partition("/")[0]
     if isinstance(piece, Matmul):
@@ -222,7 +221,7 @@ def _part(name: str, piece: Piece, sizes: Mapping[str, float]) -> Piece:
     return replace(piece, bytes=table + (piece.bytes - table) * left, fused=fused)
 
 
-def _round(work: Mapping[str, Piece], sizes: Mapping[str, float]) -> dict[str, Piece]:
+def _round(work: Mapping[str, Work], sizes: Mapping[str, float]) -> dict[str, Work]:
     """Return what goes round the ring, attention over others' keys, and what joins the results.
 
     Of another's keys half are seen, or by half of the queries. Left out: indices of documents.
@@ -235,7 +234,7 @@ def _round(work: Mapping[str, Piece], sizes: Mapping[str, float]) -> dict[str, P
         "forward": MERGED * queries * blocks,
         "backward": ADDED * (queries + numbers) * blocks,
     }
-    pieces: dict[str, Piece] = {
+    pieces: dict[str, Work] = {
         f"attention/joined_{phase}": Stream(phase, layers, bytes, 2 * (1 + others))
         for phase, bytes in joined.items()
     }

@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headrace.assemble.sockets import Build, Work, auxiliary_loss
+from headrace.assemble.sockets import Build, MicroBatch, auxiliary_loss
 from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.remedy import mend
 from headrace.core.units import divisors
@@ -30,8 +30,7 @@ from headrace.costs.count import FP32, instants_of
 from headrace.costs.decoder_work import LEARNED
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.costs.links import COMMUNICATORS
-from headrace.costs.work import IDLE, collective
-from headrace.costs.work import Work as Piece
+from headrace.costs.work import IDLE, Work, collective
 from headrace.model.decoder import Decoder, Part
 from headrace.model.head import Objective
 from headrace.parallel import pipeline
@@ -169,14 +168,14 @@ class PipelineParallel(Technique[Build]):
         sizes[COMMUNICATORS] = sizes.get(COMMUNICATORS, 0.0) + 2 * borders + ends
         return replace(ledger, memory=memory, sizes=sizes, matrices=matrices, work=work)
 
-    def _sends(self, sizes: Mapping[str, float], rank: int, ranks: int) -> dict[str, Piece]:
+    def _sends(self, sizes: Mapping[str, float], rank: int, ranks: int) -> dict[str, Work]:
         """Return what a rank sends to its neighbours; as much comes, and it waits for that.
 
         Of a tied embedding both ends add up their gradients.
         """
         stream = sizes["residual"] * sizes["stream_bytes"] / sizes["activation_bytes"]
         ahead, back = self.chunks - (rank == ranks - 1), self.chunks - (rank == 0)
-        sends: dict[str, Piece] = {
+        sends: dict[str, Work] = {
             "border/forward": collective(sizes, AXIS, "forward", "send", stream, ahead),
             "border/backward": collective(sizes, AXIS, "backward", "send", stream, back),
         }
@@ -248,7 +247,7 @@ class _Stage:
     layers: int
     learned: float
 
-    def part(self, name: str, piece: Piece) -> Piece | None:
+    def part(self, name: str, piece: Work) -> Work | None:
         """Return its own of all pieces of that name; None where it has none."""
         if name.startswith("embedding"):
             return piece if self.first else None
@@ -277,7 +276,7 @@ class Pipe:
     """forward and backward passes so far"""
 
     def engine(
-        self, build: Build, micros: Sequence[Work], objective: Objective, scale: Tensor
+        self, build: Build, micros: Sequence[MicroBatch], objective: Objective, scale: Tensor
     ) -> Tensor:
         """Forward and backward of all micro-batches; returns this rank's scaled loss sum."""
         place = (self.line.ranks, self.line.rank, len(micros))
@@ -297,7 +296,12 @@ class DecoderStages:
     """The build's model, as `pipeline.run` asks for it."""
 
     def __init__(
-        self, build: Build, pipe: Pipe, micros: Sequence[Work], objective: Objective, scale: Tensor
+        self,
+        build: Build,
+        pipe: Pipe,
+        micros: Sequence[MicroBatch],
+        objective: Objective,
+        scale: Tensor,
     ) -> None:
         self.build, self.pipe, self.micros = build, pipe, micros
         self.objective, self.scale = objective, scale
