@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.assemble.sockets import COMPOSED, OWNED, Build
 from headrace.core.errors import RunError
 from headrace.core.remedy import mend
-from headrace.model.attention import Attention, kernels_of, operations_of
+from headrace.model.attention import SelfAttention, kernels_of, operations_of
 from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.technique import Evidence, Technique
 
@@ -147,7 +147,7 @@ def note_own_attention(build: Build) -> None:
     and flags, outside of compiled code. A technique that fills attention has evidence of its own,
     and nothing is noted.
     """
-    layers = [m.layer for m in build.model.modules() if isinstance(m, Attention)]
+    layers = [m.layer for m in build.model.modules() if isinstance(m, SelfAttention)]
     if "parts.attend" in build.filled or build.world.rank or not layers:
         return
     attend, on_gpu = build.model.attend, build.device.type == "cuda"

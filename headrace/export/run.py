@@ -8,7 +8,7 @@ from headrace.core.command import train_command
 from headrace.core.errors import ConfigError, UnsupportedError, nearest
 from headrace.core.files import shell
 from headrace.export.hf import export_hf
-from headrace.model.attention import Attention
+from headrace.model.attention import SelfAttention
 from headrace.model.companions import Companions
 from headrace.model.hf_config import architecture
 from headrace.model.lora import merged_state
@@ -45,7 +45,7 @@ def export_run(
         raise ConfigError(f"--to {to} is not a format", f"--to {nearest(to, FORMATS)}")
     for name, block in build.model.blocks.items():
         for does, part in (("mixes tokens by", block.mixer), ("has for its MLP", block.mlp)):
-            if type(part) in (Attention, SwiGLU, PlainMLP):
+            if type(part) in (SelfAttention, SwiGLU, PlainMLP):
                 continue
             kind = type(part)
             owner = kind.__module__.rpartition(".")[2]

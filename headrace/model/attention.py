@@ -74,7 +74,7 @@ def attending(config: ModelConfig, mixer: Callable[..., nn.Module], attend: Any)
     """Return the layers for which the factory `mixer` makes attention; the others mix otherwise."""
     with torch.device("meta"):
         made = [mixer(config, layer, attend) for layer in range(config.layers)]
-    return [layer for layer, module in enumerate(made) if isinstance(module, Attention)]
+    return [layer for layer, module in enumerate(made) if isinstance(module, SelfAttention)]
 
 
 class Capped(NamedTuple):
@@ -270,7 +270,7 @@ class Shared(NamedTuple):
         return self._replace(mask=self.open_mask if is_open else self.mask, open_mask=None)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Compute grouped-query attention (arXiv 2305.13245); q and k may be normalised."""
 
     columns, rows = ("qkv",), ("out",)

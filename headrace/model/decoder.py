@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.core.model_config import ModelConfig
-from headrace.model.attention import Attend, Attention, KVCache, Sdpa, Shared, check_mask
+from headrace.model.attention import Attend, KVCache, Sdpa, SelfAttention, Shared, check_mask
 from headrace.model.head import Head, Objective
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.mlp import PlainMLP, SwiGLU
@@ -39,7 +39,7 @@ def baseline_parts(config: ModelConfig) -> Parts:
     return Parts(
         norm=lambda c: NORMS[c.norm](c.dim, c.norm_eps),
         mlp=SwiGLU if config.activation == "swiglu" else PlainMLP,
-        mixer=Attention,
+        mixer=SelfAttention,
         head=Head,
         position=POSITIONS[config.position],
         attend=Sdpa(),

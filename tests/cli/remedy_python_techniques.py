@@ -26,7 +26,7 @@ from headrace.cli.catalogue import catalogue
 from headrace.core.model_config import ModelConfig
 from headrace.core.progress import Progress
 from headrace.costs.machine import Machine
-from headrace.model.attention import Attention, Sdpa
+from headrace.model.attention import Sdpa, SelfAttention
 from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.mask import MaskSpec, Rows
 from headrace.parallel import pipeline
@@ -252,7 +252,7 @@ def cut(part: nn.Module, ranks: int = 2) -> None:
 
 def adapted() -> nn.Module:
     """An attention whose first linear has a parameter that nothing is known of."""
-    attention = Attention(ModelConfig(dim=8, heads=2), 0, Sdpa())
+    attention = SelfAttention(ModelConfig(dim=8, heads=2), 0, Sdpa())
     attention.qkv.register_parameter("more", nn.Parameter(torch.zeros(3)))
     return attention
 

@@ -15,7 +15,7 @@ from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.inference.sample import generate
 from headrace.kernels.launches import since
-from headrace.model.attention import Attention, KVCache, Shared
+from headrace.model.attention import KVCache, SelfAttention, Shared
 from headrace.model.convolution import LAUNCH, CausalConvolution, libraries
 from headrace.model.mask import Rows
 from headrace.plan.technique import Unsupported
@@ -169,7 +169,7 @@ def test_a_convolution_has_no_keys_to_keep(make_tiny: Make) -> None:
 def test_every_few_layers_stay_attention(make_tiny: Make) -> None:
     build = make_tiny("techniques.short_convolution={}", "model.layers=6")
     kinds = [type(block.mixer) for block in build.model.blocks.values()]
-    assert kinds == [GatedConvolution, GatedConvolution, Attention] * 2
+    assert kinds == [GatedConvolution, GatedConvolution, SelfAttention] * 2
     first = build.model.get_parameter("blocks.0.mixer.conv.weight")
     assert first.abs().max() <= 3**-0.5 and 0.8 < first.std() / (1 / 3) < 1.2
     assert not ShortConvolution().active(build).active

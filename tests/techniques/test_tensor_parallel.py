@@ -14,7 +14,7 @@ from torch import nn
 
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
-from headrace.model.attention import Attention, Sdpa
+from headrace.model.attention import Sdpa, SelfAttention
 from headrace.parallel.layout import Layout
 from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.parallel.tensor_parallel import TensorParallel
@@ -187,12 +187,12 @@ def test_a_part_that_does_not_say_how_it_splits_is_refused() -> None:
 def test_a_part_with_too_few_groups_is_refused() -> None:
     config = ModelConfig(dim=12, heads=3, kv_heads=3, head_dim=4)
     with pytest.raises(ConfigError, match="3 groups of features") as caught:
-        cut(Attention(config, 0, Sdpa()))
+        cut(SelfAttention(config, 0, Sdpa()))
     assert caught.value.remedy.text.startswith("mesh.tensor=1")
 
 
 def test_an_adapted_linear_that_does_not_say_how_it_splits_is_refused() -> None:
-    attention = Attention(ModelConfig(dim=8, heads=2), 0, Sdpa())
+    attention = SelfAttention(ModelConfig(dim=8, heads=2), 0, Sdpa())
     attention.qkv.register_parameter("more", nn.Parameter(torch.zeros(3)))
     with pytest.raises(ConfigError, match=in_order("blocks.0.mlp.qkv", "Linear", "does not say")):
         cut(attention)

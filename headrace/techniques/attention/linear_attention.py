@@ -42,7 +42,7 @@ from headrace.costs.count import FP32, instants_of
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.kernels import fla, gated_delta, linear_attention
 from headrace.kernels.launches import since
-from headrace.model.attention import Attend, Attention, Shared
+from headrace.model.attention import Attend, SelfAttention, Shared
 from headrace.model.lora import ALONE, GATES
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.position import rotate
@@ -110,7 +110,7 @@ class Lengths(Documents):
         return None if segments is None else fla.ends_of(segments)
 
 
-class LinearMixer(Attention):
+class LinearMixer(SelfAttention):
     """It puts attention's projections around a decaying state."""
 
     columns = ("qkv", "decay")

@@ -23,7 +23,7 @@ from headrace.costs.decoder_work import masked
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import TILE
 from headrace.data.loader import Micro
-from headrace.model.attention import Attention
+from headrace.model.attention import SelfAttention
 from headrace.model.mask import MaskSpec
 from headrace.plan.technique import (
     Card,
@@ -125,7 +125,7 @@ class SlidingWindow(Technique[Build]):
     def active(self, build: Build) -> Evidence:
         """Change a row's first value, and read which of this rank's queries it reaches."""
         length, model = build.plan.data.sequence_length, build.model
-        attends = {int(n): isinstance(b.mixer, Attention) for n, b in model.blocks.items()}
+        attends = {int(n): isinstance(b.mixer, SelfAttention) for n, b in model.blocks.items()}
         layers = [layer for layer, here in attends.items() if here]
         if all(map(model.mask.is_open, layers)):
             alone = build.world.size("pipeline") == 1

@@ -26,7 +26,7 @@ from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.model import position
 from headrace.model.adapter import shape_of
-from headrace.model.attention import Attention
+from headrace.model.attention import SelfAttention
 from headrace.plan.technique import (
     Card,
     Context,
@@ -109,7 +109,7 @@ class Rope(Technique[Build]):
         blocks = build.model.blocks
         if not len(blocks):
             return Evidence(None, "this rank holds no block")
-        turning = sum(isinstance(block.mixer, Attention) for block in blocks.values())
+        turning = sum(isinstance(block.mixer, SelfAttention) for block in blocks.values())
         if not turning:
             return Evidence(None, "no block of this rank has queries")
         turned_TP = _turned(build.model.position, build.device)
