@@ -34,7 +34,7 @@ class OutOfMemory(Exception):
     """The device has no room, though all that is free was given back."""
 
 
-class Block:
+class MemoryBlock:
     """A block is a piece of a segment, used or free."""
 
     __slots__ = ("after", "before", "free", "order", "size", "small", "spare")
@@ -44,8 +44,8 @@ class Block:
         self.free = False
         self.spare = 0
         """of a used block, bytes beyond its tensor's"""
-        self.before: Block | None = None
-        self.after: Block | None = None
+        self.before: MemoryBlock | None = None
+        self.after: MemoryBlock | None = None
 
 
 class Allocator:
@@ -65,12 +65,12 @@ class Allocator:
         how many they were when most was allocated"""
         self.retries = 0
         """times that everything free had to be given back first"""
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
-        self._last: dict[bool, Block] = {}
+        self._free: dict[bool, list[tuple[int, int, MemoryBlock]]] = {True: [], False: []}
+        self._last: dict[bool, MemoryBlock] = {}
         """of an expandable segment, its end"""
         self._count = 0
 
-    def allocate(self, bytes: float) -> Block:
+    def allocate(self, bytes: float) -> MemoryBlock:
         """Return a block for a tensor of so many bytes.
 
         Raises:
@@ -90,7 +90,7 @@ class Allocator:
             self.allocated_peak, self.spare_at_peak = self.allocated, self.spare
         return block
 
-    def release(self, block: Block) -> None:
+    def release(self, block: MemoryBlock) -> None:
         """Free the block of a tensor that has gone."""
         self.allocated -= block.size
         self.spare -= block.spare
@@ -110,16 +110,16 @@ class Allocator:
                         other.after.before = block
         self._keep(block)
 
-    def _ends_with(self, was: Block, now: Block) -> None:
+    def _ends_with(self, was: MemoryBlock, now: MemoryBlock) -> None:
         """Note that an expandable segment which ended with `was` ends with `now`."""
         if self._last.get(was.small) is was:
             self._last[was.small] = now
 
-    def _keep(self, block: Block) -> None:
+    def _keep(self, block: MemoryBlock) -> None:
         block.free = True
         insort(self._free[block.small], (block.size, block.order, block))
 
-    def _segment(self, size: int, small: bool) -> Block:
+    def _segment(self, size: int, small: bool) -> MemoryBlock:
         """Return a block of new memory of the device."""
         if self.expandable:
             return self._grown(size, small)
@@ -128,7 +128,7 @@ class Allocator:
         self._take(whole)
         return self._new(whole, small)
 
-    def _grown(self, size: int, small: bool) -> Block:
+    def _grown(self, size: int, small: bool) -> MemoryBlock:
         """Return the end of the pool's one segment, with the pages that are missing there."""
         last = self._last.get(small)
         over = last if last is not None and last.free else None
@@ -159,11 +159,11 @@ class Allocator:
         self.reserved += bytes
         self.reserved_peak = max(self.reserved_peak, self.reserved)
 
-    def _new(self, size: int, small: bool) -> Block:
+    def _new(self, size: int, small: bool) -> MemoryBlock:
         self._count += 1
-        return Block(size, small, self._count)
+        return MemoryBlock(size, small, self._count)
 
-    def _cut(self, block: Block, size: int) -> None:
+    def _cut(self, block: MemoryBlock, size: int) -> None:
         """Leave what is not needed of a block as another, free one."""
         left = block.size - size
         if left < UNIT if block.small else left <= SMALL:

@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from headrace.costs.allocator import Allocator, Block, OutOfMemory
+from headrace.costs.allocator import Allocator, MemoryBlock, OutOfMemory
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import Attention, Stream
 
@@ -483,7 +483,7 @@ class _Replay:
         return [(pool, pool.allocate(size)) for size in sizes if size >= 1]
 
 
-Tensor = tuple[Allocator, Block]
+Tensor = tuple[Allocator, MemoryBlock]
 """A tensor's memory, and what it lies in."""
 
 
