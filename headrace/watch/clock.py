@@ -16,7 +16,7 @@ MOST_MARKS = 8192
 """Moments without an optimizer step after which they are forgotten: nothing is being trained."""
 
 
-class Clock(Signals):
+class HookClock(Signals):
     """Time phases that hooks mark, with numbers that may be unknown."""
 
     def __init__(self, device: torch.device) -> None:

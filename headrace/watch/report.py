@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from headrace.observe import REPORT_FORMAT
 from headrace.observe.compile_time import compile_seconds, graph_breaks
 from headrace.observe.signals import STALL_SHARE
-from headrace.watch.clock import Clock
+from headrace.watch.clock import HookClock
 
 LEADS = ("dry_before_input", "dry_after_input", "dry_at_forward")
 """Where in a step the device is asked whether it has nothing left to do."""
@@ -126,7 +126,7 @@ class Tally:
         self.rows.append(row)
 
     def report(
-        self, known: dict[str, Any], clock: Clock, before: dict[str, int] | None
+        self, known: dict[str, Any], clock: HookClock, before: dict[str, int] | None
     ) -> dict[str, Any]:
         """Return a report.
 
@@ -203,7 +203,7 @@ class Tally:
         dry = {f"{name}_steps": self.counts[name] for name in LEADS}
         return {"steps": self.counts["lead_steps"], **dry}
 
-    def _not_measured(self, report: dict[str, Any], clock: Clock) -> list[str]:
+    def _not_measured(self, report: dict[str, Any], clock: HookClock) -> list[str]:
         counts = self.counts
         open_steps, given = report["steps"] - counts["steps"], bool(report.get("loader"))
         read = counts["tokens"] or report["phase_s"].get("input")

@@ -24,7 +24,7 @@ from headrace.observe.gauges import Gauges
 from headrace.observe.profiler import ProfilerWindows
 from headrace.observe.signals import OUTSIDE
 from headrace.watch.batches import loss_in, token_counts, watch_loader
-from headrace.watch.clock import NUMBERS, Clock, Hook, autocast_of, with_hooks
+from headrace.watch.clock import NUMBERS, Hook, HookClock, autocast_of, with_hooks
 from headrace.watch.norms import gradient_norm
 from headrace.watch.report import WARMUP_STEPS, Compiled, Idle, Tally, allocator, describe
 from headrace.watch.trainer import trainer_callback
@@ -38,7 +38,7 @@ class Watched:
         self._folder = None if trace is None else Path(trace)
         self.status, self.message, self.error = "running", "", ""
         self.tally = Tally()
-        self._clock = Clock(torch.device("cpu"))
+        self._clock = HookClock(torch.device("cpu"))
         self._look(self._clock.device)
         self._undo: list[Callable[[], Any]] = []
         self._facts: dict[str, Any] = {}
@@ -66,7 +66,7 @@ class Watched:
         optimizer = with_hooks(optimizer)
         parameter = next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
-        self._clock, self._optimizer = Clock(device), optimizer
+        self._clock, self._optimizer = HookClock(device), optimizer
         self._numbers = torch.zeros(len(NUMBERS), device=device)
         self._slots: dict[str, Tensor] = dict(zip(NUMBERS, self._numbers.unbind(), strict=True))
         self._nothing = torch.zeros(len(NUMBERS))

@@ -59,10 +59,10 @@ def test_it_never_waits_makes_no_events_and_tells_when_the_device_ran_dry(
     dry: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Late, "caught_up", dry)
-    monkeypatch.setattr(clocks.Clock, "_new_moment", lambda self: Late())
-    keeps, drain = set(), clocks.Clock.drain
+    monkeypatch.setattr(clocks.HookClock, "_new_moment", lambda self: Late())
+    keeps, drain = set(), clocks.HookClock.drain
     monkeypatch.setattr(
-        clocks.Clock, "drain", lambda self, *, keep: keeps.add(keep) or drain(self, keep=keep)
+        clocks.HookClock, "drain", lambda self, *, keep: keeps.add(keep) or drain(self, keep=keep)
     )
     model, optimizer, loader = setup()
     watched = headrace.watch(model, optimizer, loader)
