@@ -78,7 +78,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class Collective:
+class TracedCollective:
     """Hold one collective of one rank; `key` names it across ranks: step, kernel, place."""
 
     key: tuple[int, str, int]
@@ -117,7 +117,7 @@ class RankTimes:
     kernels: tuple[KernelRow, ...]
     brief_share: float | None
     launches: float
-    collectives: tuple[Collective, ...]
+    collectives: tuple[TracedCollective, ...]
     away_s: float
     syncs: tuple[str, ...]
     events: int
@@ -322,7 +322,7 @@ def _step_times(rank: _Rank, blocked: Union) -> tuple[StepTimes, ...]:
     return tuple(times)
 
 
-def _collectives(rank: _Rank, blocked: Union) -> tuple[Collective, ...]:
+def _collectives(rank: _Rank, blocked: Union) -> tuple[TracedCollective, ...]:
     """Return those of measured steps, each with a key that names it on every rank."""
     measured = {step.label for step in rank.steps}
     seen: Counter[tuple[int, str]] = Counter()
@@ -334,6 +334,8 @@ def _collectives(rank: _Rank, blocked: Union) -> tuple[Collective, ...]:
         what = f"{event.name.split('(')[0]} {event.group}".strip()
         spent = event.end_us - event.start_us
         waited = blocked.inside(event.start_us, event.end_us)
-        collectives.append(Collective((step, what, seen[step, what]), spent * 1e-6, waited * 1e-6))
+        collectives.append(
+            TracedCollective((step, what, seen[step, what]), spent * 1e-6, waited * 1e-6)
+        )
         seen[step, what] += 1
     return tuple(collectives)
