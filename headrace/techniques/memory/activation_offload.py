@@ -160,10 +160,12 @@ class SavedStorage:
         self.transfer.give_back(self.host)
 
 
-class Group:
+class BlockActivations:
     """A group is what one block saved in one forward pass."""
 
-    def __init__(self, layer: int, before: "Group | None", foreign: frozenset[int]) -> None:
+    def __init__(
+        self, layer: int, before: "BlockActivations | None", foreign: frozenset[int]
+    ) -> None:
         self.layer, self.before, self.foreign = layer, before, foreign
         self.parts: dict[int, weakref.ref[SavedStorage]] = {}
         """by the address of their storage on the device"""
@@ -188,7 +190,7 @@ class Group:
 class Packed(NamedTuple):
     """What autograd holds in place of a tensor: the tensor, or where its numbers are."""
 
-    group: Group
+    group: BlockActivations
     tensor: Tensor | None
     part: SavedStorage | None = None
     dtype: torch.dtype = torch.uint8
@@ -219,8 +221,8 @@ class Offload:
         self.transfer, self.min_bytes, self.sends, self.last = transfer, min_bytes, sends, last
         self.counts = Counts()
         self._step = step
-        self._newest: Group | None = None
-        self._at: Group | None = None
+        self._newest: BlockActivations | None = None
+        self._at: BlockActivations | None = None
 
     def wrap(self, forward: Forward, layer: int) -> Forward:
         """Return the block's forward between the hooks."""
@@ -236,15 +238,15 @@ class Offload:
 
         return offloaded
 
-    def _enter(self, layer: int, shared: Any) -> Group:
+    def _enter(self, layer: int, shared: Any) -> BlockActivations:
         if (step := self._step()) != self.counts.step:
             self.counts = Counts(step)
         before, self._at = self._newest, None
         if before is not None and before.layer >= layer:  # of another micro-batch
             before = None
-        return Group(layer, before, frozenset(_addresses(shared)))
+        return BlockActivations(layer, before, frozenset(_addresses(shared)))
 
-    def _exit(self, group: Group) -> None:
+    def _exit(self, group: BlockActivations) -> None:
         """Let the block before this one leave; the last one leaves at once."""
         if self._newest is not None:
             self._newest.leave()
@@ -252,7 +254,7 @@ class Offload:
             group.leave()
         self._newest = group
 
-    def pack(self, group: Group, tensor: Tensor) -> Packed:
+    def pack(self, group: BlockActivations, tensor: Tensor) -> Packed:
         """Send the storage of a tensor that autograd saves, unless that is on its way."""
         if group.layer not in self.sends or not self._worth_sending(group, tensor):
             self.counts.kept += 1
@@ -283,7 +285,7 @@ class Offload:
         empty = torch.empty(0, dtype=packed.dtype, device=flat.device)
         return empty.set_(flat.untyped_storage(), *packed.place)
 
-    def _worth_sending(self, group: Group, tensor: Tensor) -> bool:
+    def _worth_sending(self, group: BlockActivations, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return False
         if tensor.device.type != self.transfer.device.type or _of_a_weight(tensor):
