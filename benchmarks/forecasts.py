@@ -43,7 +43,7 @@ from headrace.cli.catalogue import catalogue
 from headrace.core.errors import HeadraceError, RefusalKind
 from headrace.costs.machine import Machine
 from headrace.doctor.findings import KIND_OF, Finding
-from headrace.doctor.forecast import Measured
+from headrace.doctor.forecast import MeasuredRun
 from headrace.doctor.remedies import Remedy, remedies
 from headrace.doctor.words.answer import SHOWN
 from headrace.plan.changes import changed
@@ -113,13 +113,15 @@ def planted(path: Path, base: str) -> Plan:
 
 
 def forecast(
-    plan: Plan, least: float, device_name: str = "", measured: Measured | None = None
+    plan: Plan, least: float, device_name: str = "", measured: MeasuredRun | None = None
 ) -> list[Remedy]:
     """Return what the doctor forecasts for a plan, each change once."""
     by_change: dict[tuple[str, ...], Remedy] = {}
     for bottleneck in PRICED:
         finding = Finding(KIND_OF[bottleneck], confidence="inferred")
-        known = remedies(finding, plan, *at(plan, device_name), CATALOGUE, measured or Measured())
+        known = remedies(
+            finding, plan, *at(plan, device_name), CATALOGUE, measured or MeasuredRun()
+        )
         for remedy in known[:SHOWN]:
             if remedy.gain is not None and abs(remedy.gain.value) >= least:
                 by_change.setdefault(remedy.change, remedy)
@@ -158,7 +160,7 @@ def say(args: argparse.Namespace) -> None:
             print(f"{workload}: {len(forecast_remedies)} remedies", flush=True)
 
 
-def ran(workload: str, plan: Plan, args: argparse.Namespace) -> Measured | None:
+def ran(workload: str, plan: Plan, args: argparse.Namespace) -> MeasuredRun | None:
     """Return the last timing of a planted plan on the device; None where it could not run."""
     wanted = {"baseline_sha256": receipts.sha256(plan.dump()), "hardware": args.device_name}
     wanted = {key: value for key, value in wanted.items() if value}
@@ -172,7 +174,7 @@ def ran(workload: str, plan: Plan, args: argparse.Namespace) -> Measured | None:
     if "refused" in rows[-1]:
         print(f"{workload}: {rows[-1]['refused']}", flush=True)
         return None
-    return Measured(rows[-1]["metrics"]["step"]["value"], by_host=rows[-1]["by_host"])
+    return MeasuredRun(rows[-1]["metrics"]["step"]["value"], by_host=rows[-1]["by_host"])
 
 
 def run(args: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from headrace.core.command import train_command
 from headrace.core.errors import HeadraceError, RunError
 from headrace.costs.machine import Machine
 from headrace.doctor.findings import Finding, Kind
-from headrace.doctor.forecast import Measured, by_ledger
+from headrace.doctor.forecast import MeasuredRun, by_ledger
 from headrace.doctor.loop_remedies import LoopRemedy, examine_loop, loop_remedies
 from headrace.doctor.of_plan import plan_findings
 from headrace.doctor.remedies import HEALTHY, Remedy, remedies
@@ -174,7 +174,7 @@ def advise(
     try:
         plan = read_recorded_plan(folder, catalogue)
         context, machine = place_of(plan, run.read("environment") or {}, rates_here)
-        advice = advised(findings, plan, context, machine, catalogue, Measured.of(seen))
+        advice = advised(findings, plan, context, machine, catalogue, MeasuredRun.of(seen))
         return replace(advice, run=folder)
     except RunError:
         raise
@@ -189,7 +189,7 @@ def advised(
     context: Context,
     machine: Machine,
     catalogue: Catalogue,
-    measured: Measured,
+    measured: MeasuredRun,
 ) -> Advice:
     """Return the findings with their remedies; the first finding of a bottleneck has them.
 
@@ -285,7 +285,7 @@ def advise_plan(plan: Plan, context: Context, machine: Machine, catalogue: Catal
     """
     prediction = predict(plan, context, machine)
     findings = plan_findings(plan, context, machine, prediction)
-    advice = advised(findings, plan, context, machine, catalogue, Measured())
+    advice = advised(findings, plan, context, machine, catalogue, MeasuredRun())
     timed = prediction.time.step_s is not None
     return replace(advice, findings=tuple(x for x in advice.findings if not _idle(x, timed)))
 

@@ -85,7 +85,7 @@ ERROR = Error(0.0095, 0.1, 93, "results/forecasts.jsonl: NVIDIA H200, 15 workloa
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """Hold what a run measured; without it a forecast is one of the plan's prediction.
 
     Args:
@@ -103,14 +103,14 @@ class Measured:
     by_host: bool = False
 
     @staticmethod
-    def of(seen: Observation) -> "Measured":
+    def of(seen: Observation) -> "MeasuredRun":
         """Return the means of a run's steady steps, since a step's waits fall on few of them."""
         if not seen.steps:
-            return Measured(inactive=seen.inactive)
+            return MeasuredRun(inactive=seen.inactive)
         step_s = sum(seen.step_s) / seen.steps
         waits = [seen.share(seen.input_s) or 0.0, seen.share(seen.communication_s) or 0.0]
         slack = (seen.share(seen.slack_s) or 0.0) if seen.slack_s else nan
-        return Measured(
+        return MeasuredRun(
             step_s,
             step_s * min(1.0, sum(waits)),
             seen.inactive,
@@ -164,7 +164,7 @@ def moved(before: Prediction, after: Prediction) -> float:
     return sum(abs(a - b) for a, b in zip(*works, strict=True)) / sqrt(steps) if steps else 0.0
 
 
-def by_ledger(before: Prediction, after: Prediction, measured: Measured) -> Forecast:
+def by_ledger(before: Prediction, after: Prediction, measured: MeasuredRun) -> Forecast:
     """Return what the ledger says of a change on this run."""
     if before.time.step_s is None or after.time.step_s is None:
         return Forecast(None, "none", after.time.unknown or before.time.unknown)

@@ -26,7 +26,7 @@ from headrace.core.errors import HeadraceError, UnsupportedError
 from headrace.core.statistics import Interval
 from headrace.costs.machine import SQUARE, Machine
 from headrace.doctor.findings import Finding
-from headrace.doctor.forecast import NOTHING, Forecast, Measured, Source, by_ledger, by_share
+from headrace.doctor.forecast import NOTHING, Forecast, MeasuredRun, Source, by_ledger, by_share
 from headrace.doctor.plan_keys import (
     KEY_COSTS,
     KEY_EQUALITY,
@@ -118,7 +118,7 @@ def remedies(
     context: Context,
     machine: Machine,
     catalogue: Catalogue,
-    measured: Measured,
+    measured: MeasuredRun,
 ) -> list[Remedy]:
     """Return what to change, the largest forecast gain first and what is not forecast last.
 
@@ -156,7 +156,7 @@ class _Asker:
 
     finding: Finding
     asking: Asking
-    measured: Measured
+    measured: MeasuredRun
 
     @cached_property
     def before(self) -> Candidate:
@@ -247,7 +247,7 @@ def _gained(remedy: Remedy) -> float:
     return 0.0 if remedy.gain is None else remedy.gain.value
 
 
-def candidates(bottleneck: str, asking: Asking, measured: Measured) -> Iterator[Words]:
+def candidates(bottleneck: str, asking: Asking, measured: MeasuredRun) -> Iterator[Words]:
     """Yield the changes that are known to help, whether they can run or not."""
     plan = asking.start
     hopeless = bottleneck == "instability" and rate_is_far_off(plan)
@@ -311,7 +311,7 @@ def _remedy(
     asking: Asking,
     before: Candidate,
     after: Candidate,
-    measured: Measured,
+    measured: MeasuredRun,
     words: Words,
 ) -> Remedy:
     forecast = _forecast(finding, asking, before, after, measured, words)
@@ -342,7 +342,7 @@ def _forecast(
     asking: Asking,
     before: Candidate,
     after: Candidate,
-    measured: Measured,
+    measured: MeasuredRun,
     words: Words,
 ) -> Forecast:
     """Return the gain by what can forecast it."""

@@ -17,7 +17,7 @@ from headrace.doctor.forecast import (
     LATER,
     REST,
     USUAL_HOST,
-    Measured,
+    MeasuredRun,
     between,
     by_ledger,
     moved,
@@ -53,8 +53,8 @@ def test_an_interval_is_around_what_a_slow_host_would_make_of_it() -> None:
         before.time.host_s < after.time.host_s < after.time.step_s < SLOW_HOST * after.time.host_s
     )
     value = before.time.step_s / after.time.step_s - 1
-    alone = by_ledger(before, after, Measured()).gain
-    of_run = by_ledger(before, after, Measured(before.time.step_s)).gain
+    alone = by_ledger(before, after, MeasuredRun()).gain
+    of_run = by_ledger(before, after, MeasuredRun(before.time.step_s)).gain
     assert alone is not None and of_run is not None
     assert alone.value == pytest.approx(value)
     usual_s = max(after.time.step_s, paced(after, USUAL_HOST))
@@ -88,7 +88,7 @@ def test_a_run_that_waited_for_launches_is_scaled_by_its_host() -> None:
         and before.time.device_s > before.time.host_s
     )
     step_s = paced(before, 2.4)
-    run = Measured(step_s, by_host=True)
+    run = MeasuredRun(step_s, by_host=True)
     gains = [by_ledger(before, after, run).gain for after in (less, compiled)]
     for after, gain in zip((less, compiled), gains, strict=True):
         after_s = paced(after, 2.4)
@@ -105,9 +105,9 @@ def test_a_run_that_waited_for_launches_is_scaled_by_its_host() -> None:
         work = moved(before, after)
         assert gain.low == pytest.approx(between(min(ratios), moved=work).low)
         assert gain.high == pytest.approx(between(max(ratios), moved=work).high)
-    blind = by_ledger(before, less, Measured(step_s)).gain
+    blind = by_ledger(before, less, MeasuredRun(step_s)).gain
     assert blind is not None and gains[0] is not None and gains[0].value > 1.5 * blind.value
-    quick = by_ledger(before, less, Measured(5 * before.time.host_s + EDGE_S, by_host=True))
+    quick = by_ledger(before, less, MeasuredRun(5 * before.time.host_s + EDGE_S, by_host=True))
     assert (quick.gain, quick.source) == (None, "none")
     assert "host" in quick.unknown and "5.0 times too short" in quick.unknown
 
@@ -118,10 +118,10 @@ def test_a_change_that_changes_nothing_gains_nothing(share: float) -> None:
     one = seen(f"{BARE} +full_checkpoint batch.micro_sequences=8")
     assert one.time.step_s
     for run in (
-        Measured(share * one.time.step_s, by_host=True),
-        Measured(share * one.time.step_s + 0.1, 0.1),
-        Measured(share * one.time.step_s + 0.1, 0.1, by_host=True),
-        Measured(),
+        MeasuredRun(share * one.time.step_s, by_host=True),
+        MeasuredRun(share * one.time.step_s + 0.1, 0.1),
+        MeasuredRun(share * one.time.step_s + 0.1, 0.1, by_host=True),
+        MeasuredRun(),
     ):
         gain = by_ledger(one, one, run).gain
         if gain is None:
@@ -134,16 +134,16 @@ def test_a_change_that_changes_nothing_gains_nothing(share: float) -> None:
 def test_a_host_s_pace_has_its_limits_and_waits_are_not_its() -> None:
     before = seen(f"{BARE} +full_checkpoint batch.micro_sequences=8")
     for times, known in ((3.9, True), (4.1, False), (0.26, True), (0.24, False)):
-        run = Measured(times * before.time.host_s + EDGE_S, by_host=True)
+        run = MeasuredRun(times * before.time.host_s + EDGE_S, by_host=True)
         assert (by_ledger(before, before, run).gain is not None) == known
     after = seen(f"{BARE} batch.micro_sequences=8")
     step_s = paced(before, 2.4)
-    gain = by_ledger(before, after, Measured(step_s + 0.1, 0.1, by_host=True)).gain
+    gain = by_ledger(before, after, MeasuredRun(step_s + 0.1, 0.1, by_host=True)).gain
     after_s = paced(after, 2.4)
     assert gain is not None and gain.value == pytest.approx((step_s + 0.1) / (after_s + 0.1) - 1)
     norms = seen(f"{BARE} +full_checkpoint batch.micro_sequences=8 +fused_rms_norm")
     assert before.time.step_s
-    gain = by_ledger(before, norms, Measured(before.time.step_s + 0.2, 0.2)).gain
+    gain = by_ledger(before, norms, MeasuredRun(before.time.step_s + 0.2, 0.2)).gain
     pace = LATER * min(SLOW_HOST, (before.time.step_s - EDGE_S) / before.time.host_s)
     slow_s = [pace * one.time.host_s + EDGE_S + 0.2 for one in (before, norms)]
     lost = log(slow_s[0] / slow_s[1])
@@ -162,7 +162,7 @@ def test_where_no_host_is_as_slow_as_the_device_the_host_is_no_matter(more: str)
         and after.time.step_s
     )
     alone = between(log(before.time.step_s / after.time.step_s), moved=moved(before, after))
-    for run in (Measured(), Measured(before.time.step_s)):
+    for run in (MeasuredRun(), MeasuredRun(before.time.step_s)):
         gain = by_ledger(before, after, run).gain
         assert gain is not None and (gain.low, gain.high) == pytest.approx((alone.low, alone.high))
 
@@ -174,9 +174,9 @@ def test_a_run_unlike_its_ledger_is_refused_where_only_the_other_plan_waits_too(
         before.time.step_s and after.time.waits_for_launches and not before.time.waits_for_launches
     )
     for times, why in ((3.0, "3.0 times too short"), (0.3, "3.3 times too long")):
-        found = by_ledger(before, after, Measured(times * before.time.step_s))
+        found = by_ledger(before, after, MeasuredRun(times * before.time.step_s))
         assert found.gain is None and why in found.unknown
-    waits = by_ledger(before, after, Measured(before.time.step_s, waits_s=before.time.step_s))
+    waits = by_ledger(before, after, MeasuredRun(before.time.step_s, waits_s=before.time.step_s))
     assert (waits.gain, waits.source) == (None, "none") and "all waiting" in waits.unknown
 
 
@@ -198,7 +198,7 @@ def test_an_interval_grows_with_the_work_that_moves_and_not_with_what_is_left_of
     assert moved(before, before) == 0 and moved(again, before) == moved(before, again)
     # The head's products go forward with the loss: they are the same work.
     assert moved(before, chunked) < 1.2 * abs(log(before.time.device_s / chunked.time.device_s))
-    gain = by_ledger(before, again, Measured(before.time.step_s)).gain
+    gain = by_ledger(before, again, MeasuredRun(before.time.step_s)).gain
     assert gain is not None
     assert log((1 + gain.high) / (1 + gain.value)) == pytest.approx(
         ERROR.least + ERROR.share * moved(before, again)
@@ -214,7 +214,7 @@ def test_what_waits_for_data_is_no_work_of_the_device() -> None:
 
 def test_signals_say_what_a_run_waited_for() -> None:
     late = Observation(step_s=(1.0, 3.0), slack_s=(0.0, 0.02), dry=(1.0, 0.0), device="cuda")
-    assert Measured.of(late) == Measured(2.0, slack_s=pytest.approx(0.01), by_host=True)
+    assert MeasuredRun.of(late) == MeasuredRun(2.0, slack_s=pytest.approx(0.01), by_host=True)
     for other in (
         replace(late, dry=None),
         replace(late, dry=(0.0, 0.0)),
@@ -225,8 +225,8 @@ def test_signals_say_what_a_run_waited_for() -> None:
         replace(late, slack_s=(float("nan"),) * 2),
         replace(late, input_s=(0.3, 0.3)),
     ):
-        assert not Measured.of(other).by_host
-    assert Measured.of(replace(late, slack_s=(0.5, 0.5))).slack_s == pytest.approx(0.5)
+        assert not MeasuredRun.of(other).by_host
+    assert MeasuredRun.of(replace(late, slack_s=(0.5, 0.5))).slack_s == pytest.approx(0.5)
 
 
 def test_a_host_that_ran_ahead_is_no_slower_than_that() -> None:
@@ -234,8 +234,8 @@ def test_a_host_that_ran_ahead_is_no_slower_than_that() -> None:
     before, after = (seen(w) for w in (words, f"{words} +fused_rms_norm"))
     assert before.time.step_s and after.time.step_s
     ahead = by_ledger(
-        before, after, Measured(before.time.step_s, slack_s=before.time.step_s / 2)
+        before, after, MeasuredRun(before.time.step_s, slack_s=before.time.step_s / 2)
     ).gain
     alone = between(log(before.time.step_s / after.time.step_s), moved=moved(before, after))
     assert ahead is not None and ahead.low == pytest.approx(alone.low)
-    assert by_ledger(before, after, Measured(before.time.step_s)).gain.low < 0  # type: ignore[union-attr]
+    assert by_ledger(before, after, MeasuredRun(before.time.step_s)).gain.low < 0  # type: ignore[union-attr]

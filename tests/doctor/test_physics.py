@@ -17,7 +17,7 @@ from headrace.costs.machine import Machine
 from headrace.costs.work import HOST_S
 from headrace.doctor.advice import Advice, Advised, _by_gain, advised
 from headrace.doctor.findings import KIND_OF, Finding, Kind
-from headrace.doctor.forecast import REST, Measured
+from headrace.doctor.forecast import REST, MeasuredRun
 from headrace.doctor.observation import Observation
 from headrace.doctor.physics import (
     DRY_SHARE,
@@ -86,7 +86,7 @@ def on_h100(
     use = Use.of(predict(plan, context, machine), peak)
     window = steady(step_s, **{"slack": 0.0, "dry": 1.0, "input": 0.03, **shares})
     findings = judge(window, use)
-    measured = Measured.of(replace(window, use=use))
+    measured = MeasuredRun.of(replace(window, use=use))
     return advised(findings, plan, context, machine, catalogue(), measured)
 
 
@@ -191,9 +191,9 @@ def test_no_half_precision_is_told_of_to_a_cpu_that_emulates_it(
     finding = Finding(Kind.SLOW_KERNELS, 0.5)
     for machine, told_of in ((guessed, False), (Machine.assumed(H100), True)):
         place = replace(context, device="cuda" if told_of else "cpu")
-        ask = _Asker(finding, Asking(plan, place, machine, catalogue()), Measured())
+        ask = _Asker(finding, Asking(plan, place, machine, catalogue()), MeasuredRun())
         assert ask.halves_are_slow is not told_of
-    known = remedies(finding, plan, context, guessed, catalogue(), Measured())
+    known = remedies(finding, plan, context, guessed, catalogue(), MeasuredRun())
     assert not any("bf16" in word for one in known for word in one.change)
 
 

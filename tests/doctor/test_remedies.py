@@ -21,7 +21,7 @@ from headrace.costs.machine import Machine
 from headrace.doctor import findings
 from headrace.doctor.advice import NoRemedy, advise, advise_plan, advised
 from headrace.doctor.findings import KIND_OF, PASSES, Finding, Kind
-from headrace.doctor.forecast import Forecast, Measured, between, by_ledger, by_share
+from headrace.doctor.forecast import Forecast, MeasuredRun, between, by_ledger, by_share
 from headrace.doctor.observation import Observation
 from headrace.doctor.plan_keys import KEYS
 from headrace.doctor.remedies import (
@@ -57,12 +57,12 @@ def on_h200(shape: str, words: str = "") -> tuple[Plan, Any, Machine]:
 
 
 def asked(
-    bottleneck: str, share: float, shape: str, words: str = "", measured: Measured | None = None
+    bottleneck: str, share: float, shape: str, words: str = "", measured: MeasuredRun | None = None
 ) -> dict[str, Remedy]:
     """Return remedies of a finding by their words, the best first."""
     finding = Finding(KIND_OF.get(bottleneck, Kind.PHASE), share, {"bottleneck": bottleneck})
     where = on_h200(shape, words)
-    found = remedies(finding, *where, catalogue(), measured or Measured())
+    found = remedies(finding, *where, catalogue(), measured or MeasuredRun())
     return {" ".join(remedy.change): remedy for remedy in found}
 
 
@@ -97,7 +97,7 @@ def test_of_gains_that_are_nearly_alike_the_plainest_stands_first() -> None:
     """Check that of remedies with like gains the one goes first that changes less in the plan."""
     plan, context, machine = on_h200("160m", BARE)
     finding = Finding(Kind.PHASE, 0.9, {"bottleneck": "computation"})
-    ask = _Asker(finding, Asking(plan, context, machine, catalogue()), Measured())
+    ask = _Asker(finding, Asking(plan, context, machine, catalogue()), MeasuredRun())
 
     def one(gain: float, equality: str, *change: str) -> Remedy:
         ends = Interval(gain - 0.1, gain, gain + 0.1, 9)
@@ -149,20 +149,21 @@ def test_waits_are_left_as_they_were_measured() -> None:
     before, after = predict(*on_h200("160m", BARE)), predict(*on_h200("160m"))
     assert before.time.step_s and after.time.step_s
     whole_s = 2 * before.time.step_s
-    run = Measured(whole_s, waits_s=0.25 * whole_s)
+    run = MeasuredRun(whole_s, waits_s=0.25 * whole_s)
     forecast = by_ledger(before, after, run)
     left_s = 0.25 * whole_s + 0.75 * whole_s * after.time.step_s / before.time.step_s
     assert forecast.gain is not None and forecast.gain.value == pytest.approx(whole_s / left_s - 1)
-    assert by_ledger(before, after, Measured(4 * before.time.step_s)).source == "none"
+    assert by_ledger(before, after, MeasuredRun(4 * before.time.step_s)).source == "none"
     assert (
-        "4.0 times too short" in by_ledger(before, after, Measured(4 * before.time.step_s)).unknown
+        "4.0 times too short"
+        in by_ledger(before, after, MeasuredRun(4 * before.time.step_s)).unknown
     )
-    quick = by_ledger(before, after, Measured(before.time.step_s / 4))
+    quick = by_ledger(before, after, MeasuredRun(before.time.step_s / 4))
     assert quick.gain is None and "4.0 times too long" in quick.unknown
-    waits = by_ledger(before, after, Measured(before.time.step_s, waits_s=before.time.step_s))
+    waits = by_ledger(before, after, MeasuredRun(before.time.step_s, waits_s=before.time.step_s))
     assert (waits.gain, waits.source) == (None, "none") and "all waiting" in waits.unknown
     window = Observation(step_s=(1.0, 3.0), input_s=(0.0, 1.0), communication_s=(0.5, 0.5))
-    assert Measured.of(window) == Measured(2.0, 1.0)
+    assert MeasuredRun.of(window) == MeasuredRun(2.0, 1.0)
 
 
 @pytest.mark.parametrize(("before", "after"), [("", "8 ranks"), ("8 ranks", "")])
@@ -171,7 +172,7 @@ def test_nothing_is_forecast_between_one_device_and_several(before: str, after: 
     one = replace(one, time=replace(one.time, no_interval=NoInterval.RANKS))
     ranks = (replace(one.rates, between_ranks=where) for where in (before, after))
     plans = (replace(one, rates=rates) for rates in ranks)
-    forecast = by_ledger(*plans, Measured())
+    forecast = by_ledger(*plans, MeasuredRun())
     assert (forecast.gain, forecast.unknown) == (None, NoInterval.RANKS)
 
 
@@ -187,7 +188,7 @@ def test_the_hosts_pace_scales_no_step_of_the_device() -> None:
         and not whole.time.waits_for_launches
     )
     assert slow.time.step_s and graphs.time.step_s and whole.time.step_s
-    run = Measured(1.5 * slow.time.step_s)
+    run = MeasuredRun(1.5 * slow.time.step_s)
     less, fewer = by_ledger(slow, graphs, run).gain, by_ledger(slow, whole, run).gain
     assert less is not None and less.value == pytest.approx(
         slow.time.step_s / graphs.time.step_s - 1
@@ -195,7 +196,7 @@ def test_the_hosts_pace_scales_no_step_of_the_device() -> None:
     assert fewer is not None and fewer.value == pytest.approx(
         1.5 * slow.time.step_s / whole.time.step_s - 1
     )
-    plan_alone = by_ledger(slow, whole, Measured()).gain
+    plan_alone = by_ledger(slow, whole, MeasuredRun()).gain
     assert plan_alone is not None
     assert log((1 + plan_alone.high) / (1 + plan_alone.low)) > 0.3  # a host that nobody measured
 
@@ -211,7 +212,7 @@ def test_blocks_that_run_again_are_left_out_where_the_host_is_slow(name: str) ->
     plan, _, _ = on_h200("160m", f"{BARE} +{name}")
     here = make_context(plan, torch.device("cpu"))
     finding = Finding(Kind.GPU_IDLES, 0.5)
-    told_here = remedies(finding, plan, here, Machine.assumed("cpu"), catalogue(), Measured())
+    told_here = remedies(finding, plan, here, Machine.assumed("cpu"), catalogue(), MeasuredRun())
     assert all(out not in one.change for one in told_here)
 
 
@@ -223,7 +224,7 @@ def test_a_measured_share_is_taken_from_half_to_whole() -> None:
     assert (gain.low, gain.high) == (pytest.approx(1 / 0.9 - 1), pytest.approx(1 / 0.8 - 1))
     assert gain.value == pytest.approx(1 / 0.85 - 1), "the middle is at three quarters"
     same = predict(*on_h200("160m"))
-    assert by_share(0.0, by_ledger(same, same, Measured())).gain is None
+    assert by_share(0.0, by_ledger(same, same, MeasuredRun())).gain is None
     faster = Forecast(Interval(0.0, 0.1, 0.2, 9), "ledger")
     both = by_share(0.2, faster).gain  # the rest of the step is as the ledger has it
     assert both is not None and both.high == pytest.approx(1.1 / 0.8 - 1)
@@ -239,9 +240,9 @@ def test_what_few_steps_tell_is_forecast_where_both_plans_have_it() -> None:
         predict(*on_h200("160m", f"{BARE} model.precision=fp32 {more}")) for more in ("", "+muon")
     ]
     for one, other in ((plain, muon), (muon, plain), wide):
-        told = by_ledger(one, other, Measured(one.time.step_s))
+        told = by_ledger(one, other, MeasuredRun(one.time.step_s))
         assert told.gain is None and told.unknown is NoInterval.FEW
-    assert by_ledger(muon, both, Measured(muon.time.step_s)).gain is not None
+    assert by_ledger(muon, both, MeasuredRun(muon.time.step_s)).gain is not None
 
 
 def test_what_is_not_known_is_not_forecast() -> None:
@@ -259,7 +260,7 @@ def test_what_is_not_known_is_not_forecast() -> None:
         taught, False
     )
     assert asked("between steps", 0.5, "160m") == {}
-    idle = Measured(inactive=("fused_swiglu",))
+    idle = MeasuredRun(inactive=("fused_swiglu",))
     assert [*asked("silent no-op", 1.0, "160m", measured=idle)] == ["-fused_swiglu"]
 
 
@@ -372,7 +373,7 @@ def test_what_is_not_foreseen_is_said_once(tiny_plan: Callable[..., Plan]) -> No
     timed = advise_plan(*on_h200("160m"), catalogue()).findings
     assert "memory" not in [one.finding.bottleneck for one in timed]
     finding = Finding(Kind.COMPUTES, 0.9, {"device": "cpu"})
-    where = make_context(plan, cpu), Machine.assumed("cpu"), catalogue(), Measured()
+    where = make_context(plan, cpu), Machine.assumed("cpu"), catalogue(), MeasuredRun()
     run = advised([finding], plan, *where)
     assert not run.findings[0].remedies
     assert run.no_remedy is NoRemedy.NOT_FORECAST and run.why in render_advice(run)

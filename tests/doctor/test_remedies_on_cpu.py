@@ -13,7 +13,7 @@ from headrace.cli.catalogue import catalogue
 from headrace.costs.machine import Machine
 from headrace.costs.rates import MeasuredStep
 from headrace.doctor.findings import Finding, Kind
-from headrace.doctor.forecast import ERROR, ON_CPU, Measured, by_ledger
+from headrace.doctor.forecast import ERROR, ON_CPU, MeasuredRun, by_ledger
 from headrace.doctor.remedies import Remedy, remedies
 from headrace.plan.plan import Plan
 from headrace.predict.prediction import Prediction, predict
@@ -47,7 +47,7 @@ def test_no_pause_of_a_gpu_stands_between_steps_of_a_cpu() -> None:
         before, time=replace(before.time, step_s=half_s, parts_s={"matrix products": half_s})
     )
     assert halved.time.device_s == pytest.approx(before.time.step_s / 2)
-    for measured in (Measured(), Measured(before.time.step_s)):
+    for measured in (MeasuredRun(), MeasuredRun(before.time.step_s)):
         gain = by_ledger(before, halved, measured).gain
         assert gain is not None and gain.value == pytest.approx(1.0)
         half = ERROR.least + (ERROR.share + log(ON_CPU)) * log(2)
@@ -57,7 +57,7 @@ def test_no_pause_of_a_gpu_stands_between_steps_of_a_cpu() -> None:
 def remedies_of(machine: Machine, plan: Plan) -> list[Remedy]:
     finding = Finding(Kind.COMPUTES, 0.9)
     context = make_context(plan, torch.device("cpu"))
-    return remedies(finding, plan, context, machine, catalogue(), Measured())
+    return remedies(finding, plan, context, machine, catalogue(), MeasuredRun())
 
 
 def test_two_techniques_together_are_a_remedy_on_a_cpu() -> None:
