@@ -42,7 +42,7 @@ from residuals import known, on_device
 from headrace.core.errors import RefusalKind
 from headrace.costs.machine import Machine
 from headrace.plan.plan import Plan
-from headrace.predict.calibration import ENOUGH, Measured
+from headrace.predict.calibration import ENOUGH, MeasuredPlan
 from headrace.predict.prediction import Prediction, calibrated, predict
 from headrace.tuner.readings import Reading, time_steps
 from headrace.tuner.worker import Worker
@@ -68,7 +68,7 @@ class Planner:
     """Hold what a prediction is made with: a machine, and measured steps where there are any."""
 
     machine: Machine
-    measured: dict[str, tuple[Plan, Measured]] | None = None
+    measured: dict[str, tuple[Plan, MeasuredPlan]] | None = None
     """Maps a choice to its first candidate and the measured time of that one's steps."""
 
     @property
@@ -94,7 +94,7 @@ def write_predictions(args: argparse.Namespace) -> None:
     first = firsts(args.list)
     came = {r["id"]: r for r in rows if r["kind"] == "outcome"}
     measured = {
-        one.choice: (one.plan, Measured(came[one.id]["step_s"], steps=came[one.id]["timed"]))
+        one.choice: (one.plan, MeasuredPlan(came[one.id]["step_s"], steps=came[one.id]["timed"]))
         for one in first.values()
         if came.get(one.id, {}).get("step_s")
     }

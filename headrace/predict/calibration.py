@@ -35,7 +35,7 @@ these means that something else was measured."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPlan:
     """Hold what the steady steps of one plan took.
 
     Args:
@@ -50,7 +50,7 @@ class Measured:
     steps: int = ENOUGH
 
     @classmethod
-    def of_run(cls, folder: Path) -> "Measured":
+    def of_run(cls, folder: Path) -> "MeasuredPlan":
         """Return what the last steady steps of a run took.
 
         The numbers come from the rows of metrics.jsonl, or from the sums in report.json where there
@@ -71,7 +71,7 @@ class Measured:
         return cls._of_report(folder)
 
     @classmethod
-    def _of_report(cls, folder: Path) -> "Measured":
+    def _of_report(cls, folder: Path) -> "MeasuredPlan":
         file = folder / "report.json"
         try:
             report = parse_json(file.read_bytes())
@@ -111,7 +111,7 @@ class Calibration:
     host: float | None = None
 
     @classmethod
-    def of(cls, time: StepTime, measured: Measured, plan: str) -> "Calibration":
+    def of(cls, time: StepTime, measured: MeasuredPlan, plan: str) -> "Calibration":
         """Return the calibration with which `time` meets what was measured of the same plan.
 
         Args:

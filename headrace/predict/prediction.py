@@ -32,7 +32,7 @@ from headrace.inference.load import read_recorded_plan, resolve_run
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context
 from headrace.predict import ranks
-from headrace.predict.calibration import Calibration, Measured, check_device
+from headrace.predict.calibration import Calibration, MeasuredPlan, check_device
 from headrace.predict.ending import Curve, ending
 from headrace.predict.intervals import (
     EXACT,
@@ -345,7 +345,9 @@ def _run(
     return RunPrediction(until, steps, hours, hours * price, between, dollars_between)
 
 
-def calibrated(plan: Plan, context: Context, machine: Machine, measured: Measured) -> Calibration:
+def calibrated(
+    plan: Plan, context: Context, machine: Machine, measured: MeasuredPlan
+) -> Calibration:
     """Return the calibration by which a machine's model meets the measured steps of a plan.
 
     Raises:
@@ -384,7 +386,7 @@ def after(folder: Path, catalogue: Catalogue, context: Context, machine: Machine
     folder = resolve_run(folder)
     check_device(folder, context.device, context.device_name)
     plan = read_recorded_plan(folder, catalogue)
-    return calibrated(plan, at(context, plan), machine, Measured.of_run(folder))
+    return calibrated(plan, at(context, plan), machine, MeasuredPlan.of_run(folder))
 
 
 def at(context: Context, plan: Plan) -> Context:

@@ -12,7 +12,7 @@ from headrace.core.errors import ConfigError
 from headrace.costs.step import StepTime
 from headrace.costs.work import EDGE_S
 from headrace.plan.changes import changed
-from headrace.predict.calibration import Calibration, Measured
+from headrace.predict.calibration import Calibration, MeasuredPlan
 from headrace.predict.intervals import STEP
 from headrace.predict.page import format_prediction
 from headrace.predict.prediction import LAUNCHES, after, at, calibrated, predict
@@ -29,19 +29,21 @@ def test_measured_phases_are_met_and_carried_over() -> None:
         0.1,
     )
     phases = {"forward": 1.1, "backward": 2.6, "optimizer": 0.25, "input": 0.0}
-    found = Calibration.of(time, Measured(3.95 + EDGE_S, phases), "one")
+    found = Calibration.of(time, MeasuredPlan(3.95 + EDGE_S, phases), "one")
     assert found.factors == pytest.approx(
         {"forward": 1.1, "recompute": 1.3, "backward": 1.3, "optimizer": 1.0}
     )
     assert found.step_s(time) == pytest.approx(3.95 + EDGE_S)
     other = StepTime({("forward", "product"): 2.0}, 0.1)
     assert found.step_s(other) == pytest.approx(2.2 + EDGE_S)
-    waited = Calibration.of(time, Measured(4.95 + EDGE_S, {**phases, "input": 1 + EDGE_S}), "one")
+    waited = Calibration.of(
+        time, MeasuredPlan(4.95 + EDGE_S, {**phases, "input": 1 + EDGE_S}), "one"
+    )
     assert waited.factors == pytest.approx(found.factors) and waited.waits_s == pytest.approx(1.0)
-    whole = Calibration.of(time, Measured(6.5 + EDGE_S), "one")
+    whole = Calibration.of(time, MeasuredPlan(6.5 + EDGE_S), "one")
     assert set(whole.factors.values()) == {2.0}
     with pytest.raises(ConfigError, match="too far apart"):
-        Calibration.of(time, Measured(60.0), "one")
+        Calibration.of(time, MeasuredPlan(60.0), "one")
 
 
 def test_a_run_sets_the_model_for_other_plans(tmp_path: Path) -> None:
@@ -87,7 +89,7 @@ def test_a_run_sets_the_model_for_other_plans(tmp_path: Path) -> None:
         and plain.time.step_s
         and 1.15 < moved.time.step_s / plain.time.step_s < 1.25
     )
-    assert found == calibrated(plan, context, H200, Measured(1.2 * before.time.step_s))
+    assert found == calibrated(plan, context, H200, MeasuredPlan(1.2 * before.time.step_s))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_a_faster_host_tells_nothing_of_the_device() -> None:
     plan, context = on_h200("160m", "batch.micro_sequences=2", without=["torch_compile"])
     found = predict(plan, context, H200)
     assert found.time.step_s and LAUNCHES in found.time.parts_s and found.time.no_interval
-    quick = calibrated(plan, context, H200, Measured(0.4 * found.time.step_s))
+    quick = calibrated(plan, context, H200, MeasuredPlan(0.4 * found.time.step_s))
     faster = predict(plan, context, H200, quick)
     assert (
         faster.time.step_s

@@ -16,7 +16,7 @@ from headrace.costs.machine import Machine
 from headrace.costs.rates import MatmulPoint, MatmulRates, MeasuredStep, StreamPoint
 from headrace.plan.plan import Plan
 from headrace.predict import sweep
-from headrace.predict.calibration import Measured
+from headrace.predict.calibration import MeasuredPlan
 from headrace.predict.intervals import STEP, Width
 from headrace.predict.page import format_prediction
 from headrace.predict.prediction import NoInterval, Prediction, calibrated, predict
@@ -172,7 +172,7 @@ def test_measured_steps_move_the_prediction_of_others() -> None:
     context = make_context(plan, torch.device("cpu"))
     before = seen()
     assert before.time.step_s
-    setting = calibrated(plan, context, probed_cpu(), Measured(1.3 * before.time.step_s))
+    setting = calibrated(plan, context, probed_cpu(), MeasuredPlan(1.3 * before.time.step_s))
     after = predict(plan, context, probed_cpu(), setting)
     assert after.time.step_s == pytest.approx(1.3 * before.time.step_s)
 

@@ -19,7 +19,7 @@ from headrace.costs.step import StepTime
 from headrace.costs.work import EDGE_S
 from headrace.data.tokenizer import train_tokenizer
 from headrace.plan.plan import Plan
-from headrace.predict.calibration import Calibration, Measured
+from headrace.predict.calibration import Calibration, MeasuredPlan
 from headrace.predict.intervals import ASSUMED, PROBED, SAME_CHIP, STEP, STEPPED, widening
 from headrace.predict.page import format_prediction
 from headrace.predict.prediction import DATA, LAUNCHES, predict
@@ -135,7 +135,7 @@ def test_the_shares_of_a_step_are_all_of_it() -> None:
     assert found.time.step_s
     slow = Calibration.of(
         StepTime({("forward", "product"): 1.0}, 0.1),
-        Measured(2.0, {"input": 0.5, "forward": 1.5}),
+        MeasuredPlan(2.0, {"input": 0.5, "forward": 1.5}),
         "x",
     )
     waited = predict(plan, context, H200, slow)

@@ -34,7 +34,7 @@ from headrace.costs.rates import MeasuredStep
 from headrace.plan.changes import parse
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
-from headrace.predict.calibration import Measured
+from headrace.predict.calibration import MeasuredPlan
 from headrace.predict.prediction import calibrated, predict
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +103,7 @@ class Case:
         calibration = None
         if self.measured_s:
             first = lists.firsts()[_listed()[self.base].choice].plan
-            steps = Measured(self.measured_s)
+            steps = MeasuredPlan(self.measured_s)
             calibration = calibrated(first, _place(first, machine), machine, steps)
         seen = predict(plan, _place(plan, machine), machine, calibration).to_dict()
         kept = {key: value for key, value in seen.items() if key not in TEXTS}
