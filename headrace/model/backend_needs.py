@@ -17,7 +17,7 @@ HALF = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
-class Needs:
+class BackendNeeds:
     """A backend's kernel takes these GPUs, precisions, heads and masks.
 
     Args:
@@ -47,10 +47,14 @@ class Needs:
 
 TO_FLASH = mend("-flash_attention_3", "+flash_attention")
 NEEDS = {
-    "cudnn_attention": Needs("cuDNN", oldest=AMPERE, precisions=("bf16",)),
-    "flash_attention": Needs("torch's flash kernel", oldest=AMPERE, widest=256, masked=False),
-    "FA3": Needs("FA3", majors=(9,), gpus="Hopper", instead=TO_FLASH, widest=256, masked=False),
-    "FA4": Needs(
+    "cudnn_attention": BackendNeeds("cuDNN", oldest=AMPERE, precisions=("bf16",)),
+    "flash_attention": BackendNeeds(
+        "torch's flash kernel", oldest=AMPERE, widest=256, masked=False
+    ),
+    "FA3": BackendNeeds(
+        "FA3", majors=(9,), gpus="Hopper", instead=TO_FLASH, widest=256, masked=False
+    ),
+    "FA4": BackendNeeds(
         "FA4",
         majors=(9, 10),
         gpus="Hopper or Blackwell",
@@ -59,8 +63,8 @@ NEEDS = {
         heads=(32, 64, 80, 96, 128),  # tried on an H200: 8, 16, 24, 40, 48 and 192 do not compile
         masked=False,
     ),
-    "varlen_attention": Needs("torch's varlen_attn", oldest=AMPERE, widest=256),
-    "flex_attention": Needs(
+    "varlen_attention": BackendNeeds("torch's varlen_attn", oldest=AMPERE, widest=256),
+    "flex_attention": BackendNeeds(
         "flex_attention", oldest=AMPERE, precisions=(*HALF, "fp32"), triton=True
     ),
 }
@@ -78,7 +82,7 @@ def lacks(context: Context, backend: str) -> Unsupported | None:
     )
 
 
-def _lacks_gpu(context: Context, needs: Needs) -> Unsupported | None:
+def _lacks_gpu(context: Context, needs: BackendNeeds) -> Unsupported | None:
     """Return why a kernel cannot run on this device, or None if it can."""
     if context.device != "cuda":
         return Unsupported(
@@ -105,7 +109,7 @@ def _lacks_gpu(context: Context, needs: Needs) -> Unsupported | None:
     return None
 
 
-def _lacks_numbers(context: Context, needs: Needs) -> Unsupported | None:
+def _lacks_numbers(context: Context, needs: BackendNeeds) -> Unsupported | None:
     """Return why a kernel does not take this precision or these heads, or None if it does."""
     width = context.plan.model.resolved_head_dim
     if needs.heads and width not in needs.heads:  # first: it knows the nearest of what is too wide
