@@ -18,7 +18,7 @@ next: then caches are warm, and a process runs. Later pairs replace this guess."
 
 
 @dataclass(frozen=True)
-class Needs:
+class TrialSeconds:
     """Hold the seconds that a trial needs.
 
     Args:
@@ -44,7 +44,7 @@ class Needs:
         return max(self.seconds / FITS, self.trained_s / TRAINED)
 
     @property
-    def untrained(self) -> "Needs":
+    def untrained(self) -> "TrialSeconds":
         """Return what the trial needs where no training has to show anything."""
         return replace(self, trained_s=0.0)
 
@@ -69,7 +69,7 @@ def needs(
     steps: int,
     step_s: float,
     after_s: float,
-) -> Needs | None:
+) -> TrialSeconds | None:
     """Return what a trial takes; None where nothing like it was measured.
 
     Where a training must show that it learns the same, that alone may be too long, so the trial has
@@ -88,4 +88,4 @@ def needs(
         return None
     first = SOONER if alike and alike[0] == ready[0][1] else 1.0
     ready_s = median(alike[1:]) if len(alike) > 1 else first * sum(alike)
-    return Needs(ready_s, PAIR_STEPS * step_s, steps * (step_s + after_s), steps)
+    return TrialSeconds(ready_s, PAIR_STEPS * step_s, steps * (step_s + after_s), steps)

@@ -17,7 +17,7 @@ from headrace.plan.technique import Stage
 from headrace.tuner.effects import effect_of, rounds_state
 from headrace.tuner.equality import least_steps
 from headrace.tuner.judge import Compared, Rules, compare
-from headrace.tuner.minutes import SOONER, Needs, compiles, needs
+from headrace.tuner.minutes import SOONER, TrialSeconds, compiles, needs
 from headrace.tuner.paired_blocks import (
     ACCEPT,
     FITS,
@@ -203,7 +203,7 @@ class Tuning:
         reason += f": --minutes {minutes}, and the same command goes on"
         return replace(compared, reason=f"{compared.reason}; {reason}")
 
-    def needs(self, proposal: Proposal) -> Needs | None:
+    def needs(self, proposal: Proposal) -> TrialSeconds | None:
         """Return what a trial of it beside the best takes; None where that is not known."""
         assert self.pool is not None
         best = self.pool.best
@@ -219,7 +219,7 @@ class Tuning:
         """Return the seconds that a trial may take now."""
         return min(self.left_s(self.share), LONGEST * self.minutes_s)
 
-    def too_slow(self, seen: Needs) -> str:
+    def too_slow(self, seen: TrialSeconds) -> str:
         """Return why a trial is not begun whose verdict would come too late."""
         minutes = self.minutes_for(seen.limit_s, self.clock() - self.began_s, self.share)
         self.needed.append(minutes)

@@ -37,7 +37,7 @@ from headrace.plan.plan import Plan
 from headrace.tuner import learning_trials, retrial
 from headrace.tuner.effects import rounding_words
 from headrace.tuner.judge import Compared, Rules
-from headrace.tuner.minutes import Needs
+from headrace.tuner.minutes import TrialSeconds
 from headrace.tuner.pairs import Measure
 from headrace.tuner.path import Tuned
 from headrace.tuner.pool import NEAR, SLACK, Pool
@@ -236,7 +236,7 @@ class _TuningLoop(Tuning):
         self.record(proposal, compared, stage, spent_s)
         self.follow(proposal, compared)
 
-    def postpone(self, proposal: Proposal, takes: Needs) -> bool:
+    def postpone(self, proposal: Proposal, takes: TrialSeconds) -> bool:
         """Try a part that is quicker to judge first, or else all others; return False for neither.
 
         To show that a plan learns the same takes hundreds of steps, for which the minutes may be

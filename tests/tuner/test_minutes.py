@@ -10,7 +10,7 @@ from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.tuner.effects import state_words
 from headrace.tuner.judge import Rules
-from headrace.tuner.minutes import Needs, needs
+from headrace.tuner.minutes import TrialSeconds, needs
 from headrace.tuner.tune import tune
 
 KNOWN = catalogue()
@@ -20,9 +20,9 @@ FAST, OTHER, ROUNDS, COMPILES = "fused_rope", "fused_swiglu", "bf16_autocast", "
 
 def test_a_trial_takes_what_those_like_it_took() -> None:
     ready = [(False, 20.0), (False, 8.0), (True, 60.0), (False, 6.0)]
-    assert needs(ready, False, 0, 0.1, 0.1) == Needs(7.0, 29 * 0.1)
-    assert needs(ready, True, 0, 0.1, 0.1) == Needs(60.0, 29 * 0.1)
-    assert needs(ready[:1], False, 0, 0.1, 0.1) == Needs(10.0, 29 * 0.1), "caches are warm"
+    assert needs(ready, False, 0, 0.1, 0.1) == TrialSeconds(7.0, 29 * 0.1)
+    assert needs(ready, True, 0, 0.1, 0.1) == TrialSeconds(60.0, 29 * 0.1)
+    assert needs(ready[:1], False, 0, 0.1, 0.1) == TrialSeconds(10.0, 29 * 0.1), "caches are warm"
     assert needs(ready[:2], True, 0, 0.1, 0.1) is None, "nothing that compiles was measured"
     rounds = needs(ready, False, 160, 0.5, 0.5)
     assert rounds is not None and rounds.trained_s == 160.0 and rounds.limit_s == 320.0
