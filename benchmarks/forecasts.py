@@ -44,7 +44,7 @@ from headrace.core.errors import HeadraceError, RefusalKind
 from headrace.costs.machine import Machine
 from headrace.doctor.findings import KIND_OF, Finding
 from headrace.doctor.forecast import MeasuredRun
-from headrace.doctor.remedies import Remedy, remedies
+from headrace.doctor.remedies import PlanRemedy, remedies
 from headrace.doctor.words.answer import SHOWN
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
@@ -114,9 +114,9 @@ def planted(path: Path, base: str) -> Plan:
 
 def forecast(
     plan: Plan, least: float, device_name: str = "", measured: MeasuredRun | None = None
-) -> list[Remedy]:
+) -> list[PlanRemedy]:
     """Return what the doctor forecasts for a plan, each change once."""
-    by_change: dict[tuple[str, ...], Remedy] = {}
+    by_change: dict[tuple[str, ...], PlanRemedy] = {}
     for bottleneck in PRICED:
         finding = Finding(KIND_OF[bottleneck], confidence="inferred")
         known = remedies(

@@ -25,7 +25,7 @@ from headrace.doctor.findings import Finding, Kind
 from headrace.doctor.forecast import MeasuredRun, by_ledger
 from headrace.doctor.loop_remedies import LoopRemedy, examine_loop, loop_remedies
 from headrace.doctor.of_plan import plan_findings
-from headrace.doctor.remedies import HEALTHY, Remedy, remedies
+from headrace.doctor.remedies import HEALTHY, PlanRemedy, remedies
 from headrace.doctor.rules import WRONG, presented, unjudged
 from headrace.doctor.run import examined_run, place_of, use_of
 from headrace.inference.load import read_recorded_plan
@@ -76,7 +76,7 @@ class Advised:
     """Hold a finding with its remedies, the best first; none where nothing is known to help."""
 
     finding: Finding
-    remedies: tuple[Remedy, ...] | tuple[LoopRemedy, ...] = ()
+    remedies: tuple[PlanRemedy, ...] | tuple[LoopRemedy, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Advice:
         return next((one.finding for one in self.findings), None)
 
     @property
-    def first(self) -> Remedy | LoopRemedy | None:
+    def first(self) -> PlanRemedy | LoopRemedy | None:
         """Return the remedy to try first.
 
         Where something is wrong it is the first of its own; else the one of any finding with the
@@ -142,7 +142,7 @@ class Advice:
             return False
         return True if self.timed else None
 
-    def command(self, remedy: Remedy | LoopRemedy) -> str:
+    def command(self, remedy: PlanRemedy | LoopRemedy) -> str:
         """Return what applies a remedy: a command, or words where no plan can be run."""
         return remedy.words if self.run is None else train_command(self.run, remedy.words)
 

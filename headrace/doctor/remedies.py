@@ -73,7 +73,7 @@ BOUGHT = "what it bought: "
 
 
 @dataclass(frozen=True)
-class Remedy:
+class PlanRemedy:
     """Hold a change of the plan against a finding.
 
     Args:
@@ -119,7 +119,7 @@ def remedies(
     machine: Machine,
     catalogue: Catalogue,
     measured: MeasuredRun,
-) -> list[Remedy]:
+) -> list[PlanRemedy]:
     """Return what to change, the largest forecast gain first and what is not forecast last.
 
     Args:
@@ -181,7 +181,7 @@ class _Asker:
         """Return whether a technique acts on all of the bottleneck, and not on a part alone."""
         return "" in _parts(self.asking.catalogue.find(name), self.finding.bottleneck)
 
-    def remedy(self, words: Words, plan: Plan | None = None) -> Remedy | None:
+    def remedy(self, words: Words, plan: Plan | None = None) -> PlanRemedy | None:
         """Return the remedy that a change is; None where it cannot run, fit or help.
 
         Args:
@@ -203,7 +203,7 @@ class _Asker:
             return remedy if named and helps(bottleneck, remedy) else None
         return remedy if helps(bottleneck, remedy) else None
 
-    def pairs(self, singles: Sequence[Remedy]) -> list[Remedy]:
+    def pairs(self, singles: Sequence[PlanRemedy]) -> list[PlanRemedy]:
         """Return what is best on top of the best single change, if that gains more."""
         known = [one for one in singles if one.gain is not None and one.equality != "learning"]
         if not known:
@@ -223,7 +223,7 @@ class _Asker:
             replace(top, what=f"{best.what} {top.what}", costs=costs, cost=best.cost or top.cost)
         ]
 
-    def plainest_first(self, ordered: list[Remedy]) -> list[Remedy]:
+    def plainest_first(self, ordered: list[PlanRemedy]) -> list[PlanRemedy]:
         """Return the remedies, first the plainest of those that gain nearly as much as the first.
 
         This is the rule of one standard error (Breiman et al., 1984): where an estimate's error
@@ -233,7 +233,7 @@ class _Asker:
         if not ordered or _gained(ordered[0]) <= 0:
             return ordered
 
-        def plainness(one: Remedy) -> tuple[int, int, int]:
+        def plainness(one: PlanRemedy) -> tuple[int, int, int]:
             added = [self.asking.catalogue.find(w[1:]) for w in one.change if w[0] == "+"]
             places = sum(len(t.claims) + len(t.composes) for t in added)
             return EFFECTS.index(one.equality), len(one.change), places
@@ -243,7 +243,7 @@ class _Asker:
         return [plainest, *(one for one in ordered if one is not plainest)]
 
 
-def _gained(remedy: Remedy) -> float:
+def _gained(remedy: PlanRemedy) -> float:
     return 0.0 if remedy.gain is None else remedy.gain.value
 
 
@@ -313,9 +313,9 @@ def _remedy(
     after: Candidate,
     measured: MeasuredRun,
     words: Words,
-) -> Remedy:
+) -> PlanRemedy:
     forecast = _forecast(finding, asking, before, after, measured, words)
-    return Remedy(
+    return PlanRemedy(
         change=after.changes,
         what=_sentence(asking, after.changes, words[0]),
         gain=forecast.gain,
@@ -376,7 +376,7 @@ def _forecast(
     return by_share(finding.share, ledger)
 
 
-def helps(bottleneck: str, remedy: Remedy) -> bool:
+def helps(bottleneck: str, remedy: PlanRemedy) -> bool:
     """Return whether a forecast is one of a remedy, or there is none and it may be."""
     if bottleneck == "memory capacity":
         return remedy.memory_bytes < 0
@@ -390,7 +390,7 @@ def helps(bottleneck: str, remedy: Remedy) -> bool:
 
 
 def _order(
-    remedy: Remedy, learns: bool, causes: Sequence[set[str]] = (), timed: bool = False
+    remedy: PlanRemedy, learns: bool, causes: Sequence[set[str]] = (), timed: bool = False
 ) -> tuple[int, bool, bool, bool, float, Words]:
     """Order what is forecast first, of that what keeps the gradients, of that the largest gain.
 
@@ -411,7 +411,7 @@ def _keys(change: Words) -> set[str]:
     return {word.partition("=")[0] for word in change}
 
 
-def _does_it_all(other: Remedy, one: Remedy, *, timed: bool = False) -> bool:
+def _does_it_all(other: PlanRemedy, one: PlanRemedy, *, timed: bool = False) -> bool:
     """Return whether a part of a change is as good as the whole, or a shorter one is the same.
 
     Args:
@@ -433,7 +433,7 @@ def _does_it_all(other: Remedy, one: Remedy, *, timed: bool = False) -> bool:
     return not faster and other.memory_bytes <= one.memory_bytes
 
 
-def _without_needless(remedies: list[Remedy], finding: Finding) -> list[Remedy]:
+def _without_needless(remedies: list[PlanRemedy], finding: Finding) -> list[PlanRemedy]:
     """Return the remedies of which no part, and no shorter one, does it all."""
     timed = finding.bottleneck in PRICED
     return [
@@ -443,7 +443,7 @@ def _without_needless(remedies: list[Remedy], finding: Finding) -> list[Remedy]:
     ]
 
 
-def _best_rows(remedies: list[Remedy]) -> list[Remedy]:
+def _best_rows(remedies: list[PlanRemedy]) -> list[PlanRemedy]:
     """Return the remedies with the first alone of several sizes of a micro-batch."""
     rows = [remedy for remedy in remedies if remedy.change[0].partition("=")[0] == MICRO]
     return [remedy for remedy in remedies if remedy not in rows[1:]]

@@ -32,7 +32,7 @@ from headrace.doctor.physics import (
     slack_share,
 )
 from headrace.doctor.plan_keys import concerns_halves
-from headrace.doctor.remedies import Remedy, _Asker, remedies
+from headrace.doctor.remedies import PlanRemedy, _Asker, remedies
 from headrace.doctor.rules import busy_in, faults
 from headrace.doctor.use import Use
 from headrace.doctor.words import describe
@@ -160,7 +160,7 @@ def test_a_finding_whose_remedy_gains_more_stands_before_one_that_takes_more() -
 
     def one(name: str, share: float, *gains: float | None, equality: str = "exact") -> Advised:
         intervals = (None if g is None else Interval(g, g, g, 9) for g in gains)
-        known = [Remedy(("+a",), "", i, 0.0, "yes", "", equality, "ledger") for i in intervals]
+        known = [PlanRemedy(("+a",), "", i, 0.0, "yes", "", equality, "ledger") for i in intervals]
         kind = KIND_OF.get(name, Kind.PHASE)
         return Advised(Finding(kind, share, {"bottleneck": name}), tuple(known))
 

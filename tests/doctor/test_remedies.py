@@ -25,7 +25,7 @@ from headrace.doctor.forecast import Forecast, MeasuredRun, between, by_ledger, 
 from headrace.doctor.observation import Observation
 from headrace.doctor.plan_keys import KEYS
 from headrace.doctor.remedies import (
-    Remedy,
+    PlanRemedy,
     _Asker,
     _does_it_all,
     _equality,
@@ -58,7 +58,7 @@ def on_h200(shape: str, words: str = "") -> tuple[Plan, Any, Machine]:
 
 def asked(
     bottleneck: str, share: float, shape: str, words: str = "", measured: MeasuredRun | None = None
-) -> dict[str, Remedy]:
+) -> dict[str, PlanRemedy]:
     """Return remedies of a finding by their words, the best first."""
     finding = Finding(KIND_OF.get(bottleneck, Kind.PHASE), share, {"bottleneck": bottleneck})
     where = on_h200(shape, words)
@@ -99,9 +99,9 @@ def test_of_gains_that_are_nearly_alike_the_plainest_stands_first() -> None:
     finding = Finding(Kind.PHASE, 0.9, {"bottleneck": "computation"})
     ask = _Asker(finding, Asking(plan, context, machine, catalogue()), MeasuredRun())
 
-    def one(gain: float, equality: str, *change: str) -> Remedy:
+    def one(gain: float, equality: str, *change: str) -> PlanRemedy:
         ends = Interval(gain - 0.1, gain, gain + 0.1, 9)
-        return Remedy(change, "", ends, 0.0, "yes", "", equality, "ledger")
+        return PlanRemedy(change, "", ends, 0.0, "yes", "", equality, "ledger")
 
     best = one(1.0, "approximate", "+bf16_parameters", "+torch_compile")
     for plainer in (
@@ -265,7 +265,7 @@ def test_what_is_not_known_is_not_forecast() -> None:
 
 
 def test_of_computation_only_what_is_sure_or_large_is_a_remedy() -> None:
-    sure = Remedy(("+a",), "", Interval(0.01, 0.02, 0.03, 9), 0.0, "yes", "", "exact", "ledger")
+    sure = PlanRemedy(("+a",), "", Interval(0.01, 0.02, 0.03, 9), 0.0, "yes", "", "exact", "ledger")
     maybe = replace(sure, gain=Interval(-0.01, 0.02, 0.03, 9))
     assert helps("computation", sure) and not helps("computation", maybe)
     large = replace(sure, gain=Interval(-0.02, 0.08, 0.19, 9))
@@ -289,7 +289,7 @@ def test_a_change_is_what_its_strongest_part_is(change: tuple[str, ...], equalit
 
 
 def test_a_part_is_as_good_as_the_whole_where_it_wins_as_much_of_both() -> None:
-    part = Remedy(("+a",), "", between(0.1), -100.0, "yes", "", "exact", "ledger")
+    part = PlanRemedy(("+a",), "", between(0.1), -100.0, "yes", "", "exact", "ledger")
     whole = replace(part, change=("+a", "+b"))
     assert _does_it_all(part, whole) and not _does_it_all(whole, part)
     assert not _does_it_all(part, replace(whole, gain=between(0.2))), "the whole is faster"

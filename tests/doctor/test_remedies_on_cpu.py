@@ -14,7 +14,7 @@ from headrace.costs.machine import Machine
 from headrace.costs.rates import MeasuredStep
 from headrace.doctor.findings import Finding, Kind
 from headrace.doctor.forecast import ERROR, ON_CPU, MeasuredRun, by_ledger
-from headrace.doctor.remedies import Remedy, remedies
+from headrace.doctor.remedies import PlanRemedy, remedies
 from headrace.plan.plan import Plan
 from headrace.predict.prediction import Prediction, predict
 
@@ -54,7 +54,7 @@ def test_no_pause_of_a_gpu_stands_between_steps_of_a_cpu() -> None:
         assert (gain.low, gain.high) == pytest.approx((2 * exp(-half) - 1, 2 * exp(half) - 1))
 
 
-def remedies_of(machine: Machine, plan: Plan) -> list[Remedy]:
+def remedies_of(machine: Machine, plan: Plan) -> list[PlanRemedy]:
     finding = Finding(Kind.COMPUTES, 0.9)
     context = make_context(plan, torch.device("cpu"))
     return remedies(finding, plan, context, machine, catalogue(), MeasuredRun())

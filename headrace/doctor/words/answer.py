@@ -6,7 +6,7 @@ from headrace.core.units import format_bytes
 from headrace.doctor.advice import Advice, NoRemedy, Rates
 from headrace.doctor.findings import Finding, Kind
 from headrace.doctor.loop_remedies import LoopRemedy
-from headrace.doctor.remedies import HEALTHY, Remedy
+from headrace.doctor.remedies import HEALTHY, PlanRemedy
 from headrace.doctor.words import describe
 
 SHOWN = 3
@@ -53,7 +53,7 @@ def finding_json(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _remedy_json(advice: Advice, remedy: Remedy | LoopRemedy) -> dict[str, Any]:
+def _remedy_json(advice: Advice, remedy: PlanRemedy | LoopRemedy) -> dict[str, Any]:
     return {**remedy.to_dict(), "command": advice.command(remedy)}
 
 
@@ -151,7 +151,7 @@ def render_rates(rates: Rates | None) -> str:
     return words
 
 
-def render_remedy(remedy: Remedy | LoopRemedy) -> str:
+def render_remedy(remedy: PlanRemedy | LoopRemedy) -> str:
     """Return a remedy in one line: --with X: +4% (80%: +2% to +6%), memory -3.1 GiB, costs ..."""
     parts = [render_gain(remedy)]
     if remedy.memory_bytes is not None and abs(remedy.memory_bytes) >= 2**20:
@@ -168,7 +168,7 @@ def render_remedy(remedy: Remedy | LoopRemedy) -> str:
     return f"{remedy.words}: {', '.join(parts)}"
 
 
-def render_gain(remedy: Remedy | LoopRemedy) -> str:
+def render_gain(remedy: PlanRemedy | LoopRemedy) -> str:
     """Return the gain with its ends, or that there is none; by a share it has no middle."""
     if (gain := remedy.gain) is None:
         return f"gain not forecast ({remedy.unknown})"
