@@ -41,8 +41,8 @@ from headrace.costs.assumed import (
     FACTORS,
     FAMILIES,
     H200_PEAK,
+    AttentionRates,
     Family,
-    Row,
 )
 from headrace.costs.hardware import ASSUMED, Hardware, lookup, near
 from headrace.costs.links import Link
@@ -434,7 +434,7 @@ def _attention_points(
     family: Family, peak: float
 ) -> Iterator[tuple[str, bool, tuple[AttentionPoint, ...]]]:
     """Yield per kernel and direction the rows that were measured on a like device."""
-    rows: dict[str, list[tuple[Row, tuple[float, float]]]] = {}
+    rows: dict[str, list[tuple[AttentionRates, tuple[float, float]]]] = {}
     for row in family.rows:
         like = peak / H200_PEAK * 1e12
         for kernel, rates in row.rates.items():
