@@ -67,7 +67,7 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Row:
+class DeviceRow:
     """A row is one line of the table; its numbers are in TFLOP/s, TB/s and GB."""
 
     words: str
@@ -99,7 +99,9 @@ class Row:
         )
 
 
-def _geforce(words: str, processors: int, fp32: float, bandwidth: float, memory: float) -> Row:
+def _geforce(
+    words: str, processors: int, fp32: float, bandwidth: float, memory: float
+) -> DeviceRow:
     """Return the row of a GeForce card; its series decides chip and source."""
     series = re.search(r"\b([345])0[5-9]0\b", words)
     family, capability, source = {
@@ -108,23 +110,27 @@ def _geforce(words: str, processors: int, fp32: float, bandwidth: float, memory:
         "5": ("blackwell_rtx", (12, 0), "NVIDIA RTX Blackwell whitepaper"),
     }[series[1] if series else ""]
     how = f"{source} and GeForce specifications, tensor products with fp32 accumulation"
-    return Row(words, family, capability, processors, 2 * fp32, fp32, bandwidth, memory, how)
+    return DeviceRow(words, family, capability, processors, 2 * fp32, fp32, bandwidth, memory, how)
 
 
-ROWS: tuple[Row, ...] = (
-    Row("H200 NVL", "hopper", (9, 0), 132, 835.5, 60, 4.8, 141, "NVIDIA H200 NVL datasheet"),
-    Row(
+ROWS: tuple[DeviceRow, ...] = (
+    DeviceRow("H200 NVL", "hopper", (9, 0), 132, 835.5, 60, 4.8, 141, "NVIDIA H200 NVL datasheet"),
+    DeviceRow(
         "H200", "hopper", (9, 0), 132, 989, 67, 4.8, 139.80 * GIB / GB, "NVIDIA H200 SXM datasheet"
     ),
-    Row("GH200 144G", "hopper", (9, 0), 132, 990, 67, 4.9, 144, "NVIDIA GH200 datasheet, HBM3e"),
-    Row("GH200", "hopper", (9, 0), 132, 990, 67, 4.0, 96, "NVIDIA GH200 datasheet, HBM3"),
-    Row("H100 PCIe", "hopper", (9, 0), 114, 756, 51, 2.0, 80, "NVIDIA H100 datasheet, PCIe column"),
-    Row("H100 NVL", "hopper", (9, 0), 132, 835.5, 60, 3.9, 94, "NVIDIA H100 NVL datasheet"),
-    Row("H100", "hopper", (9, 0), 132, 989, 67, 3.35, 80, "NVIDIA H100 SXM datasheet"),
-    Row(
+    DeviceRow(
+        "GH200 144G", "hopper", (9, 0), 132, 990, 67, 4.9, 144, "NVIDIA GH200 datasheet, HBM3e"
+    ),
+    DeviceRow("GH200", "hopper", (9, 0), 132, 990, 67, 4.0, 96, "NVIDIA GH200 datasheet, HBM3"),
+    DeviceRow(
+        "H100 PCIe", "hopper", (9, 0), 114, 756, 51, 2.0, 80, "NVIDIA H100 datasheet, PCIe column"
+    ),
+    DeviceRow("H100 NVL", "hopper", (9, 0), 132, 835.5, 60, 3.9, 94, "NVIDIA H100 NVL datasheet"),
+    DeviceRow("H100", "hopper", (9, 0), 132, 989, 67, 3.35, 80, "NVIDIA H100 SXM datasheet"),
+    DeviceRow(
         "B200", "blackwell", (10, 0), 148, 2250, 75, 8.0, 180, "NVIDIA DGX B200 datasheet, per GPU"
     ),
-    Row(
+    DeviceRow(
         "A100 PCIe 80GB",
         "ampere",
         (8, 0),
@@ -135,7 +141,7 @@ ROWS: tuple[Row, ...] = (
         80,
         "NVIDIA A100 datasheet, 80 GB PCIe column",
     ),
-    Row(
+    DeviceRow(
         "A100 40GB",
         "ampere",
         (8, 0),
@@ -146,7 +152,7 @@ ROWS: tuple[Row, ...] = (
         40,
         "NVIDIA A100 datasheet of the 40 GB modules",
     ),
-    Row(
+    DeviceRow(
         "A100",
         "ampere",
         (8, 0),
@@ -157,10 +163,14 @@ ROWS: tuple[Row, ...] = (
         80,
         "NVIDIA A100 datasheet, 80 GB SXM column",
     ),
-    Row("A10G", "ampere_rtx", (8, 6), 80, 70, 35, 0.6, 24, "NVIDIA A10G datasheet, for AWS G5"),
-    Row("A10", "ampere_rtx", (8, 6), 72, 125, 31.2, 0.6, 24, "NVIDIA A10 datasheet", 0.65),
-    Row("A6000", "ampere_rtx", (8, 6), 84, 154.8, 38.7, 0.768, 48, "NVIDIA RTX A6000 datasheet"),
-    Row(
+    DeviceRow(
+        "A10G", "ampere_rtx", (8, 6), 80, 70, 35, 0.6, 24, "NVIDIA A10G datasheet, for AWS G5"
+    ),
+    DeviceRow("A10", "ampere_rtx", (8, 6), 72, 125, 31.2, 0.6, 24, "NVIDIA A10 datasheet", 0.65),
+    DeviceRow(
+        "A6000", "ampere_rtx", (8, 6), 84, 154.8, 38.7, 0.768, 48, "NVIDIA RTX A6000 datasheet"
+    ),
+    DeviceRow(
         "6000 Ada",
         "ada",
         (8, 9),
@@ -171,8 +181,8 @@ ROWS: tuple[Row, ...] = (
         48,
         "NVIDIA RTX 6000 Ada datasheet and Ada whitepaper",
     ),
-    Row("L40S", "ada", (8, 9), 142, 362, 91.6, 0.864, 48, "NVIDIA L40S datasheet"),
-    Row(
+    DeviceRow("L40S", "ada", (8, 9), 142, 362, 91.6, 0.864, 48, "NVIDIA L40S datasheet"),
+    DeviceRow(
         "L4",
         "ada",
         (8, 9),
@@ -184,10 +194,16 @@ ROWS: tuple[Row, ...] = (
         "NVIDIA L4 datasheet, half of its sparse rates",
         0.65,
     ),
-    Row("T4", "turing", (7, 5), 40, 65, 8.1, 0.32, 16, "NVIDIA T4 datasheet", 0.65),
-    Row("V100S", "volta", (7, 0), 80, 130, 16.4, 1.134, 32, "NVIDIA V100 datasheet, V100S column"),
-    Row("V100 PCIe", "volta", (7, 0), 80, 112, 14, 0.9, 16, "NVIDIA V100 datasheet, PCIe column"),
-    Row("V100", "volta", (7, 0), 80, 125, 15.7, 0.9, 16, "NVIDIA V100 datasheet, SXM2 column"),
+    DeviceRow("T4", "turing", (7, 5), 40, 65, 8.1, 0.32, 16, "NVIDIA T4 datasheet", 0.65),
+    DeviceRow(
+        "V100S", "volta", (7, 0), 80, 130, 16.4, 1.134, 32, "NVIDIA V100 datasheet, V100S column"
+    ),
+    DeviceRow(
+        "V100 PCIe", "volta", (7, 0), 80, 112, 14, 0.9, 16, "NVIDIA V100 datasheet, PCIe column"
+    ),
+    DeviceRow(
+        "V100", "volta", (7, 0), 80, 125, 15.7, 0.9, 16, "NVIDIA V100 datasheet, SXM2 column"
+    ),
     _geforce("RTX 5090", 170, 104.8, 1.792, 32),
     _geforce("RTX 5080", 84, 56.3, 0.96, 16),
     _geforce("RTX 5070 Ti", 70, 43.9, 0.896, 16),
