@@ -46,7 +46,7 @@ from headrace.data.heldout import (
     Weights,
     refused_split,
 )
-from headrace.data.left_out import Reason, Tally
+from headrace.data.left_out import LeftOutTally, Reason
 from headrace.data.listing import Asked
 from headrace.data.prepared import Prepared, check_same_data, open_prepared
 from headrace.data.repeated import Seen
@@ -229,7 +229,7 @@ def is_current(plan: Plan, prepared: Prepared) -> bool:
 def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
     progress = progress or (lambda description, done, total: None)
     root = Path(plan.data.directory).expanduser()
-    name = _key(plan, listed := Tally())
+    name = _key(plan, listed := LeftOutTally())
     target = root / name
     try:
         if not target.exists():
@@ -260,7 +260,7 @@ def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
         ) from None
 
 
-def _key(plan: Plan, listed: Tally | None = None) -> str:
+def _key(plan: Plan, listed: LeftOutTally | None = None) -> str:
     """Return 12 hex digits that change with anything that the shards depend on.
 
     `listed` counts the files of the sources that are left out.
@@ -320,7 +320,7 @@ def _build(plan: Plan, folder: Path, progress: Progress) -> None:
         tokenizer = open_tokenizer(data.tokenizer)
         if not data.lossy_tokenizer:
             tokenizer.refuse_losses()
-    tally = Tally()
+    tally = LeftOutTally()
     survey = _read_through(plan, progress, tally=tally)
     split = _split(plan, survey, tally)
     if tokenizer is None:
@@ -336,7 +336,7 @@ def _build(plan: Plan, folder: Path, progress: Progress) -> None:
 
 
 def _read_through(
-    plan: Plan, progress: Progress, share: float | None = None, tally: Tally | None = None
+    plan: Plan, progress: Progress, share: float | None = None, tally: LeftOutTally | None = None
 ) -> _Survey:
     """Make the first pass; with `share`, look only at what could be held out of the text."""
     data, asked = plan.data, plan.data.validation
@@ -344,7 +344,7 @@ def _read_through(
     survey = _Survey(Weights(share or (0.0 if own else asked)))
     sampled = share is None and data.tokenizer == "bpe"
     for number, asked_for in enumerate(_asked(plan)):
-        before, met = survey.weights.documents, Tally()
+        before, met = survey.weights.documents, LeftOutTally()
         for document in read_documents(asked_for, text_key=data.text_key, left_out=met):
             survey.add(document.text, keep_sample=sampled, source=number)
             progress("reading", survey.text_bytes, None)
@@ -355,12 +355,12 @@ def _read_through(
     return survey
 
 
-def _without_text(source: str, tally: Tally, remedy: str) -> ConfigError:
+def _without_text(source: str, tally: LeftOutTally, remedy: str) -> ConfigError:
     why = "; ".join(record.format() for record in tally.records)
     return ConfigError(f"{source} give no text" + (why and f": {why}"), remedy)
 
 
-def _split(plan: Plan, survey: _Survey, tally: Tally) -> Split | None:
+def _split(plan: Plan, survey: _Survey, tally: LeftOutTally) -> Split | None:
     """Decide what is held out; None where validation has a text of its own."""
     if not survey.weights.documents:
         raise _without_text(f"data.sources = {[*plan.source_list]}", tally, "data.sources=PATH")
@@ -382,7 +382,7 @@ def _write(
     split: Split | None,
     total_bytes: int,
     progress: Progress,
-    tally: Tally,
+    tally: LeftOutTally,
 ) -> None:
     """Make the second pass: encode every document and add it to its side."""
     rebuild, asked = _rebuild_command(plan.data), plan.data.validation
@@ -445,7 +445,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(
-    source: Asked, text_key: str, split: Split | None, tally: Tally | None
+    source: Asked, text_key: str, split: Split | None, tally: LeftOutTally | None
 ) -> Iterator[_Piece]:
     """Yield the documents of a source, those that are cut as two."""
     for document in read_documents(source, text_key=text_key, left_out=tally):
@@ -459,7 +459,7 @@ def _pieces(
 
 
 def _batches(
-    source: Asked, text_key: str, split: Split | None, tally: Tally | None = None
+    source: Asked, text_key: str, split: Split | None, tally: LeftOutTally | None = None
 ) -> Iterator[list[_Piece]]:
     """Yield the pieces of a source in lists of about 8 MiB of text."""
     batch: list[_Piece] = []

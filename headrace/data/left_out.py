@@ -131,7 +131,7 @@ class LeftOut(Strict):
         return {**self.model_dump(mode="json"), "words": self.what()}
 
 
-class Tally:
+class LeftOutTally:
     """Counts what is left out, by reason, with the first few names of each."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class Tally:
         if len(examples) < EXAMPLES:
             examples.append(printable(name))
 
-    def take(self, other: "Tally", *reasons: Reason) -> None:
+    def take(self, other: "LeftOutTally", *reasons: Reason) -> None:
         """Add what another tally has of these reasons."""
         for reason in reasons:
             if count := other._counts.get(reason):

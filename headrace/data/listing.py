@@ -20,7 +20,7 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError, alike, is_out_of_memory
 from headrace.core.files import printable, shell
-from headrace.data.left_out import Reason, Tally
+from headrace.data.left_out import LeftOutTally, Reason
 
 PLAIN = frozenset({".txt", ".md", ".py"})
 LINES = frozenset({".jsonl", ".ndjson"})
@@ -81,7 +81,7 @@ def kind_of(path: Path) -> tuple[str, str | None]:
     return Path(path.stem if compression else path.name).suffix.lower(), compression
 
 
-def list_files(asked: Asked, tally: Tally) -> list[File]:
+def list_files(asked: Asked, tally: LeftOutTally) -> list[File]:
     """Return the readable files of a local source, sorted.
 
     Raises:
@@ -229,7 +229,7 @@ def _readable(path: Path, asked: Asked) -> Path:
     )
 
 
-def _folder(folder: Path, asked: Asked, tally: Tally) -> list[File]:
+def _folder(folder: Path, asked: Asked, tally: LeftOutTally) -> list[File]:
     """Return the readable files under a folder, without hidden ones and caches."""
     paths = sorted(_walk(folder, tally))
     endings: Counter[str] = Counter()
@@ -239,7 +239,7 @@ def _folder(folder: Path, asked: Asked, tally: Tally) -> list[File]:
     return files
 
 
-def _matched(pattern: Path, asked: Asked, tally: Tally) -> list[File]:
+def _matched(pattern: Path, asked: Asked, tally: LeftOutTally) -> list[File]:
     """Return the readable files that a glob matches."""
     paths = sorted(_expand(pattern, tally))
     folders = [p for p in paths if p.is_dir()]
@@ -258,7 +258,7 @@ def _matched(pattern: Path, asked: Asked, tally: Tally) -> list[File]:
     return files
 
 
-def _kept(paths: Iterable[Path], tally: Tally, endings: Counter[str]) -> list[File]:
+def _kept(paths: Iterable[Path], tally: LeftOutTally, endings: Counter[str]) -> list[File]:
     """Return the files that can be read, each once; count the others in `tally`."""
     files: list[File] = []
     seen: set[object] = set()
@@ -304,7 +304,7 @@ def _identity(path: Path, info: os.stat_result) -> object:
     return (info.st_dev, info.st_ino) if info.st_ino else path.resolve()
 
 
-def _walk(folder: Path, tally: Tally) -> Iterator[Path]:
+def _walk(folder: Path, tally: LeftOutTally) -> Iterator[Path]:
     """Yield the files under a folder, through links too, each folder once."""
     seen = set[object]()
     waiting: list[tuple[Path, frozenset[object]]] = [(folder, frozenset())]
@@ -342,7 +342,7 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _expand(pattern: Path, tally: Tally) -> Iterator[Path]:
+def _expand(pattern: Path, tally: LeftOutTally) -> Iterator[Path]:
     """Yield what a glob matches. `**` follows links to folders, each folder once.
 
     The library's own would follow links in circles, and go through each of them again and again.
@@ -353,7 +353,7 @@ def _expand(pattern: Path, tally: Tally) -> Iterator[Path]:
         return
     at = parts.index("**")
     base = str(Path(*parts[:at])) if at else "."
-    beneath = Tally()
+    beneath = LeftOutTally()
     for folder in sorted(glob.glob(base)) if glob.has_magic(base) else [base]:
         for path in _walk(Path(folder), beneath) if Path(folder).is_dir() else ():
             if _matches(path.relative_to(folder).parts, parts[at:]):
@@ -371,7 +371,7 @@ def _matches(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
 
 
 def _nothing(
-    says: str, folder: Path, asked: Asked, tally: Tally, endings: Counter[str]
+    says: str, folder: Path, asked: Asked, tally: LeftOutTally, endings: Counter[str]
 ) -> ConfigError:
     """Say what there is where no readable file was found."""
     counts = [f"{n:,} {ending or 'without an ending'}" for ending, n in endings.most_common(SHOWN)]

@@ -9,7 +9,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from headrace.data.left_out import Reason, Tally
+from headrace.data.left_out import LeftOutTally, Reason
 
 HEAD_BYTES = 2**16
 """Bytes at the beginning of two files that are compared before all of them are."""
@@ -18,7 +18,7 @@ HEAD_BYTES = 2**16
 class Seen:
     """The files of the sources that were listed so far."""
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: LeftOutTally) -> None:
         self._tally = tally
         self._places: dict[tuple[int, int], str] = {}
         self._sizes: dict[int, list[tuple[Path, str]]] = {}

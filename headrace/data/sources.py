@@ -28,7 +28,7 @@ from headrace.core.errors import (
 from headrace.core.files import printable
 from headrace.data.fields import text_of
 from headrace.data.formats import read_file
-from headrace.data.left_out import Reason, Tally
+from headrace.data.left_out import LeftOutTally, Reason
 from headrace.data.listing import READABLE, Asked, kind_of, list_files
 from headrace.data.repeated import Seen
 from headrace.data.text_file import TextAndOrigin, TextFile
@@ -42,7 +42,7 @@ class Document(NamedTuple):
 
 
 def read_documents(
-    named: str | Asked, *, text_key: str = "text", left_out: Tally | None = None
+    named: str | Asked, *, text_key: str = "text", left_out: LeftOutTally | None = None
 ) -> Iterator[Document]:
     """Yield every non-empty document of a source, in a fixed order.
 
@@ -57,7 +57,7 @@ def read_documents(
     """
     asked = Asked(named) if isinstance(named, str) else named
     source = asked.source
-    tally = Tally() if left_out is None or source == "stdlib" else left_out
+    tally = LeftOutTally() if left_out is None or source == "stdlib" else left_out
     if source.startswith("hf:"):
         texts = _hugging_face(asked, text_key)
     else:
@@ -83,7 +83,7 @@ def read_documents(
 
 
 def source_signature(
-    named: str | Asked, left_out: Tally | None = None, seen: Seen | None = None
+    named: str | Asked, left_out: LeftOutTally | None = None, seen: Seen | None = None
 ) -> str:
     """Return a cheap sha256 of what a source holds now: names, sizes and modification times.
 
@@ -92,7 +92,7 @@ def source_signature(
     """
     asked = Asked(named) if isinstance(named, str) else named
     source = asked.source
-    tally = Tally() if left_out is None or source.startswith("hf:") else left_out
+    tally = LeftOutTally() if left_out is None or source.startswith("hf:") else left_out
     digest = hashlib.sha256()
     path = Path(_parse_hf(source)[0]) if source.startswith("hf:") else None
     if path is None or path.exists():

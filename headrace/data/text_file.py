@@ -13,7 +13,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.files import shell
 from headrace.data.contents import guess
 from headrace.data.fields import text_of
-from headrace.data.left_out import Tally
+from headrace.data.left_out import LeftOutTally
 from headrace.data.listing import DECOMPRESS, Asked, kind_of
 
 TextAndOrigin = tuple[str | None, str]
@@ -36,7 +36,7 @@ class TextFile:
     path: Path
     name: str
     text_key: str
-    tally: Tally
+    tally: LeftOutTally
     asked: Asked | None = None
 
     def kept(self) -> Path:

@@ -23,7 +23,7 @@ from facts import tells
 
 from headrace.core.errors import ConfigError
 from headrace.data import json_values
-from headrace.data.left_out import Tally
+from headrace.data.left_out import LeftOutTally
 from headrace.data.sources import read_documents
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
@@ -36,7 +36,7 @@ PACK: dict[str, Callable[[bytes], bytes]] = {
 packed = pytest.mark.parametrize("suffix", PACK)
 
 
-def texts(source: object, tally: Tally | None = None, **options: Any) -> list[str]:
+def texts(source: object, tally: LeftOutTally | None = None, **options: Any) -> list[str]:
     return [d.text for d in read_documents(str(source), left_out=tally, **options)]
 
 
@@ -135,7 +135,7 @@ def test_json_in_a_folder_that_is_no_text_is_left_out(write: Any) -> None:
     write("none.json", "[]")
     write("numbers.json", "[[1, 2], [3]]")
     write("a.txt", "one")
-    tally = Tally()
+    tally = LeftOutTally()
     assert texts(path.parent, tally) == ["one"]
     found = {one.reason.value: one.count for one in tally.records}
     assert found == {"no_json": 1, "no_field": 2, "no_rows": 1}
@@ -211,7 +211,7 @@ def test_a_key_with_dots_leads_inside(write: Any, row: Any, key: str, expected: 
 
 
 def test_a_null_on_the_way_is_a_null(write: Any) -> None:
-    tally = Tally()
+    tally = LeftOutTally()
     path = write("a.jsonl", '{"a": null}\n{"a": {"b": "x"}}\n{"a": {"b": null}}')
     assert texts(path, tally, text_key="a.b") == ["x"]
     assert [(one.reason.value, one.count) for one in tally.records] == [("null_text", 2)]
@@ -453,7 +453,7 @@ def test_no_damage_ends_in_a_traceback(write: Any) -> None:
         path = write("damaged" + name + suffix, "")
         path.write_bytes(raw)
         try:
-            texts(path, Tally())
+            texts(path, LeftOutTally())
             read += 1
         except ConfigError as error:
             assert str(path) in error.message and error.remedy.text

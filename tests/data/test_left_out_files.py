@@ -16,7 +16,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.files import printable
 from headrace.data import left_out
 from headrace.data.ingest import prepare, reopen
-from headrace.data.left_out import LeftOut, Reason, Tally
+from headrace.data.left_out import LeftOut, LeftOutTally, Reason
 from headrace.data.listing import Asked
 from headrace.data.sources import read_documents, source_signature
 from headrace.plan.plan import Plan
@@ -27,7 +27,7 @@ MakePlan = Callable[..., Plan]
 
 def counted(source: object, **options: str) -> dict[str, tuple[int, tuple[str, ...]]]:
     """Return reason -> (count, examples without their folder)."""
-    tally = Tally()
+    tally = LeftOutTally()
     for _ in read_documents(str(source), left_out=tally, **options):
         pass
     return {
@@ -136,7 +136,7 @@ def test_the_standard_library_leaves_nothing_out() -> None:
 
 
 def test_a_line_for_each_reason() -> None:
-    tally = Tally()
+    tally = LeftOutTally()
     for number in range(4):
         tally.add(Reason.ENDING, f"{number}.png")
     tally.add(Reason.NULL_TEXT, "a.jsonl:7")
@@ -185,7 +185,7 @@ def test_a_name_that_is_not_utf_8_is_a_name(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9.txt")
     (tmp_path / name).write_text("one")
     (tmp_path / os.fsdecode(b"\xff.png")).write_text("")
-    tally = Tally()
+    tally = LeftOutTally()
     (document,) = read_documents(str(tmp_path), left_out=tally)
     assert document == ("one", f"{tmp_path}/caf\\xe9.txt")
     assert tally.records == (
