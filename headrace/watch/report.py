@@ -79,7 +79,7 @@ class Idle:
         }
 
 
-class Tally:
+class StepTally:
     """Sum up rows of steps."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from headrace.observe.signals import OUTSIDE
 from headrace.watch.batches import loss_in, token_counts, watch_loader
 from headrace.watch.clock import NUMBERS, Hook, HookClock, autocast_of, with_hooks
 from headrace.watch.norms import gradient_norm
-from headrace.watch.report import WARMUP_STEPS, Compiled, Idle, Tally, allocator, describe
+from headrace.watch.report import WARMUP_STEPS, Compiled, Idle, StepTally, allocator, describe
 from headrace.watch.trainer import trainer_callback
 
 
@@ -37,7 +37,7 @@ class Watched:
         self.loader: Any = None
         self._folder = None if trace is None else Path(trace)
         self.status, self.message, self.error = "running", "", ""
-        self.tally = Tally()
+        self.tally = StepTally()
         self._clock = HookClock(torch.device("cpu"))
         self._look(self._clock.device)
         self._undo: list[Callable[[], Any]] = []
@@ -76,7 +76,7 @@ class Watched:
         self._look(device)
         self._opened_s: float | None = None
         self._phase, self.status, self.message, self.error = "other", "running", "", ""
-        self.tally, self._wall_s, self._steps, self._tokens = Tally(), 0.0, 0, 0
+        self.tally, self._wall_s, self._steps, self._tokens = StepTally(), 0.0, 0, 0
         self._compiled, self._noted_loss, self._noted_norm = Compiled.now(), False, False
         self._new_step()
         before = optimizer.register_step_pre_hook(Hook(self._optimizer_begins))
