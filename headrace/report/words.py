@@ -73,7 +73,7 @@ def dollars(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunEnding:
     """Hold how the run ended: a tone for the eye, a badge of a few words, and one sentence."""
 
     tone: Literal["good", "bad", "plain"]
@@ -81,7 +81,7 @@ class Verdict:
     sentence: str
 
 
-def verdict(report: Report) -> Verdict:
+def verdict(report: Report) -> RunEnding:
     """Return what became of the goal, how long it took, and what it cost when that is known."""
     goal, target = report.goal, report.goal.asked.get("bits_per_byte")
     cost = f", for {dollars(report.dollars)}" if report.dollars is not None else ""
@@ -91,32 +91,32 @@ def verdict(report: Report) -> Verdict:
         word = "Diverged" if wild else report.status.capitalize()
         reason = f": {report.message.rstrip('.')}" if report.message else ""
         sentence = f"{word} at step {whole(report.steps)} after {spent}{reason}."
-        return Verdict("bad" if wild or report.status == "failed" else "plain", word, sentence)
+        return RunEnding("bad" if wild or report.status == "failed" else "plain", word, sentence)
     if report.outcome is not None and wild:
         how = report.outcome.sentence
         sentence = f"{how[:1].upper()}{how[1:]}; ended by {_limit(report)} after {spent}."
-        return Verdict("bad", "Diverged", sentence)
+        return RunEnding("bad", "Diverged", sentence)
     if target is None:
         end = (
             f"validation ended at {bits(report.evaluated[-1].bits_per_byte)} bits per byte"
             if (report.evaluated)
             else "validation was not measured"
         )
-        return Verdict("good", "Finished", f"Ended by {_limit(report)} after {spent}; {end}.")
+        return RunEnding("good", "Finished", f"Ended by {_limit(report)} after {spent}; {end}.")
     if goal.reached is None:
         sentence = f"Whether it reached {target:g} bits per byte was not measured; it took {spent}."
-        return Verdict("plain", "Goal not measured", sentence)
+        return RunEnding("plain", "Goal not measured", sentence)
     if goal.reached:
         when = f"at step {whole(goal.step)} after {seconds(goal.wall_s)}"
         total = f" The whole run took {spent}."
         sentence = (
             f"Reached {target:g} bits per byte {when} and {count(goal.tokens)} tokens.{total}"
         )
-        return Verdict("good", "Goal reached", sentence)
+        return RunEnding("good", "Goal reached", sentence)
     best = report.best_bits_per_byte
     low = f"the best was {bits(best)}" if best is not None else "validation was not measured"
     sentence = f"Did not reach {target:g} bits per byte: {low} when {_limit(report)} ended the run"
-    return Verdict("bad", "Goal not reached", f"{sentence} after {spent}.")
+    return RunEnding("bad", "Goal not reached", f"{sentence} after {spent}.")
 
 
 def _limit(report: Report) -> str:
