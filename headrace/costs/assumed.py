@@ -27,7 +27,7 @@ fp32 accumulation, give dense rates in these ratios."""
 
 
 @dataclass(frozen=True)
-class AttentionRates:
+class AssumedAttention:
     """A row holds attention as it was measured on an H200.
 
     Rates are TFLOP/s by kernel, forward and backward, of causal FLOPs.
@@ -51,7 +51,7 @@ class AttentionRates:
         return 2.0 * self.rows * self.heads * self.length**2 * self.features
 
 
-ANCHOR_ATTENTION = AttentionRates(4, 32, 8, 8192, 128)
+ANCHOR_ATTENTION = AssumedAttention(4, 32, 8, 8192, 128)
 """The shape of attention at which `attention` of `Family` states shares of a peak."""
 H200_PEAK = 989e12
 """bf16 FLOP/s; rows count for other chips of the family in proportion to theirs."""
@@ -82,18 +82,18 @@ class Family:
     """the smallest copy over it"""
     says: str
     """where these numbers are from"""
-    rows: tuple[AttentionRates, ...] = ()
+    rows: tuple[AssumedAttention, ...] = ()
     """attention that was measured on one of them, in place of shares"""
     relative: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """kernel -> (another that has rows, so many times its rates)"""
 
 
 H200_ATTENTION = (
-    AttentionRates(
+    AssumedAttention(
         8, 32, 8, 4096, 64, {"cudnn": (444, 385), "flash": (293, 246), "flex": (355, 253)}
     ),
-    AttentionRates(4, 32, 8, 8192, 128, {"cudnn": (656, 547), "flash": (342, 299)}),
-    AttentionRates(
+    AssumedAttention(4, 32, 8, 8192, 128, {"cudnn": (656, 547), "flash": (342, 299)}),
+    AssumedAttention(
         32,
         12,
         12,
@@ -101,17 +101,17 @@ H200_ATTENTION = (
         64,
         {"cudnn": (401, 333), "flash": (271, 226), "flex": (318, 227), "efficient": (123, 97)},
     ),
-    AttentionRates(
+    AssumedAttention(
         64, 12, 12, 512, 64, {"cudnn": (255, 166), "flash": (153, 137), "efficient": (96, 80)}
     ),
-    AttentionRates(
+    AssumedAttention(
         8, 16, 16, 2048, 128, {"cudnn": (529, 416), "flash": (284, 249), "efficient": (154, 117)}
     ),
-    AttentionRates(1, 32, 8, 32768, 64, {"flex": (438, 313)}),
-    AttentionRates(1, 32, 8, 32768, 128, {"cudnn": (610, 541), "flash": (348, 320)}),
-    AttentionRates(8, 32, 32, 4096, 64, {"efficient": (128, 101)}),
-    AttentionRates(4, 32, 32, 8192, 128, {"efficient": (174, 133)}),
-    AttentionRates(1, 32, 32, 32768, 128, {"efficient": (180, 135)}),
+    AssumedAttention(1, 32, 8, 32768, 64, {"flex": (438, 313)}),
+    AssumedAttention(1, 32, 8, 32768, 128, {"cudnn": (610, 541), "flash": (348, 320)}),
+    AssumedAttention(8, 32, 32, 4096, 64, {"efficient": (128, 101)}),
+    AssumedAttention(4, 32, 32, 8192, 128, {"efficient": (174, 133)}),
+    AssumedAttention(1, 32, 32, 32768, 128, {"efficient": (180, 135)}),
 )
 """By the probes of an H200, 2026-11-22, torch 2.11.0+cu130, bf16: one kernel alone, less the 7.5 us
 that timing it took (probes/clock.py). Of flex only 2,048 tokens were probed: its rates at 4,096 and

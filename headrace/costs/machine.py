@@ -41,7 +41,7 @@ from headrace.costs.assumed import (
     FACTORS,
     FAMILIES,
     H200_PEAK,
-    AttentionRates,
+    AssumedAttention,
     Family,
 )
 from headrace.costs.hardware import ASSUMED, Hardware, lookup, near
@@ -434,7 +434,7 @@ def _attention_points(
     family: Family, peak: float
 ) -> Iterator[tuple[str, bool, tuple[AttentionPoint, ...]]]:
     """Yield per kernel and direction the rows that were measured on a like device."""
-    rows: dict[str, list[tuple[AttentionRates, tuple[float, float]]]] = {}
+    rows: dict[str, list[tuple[AssumedAttention, tuple[float, float]]]] = {}
     for row in family.rows:
         like = peak / H200_PEAK * 1e12
         for kernel, rates in row.rates.items():

@@ -128,7 +128,7 @@ def remedies(
         context: where it ran.
         machine: its rates.
         catalogue: the techniques that there are.
-        measured: what the run measured; `Measured()` for a plan that did not run.
+        measured: what the run measured; `MeasuredRun()` for a plan that did not run.
 
     Raises:
         ConfigError, UnsupportedError: the plan itself cannot run there.

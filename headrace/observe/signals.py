@@ -267,7 +267,7 @@ def memory_tracker(
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    class Tracker(MemTracker):
+    class LenientTracker(MemTracker):
         """Take second forwards and frozen parameters, which MemTracker refuses.
 
         MemTracker also looks at every module at every operation, whose peaks nobody here reads.
@@ -303,7 +303,7 @@ def memory_tracker(
             trained = all(p.requires_grad for p in module.parameters())
             return super()._track_module_params_and_buffers(module, install_grad_hooks and trained)
 
-    tracker = Tracker()
+    tracker = LenientTracker()
     tracker.track_external(model, *optimizers)
     return tracker
 
