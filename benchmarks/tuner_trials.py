@@ -42,8 +42,7 @@ from headrace.plan.technique import Context
 from headrace.tuner.brief_training import train_steps
 from headrace.tuner.effects import effect_of
 from headrace.tuner.equality import BATCHES
-from headrace.tuner.judge import Compared, Rules
-from headrace.tuner.judge import Verdict as Judged
+from headrace.tuner.judge import Compared, Rules, TrialVerdict
 from headrace.tuner.pairs import measure_with
 from headrace.tuner.pool import Pool
 from headrace.tuner.proposals import Proposal, Sources, sources
@@ -79,7 +78,7 @@ their last losses are of fewer tokens."""
 MORE_SEEDS = 2
 READY_S = 60.0
 """Seconds to allow for building and compiling a plan that is trained."""
-BECAME: dict[Judged, str] = {
+BECAME: dict[TrialVerdict, str] = {
     "better": "kept",
     "worse": "lost",
     "undecided": "lost",

@@ -225,7 +225,7 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = 
     out.print(table)
 
 
-class Facts(TextColumn):
+class FactsColumn(TextColumn):
     """Show the facts in a column that stays one line, and is cut where a terminal is narrow."""
 
     def render(self, task: Task) -> Text:
@@ -247,7 +247,7 @@ class BarProgress(Progress):
             TextColumn("{task.percentage:>3.0f}%", **whole),
             TimeElapsedColumn(**whole),
             TimeRemainingColumn(**whole),
-            Facts("{task.fields[facts]}", table_column=Column()),
+            FactsColumn("{task.fields[facts]}", table_column=Column()),
             console=console,
             refresh_per_second=4,
         )

@@ -30,7 +30,7 @@ from functools import lru_cache
 from statistics import NormalDist, fmean, median, stdev
 from typing import Literal
 
-Block = float | Sequence[float]
+StepSeconds = float | Sequence[float]
 """A block of steps holds the seconds of each, or one number that stands for all."""
 TRIMMED_PAIRS = 8
 """Least number of pairs with which a trimmed mean's interval holds its level; with 6 pairs an
@@ -69,7 +69,11 @@ def order_abba(rounds: int) -> list[Literal["A", "B"]]:
 
 
 def paired_ratio(
-    a: Sequence[Block], b: Sequence[Block], level: float = 0.95, *, trimmed: bool = False
+    a: Sequence[StepSeconds],
+    b: Sequence[StepSeconds],
+    level: float = 0.95,
+    *,
+    trimmed: bool = False,
 ) -> Interval:
     """Return the time of a step in `a` over that in `b`: above 1, `b` is faster.
 
@@ -97,7 +101,7 @@ def paired_ratio(
     return Interval(math.exp(mean - half), math.exp(mean), math.exp(mean + half), n)
 
 
-def drifted(first: Block, last: Block, limit: float) -> bool:
+def drifted(first: StepSeconds, last: StepSeconds, limit: float) -> bool:
     """Return whether the A blocks at both ends differ by more than `limit`, a share (0.01 is 1%).
 
     If so, the device was not the same at both ends, and the ratio should be measured again.
@@ -387,7 +391,7 @@ def _inside(t: float, freedom: int) -> float:
 # --- checks ----------------------------------------------------------------------------------
 
 
-def _middle(block: Block) -> float:
+def _middle(block: StepSeconds) -> float:
     return median(block) if isinstance(block, Sequence) else block
 
 

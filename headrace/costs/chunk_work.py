@@ -23,7 +23,7 @@ from headrace.costs.constants import number, numbers
 from headrace.costs.ledger import DERIVED, Ledger
 from headrace.costs.work import CUSTOM, UNFUSED, Attention, Matmul, Phase, Stream, Work
 
-Rule = Literal["sum", "gated_delta"]
+ChunkRule = Literal["sum", "gated_delta"]
 Kernels = Literal["torch", "fla"]
 
 
@@ -52,7 +52,7 @@ class RuleTraffic:
     fused: float
 
 
-RULES: Mapping[Rule, RuleTraffic] = {
+RULES: Mapping[ChunkRule, RuleTraffic] = {
     "sum": RuleTraffic(58, 28, 16, 32, 16, 0, (30, 65), (5, 10), number("chunk_sum_fused")),
     "gated_delta": RuleTraffic(
         92, 180, 16, 60, 40, 24, (48, 100), (7, 16), number("chunk_gated_delta_fused")
@@ -67,7 +67,7 @@ backward; and how many kernels they are."""
 
 
 def chunk_flops(
-    sizes: Mapping[str, float], rule: Rule, kernels: Kernels, chunk: int
+    sizes: Mapping[str, float], rule: ChunkRule, kernels: Kernels, chunk: int
 ) -> tuple[float, float]:
     """Return the FLOPs per token of one layer's chunks and states, forward and backward.
 
@@ -95,7 +95,7 @@ def chunk_flops(
     return (near + solve + writes + reads + Z * move) / T, back / T
 
 
-def chunked(ledger: Ledger, rule: Rule, kernels: Kernels, chunk: int) -> Ledger:
+def chunked(ledger: Ledger, rule: ChunkRule, kernels: Kernels, chunk: int) -> Ledger:
     """Return the ledger's work with chunks and states in the place of every layer's attention.
 
     Args:
@@ -117,7 +117,7 @@ def chunked(ledger: Ledger, rule: Rule, kernels: Kernels, chunk: int) -> Ledger:
     return replace(ledger, work=work, sizes={**ledger.sizes, DERIVED: 1.0})
 
 
-def _matmuls(ledger: Ledger, rule: Rule) -> dict[str, Work]:
+def _matmuls(ledger: Ledger, rule: ChunkRule) -> dict[str, Work]:
     """Return the matmuls of all gates of a layer, as one."""
     sizes = ledger.sizes
     precision = next((p.precision for p in ledger.work.values() if isinstance(p, Matmul)), "bf16")
@@ -134,7 +134,7 @@ def _matmuls(ledger: Ledger, rule: Rule) -> dict[str, Work]:
     }
 
 
-def _streams(sizes: Mapping[str, float], rule: Rule, chunk: int) -> dict[str, Work]:
+def _streams(sizes: Mapping[str, float], rule: ChunkRule, chunk: int) -> dict[str, Work]:
     """Return the streams of chunks by torch's operations."""
     moved, layers = RULES[rule], sizes["layers"]
     G, K, H, T = (sizes[n] for n in ("kv_heads", "head_dim", "heads", "length"))
@@ -165,7 +165,7 @@ def _streams(sizes: Mapping[str, float], rule: Rule, chunk: int) -> dict[str, Wo
     return streams
 
 
-def _fla(sizes: Mapping[str, float], rule: Rule) -> dict[str, Work]:
+def _fla(sizes: Mapping[str, float], rule: ChunkRule) -> dict[str, Work]:
     """Return the streams of chunks by fla's kernels, and of the operations around them."""
     layers, G, K, H = (sizes[n] for n in ("layers", "kv_heads", "head_dim", "heads"))
     why = "" if rule == "gated_delta" else "linear attention's sum by fla's kernels was never timed"

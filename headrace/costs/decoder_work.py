@@ -52,7 +52,10 @@ def baseline_work(
     tokens, size = rows * length, NARROW.get(precision, FP32)
     work = _matmuls(config, tokens, precision) | _attention(config, rows, length, precision)
     for name, (count, forward, backward) in _streams(config, tokens, size).items():
-        passes: tuple[tuple[Phase, Traffic], ...] = (("forward", forward), ("backward", backward))
+        passes: tuple[tuple[Phase, StreamTraffic], ...] = (
+            ("forward", forward),
+            ("backward", backward),
+        )
         for phase, (bytes, kernels, fused) in passes:
             if bytes:
                 loose = (
@@ -128,13 +131,13 @@ def _attention(config: ModelConfig, rows: int, length: int, precision: str) -> d
     }
 
 
-Traffic = tuple[float, float, float | None]
+StreamTraffic = tuple[float, float, float | None]
 """bytes of eager torch, its kernels, and bytes when fused; None where fusing changes nothing"""
 
 
 def _streams(
     config: ModelConfig, tokens: int, size: int
-) -> dict[str, tuple[float, Traffic, Traffic]]:
+) -> dict[str, tuple[float, StreamTraffic, StreamTraffic]]:
     """Return what is read and written around the matmuls by name: how many, forward, backward."""
     N, D, L, V = tokens, config.dim, config.layers, config.vocab
     width = config.resolved_head_dim

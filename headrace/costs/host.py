@@ -19,11 +19,11 @@ from headrace.costs.work import (
     Collective,
     HostCopy,
     HostWork,
-    Kind,
     Matmul,
     Phase,
     Stream,
     Work,
+    WorkKind,
 )
 
 HALF = ("bf16", "fp16")
@@ -49,7 +49,7 @@ def step_time(work: Mapping[str, Work], machine: Machine, micro_batches: float) 
     """
     if machine.source != "probes":
         raise UnsupportedError(UNPROBED, PROBE_CPU)
-    device_s: dict[tuple[Phase, Kind], float] = {}
+    device_s: dict[tuple[Phase, WorkKind], float] = {}
     for name, piece in work.items():
         key = (piece.phase, piece.kind)
         spent_s = piece.times(micro_batches) * _seconds(name, piece, machine)

@@ -15,8 +15,8 @@ from headrace.core.errors import UnsupportedError
 from headrace.costs.constants import number
 from headrace.costs.rates import StreamRates
 
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+CollectiveOperation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+OPERATIONS: tuple[CollectiveOperation, ...] = get_args(CollectiveOperation)
 GB, MIB = 10**9, 2**20
 NODE = 8
 """GPUs of a node for which a datasheet's rates are assumed: those that one board or host joins."""
@@ -45,7 +45,7 @@ DATASHEETS: Sequence[tuple[str, float, str]] = (
     ("RTX 50", 64 * GB, "PCIe 5.0, 16 lanes"),
     ("", 32 * GB, "PCIe 4.0, 16 lanes"),
 )
-SHARES: Mapping[Operation, float] = {
+SHARES: Mapping[CollectiveOperation, float] = {
     "all_reduce": 2.0,
     "all_gather": 1.0,
     "reduce_scatter": 1.0,
@@ -64,12 +64,12 @@ class Link:
         stream: seconds by the bytes that each rank sends; its floor is that of the smallest call.
     """
 
-    operation: Operation
+    operation: CollectiveOperation
     ranks: int
     stream: StreamRates
 
 
-def sent(operation: Operation, bytes: float, ranks: int) -> float:
+def sent(operation: CollectiveOperation, bytes: float, ranks: int) -> float:
     """Return the bytes that each of so many ranks sends.
 
     Args:
@@ -104,7 +104,11 @@ def says(links: Sequence[Link], device_name: str) -> str:
 
 
 def collective_s(
-    links: Sequence[Link], device_name: str, operation: Operation, bytes: float, reach: int
+    links: Sequence[Link],
+    device_name: str,
+    operation: CollectiveOperation,
+    bytes: float,
+    reach: int,
 ) -> float:
     """Return the seconds of one call in which each rank sends `bytes`.
 

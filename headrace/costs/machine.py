@@ -57,7 +57,7 @@ from headrace.costs.rates import (
     MatmulRates,
     MeasuredStep,
     PieceRates,
-    Ratio,
+    PlacedRatio,
     Shape,
     StreamRates,
     between,
@@ -272,14 +272,14 @@ class Machine:
         return {a.what: a for a in self.attention}
 
     @cached_property
-    def _ratios(self) -> dict[Any, list[Ratio]]:
+    def _ratios(self) -> dict[Any, list[PlacedRatio]]:
         """Return where points lie, and their logarithmic ratios.
 
         They are by precision, or by kernel and direction.
         """
         return {}
 
-    def _matmul_ratios(self, known: MatmulRates) -> list[Ratio]:
+    def _matmul_ratios(self, known: MatmulRates) -> list[PlacedRatio]:
         if known.what not in self._ratios:
             self._ratios[known.what] = [
                 (place(*p.sizes), math.log(p.seconds / self._plain_matmul(known, *p.sizes)))
@@ -287,7 +287,7 @@ class Machine:
             ]
         return self._ratios[known.what]
 
-    def _attention_ratios(self, known: AttentionRates) -> list[Ratio]:
+    def _attention_ratios(self, known: AttentionRates) -> list[PlacedRatio]:
         if known.what not in self._ratios:
             self._ratios[known.what] = [
                 (_spot(p.length, p.features, p.causal), math.log(p.seconds / self._plain(known, p)))

@@ -18,7 +18,7 @@ Precision = Literal["bf16", "fp16", "fp32", "tf32", "fp8"]
 Kernel = Literal["cudnn", "flash", "flash4", "flex", "efficient", "math"]
 Half = Literal["", "autocast", "parameters"]
 """How a step multiplies bf16; "" where it multiplies fp32."""
-Ratio = tuple[tuple[float, ...], float]
+PlacedRatio = tuple[tuple[float, ...], float]
 """Where a point lies, in log size, and the logarithm of its time over the formula's."""
 Shape = tuple[int, int, int, int, int]
 """The sizes of attention: rows, query heads, key-value heads, tokens of a row, features of a head.
@@ -184,7 +184,7 @@ class LinearRates:
         return floor_s + 2.0 * m * n * k / per_s
 
     @cached_property
-    def _rates(self) -> list[Ratio]:
+    def _rates(self) -> list[PlacedRatio]:
         return [(place(*p.sizes), math.log(p.flops / p.seconds)) for p in self.points]
 
 
@@ -293,7 +293,7 @@ def met(known: T, seconds: float, formula: Callable[[T], float]) -> T:
     return table
 
 
-def between(points: Sequence[Ratio], place: Sequence[float]) -> float:
+def between(points: Sequence[PlacedRatio], place: Sequence[float]) -> float:
     """Return the measured ratio at `place`: 1 without points, a point's own at the point.
 
     A place outside of all points is first moved to their outermost one in each direction.

@@ -13,7 +13,7 @@ from math import ceil
 from headrace.costs.count import FP32
 from headrace.costs.decoder_work import LEARNED
 from headrace.costs.ledger import Ledger
-from headrace.costs.links import Operation
+from headrace.costs.links import CollectiveOperation
 from headrace.costs.work import Attention, Matmul, Phase, Stream, Work, collective
 
 AXIS = "tensor"
@@ -98,7 +98,7 @@ def _sends(ledger: Ledger, sequence: bool) -> dict[str, Work]:
     layers = sizes["layers"]
 
     def add(
-        name: str, phase: Phase, operation: Operation, bytes: float, count: float = 1.0
+        name: str, phase: Phase, operation: CollectiveOperation, bytes: float, count: float = 1.0
     ) -> None:
         pieces[name] = collective(sizes, AXIS, phase, operation, bytes, count)
         if operation != "all_reduce":  # ranks' tokens are joined, or cut, in a copy

@@ -15,9 +15,9 @@ from headrace.costs.work import (
     Collective,
     HostCopy,
     HostWork,
-    Kind,
     Phase,
     Work,
+    WorkKind,
 )
 
 
@@ -33,7 +33,7 @@ class StepTime:
         edge_s: seconds between two steps, in which nothing runs.
     """
 
-    device_s: Mapping[tuple[Phase, Kind], float]
+    device_s: Mapping[tuple[Phase, WorkKind], float]
     host_s: float
     edge_s: float = EDGE_S
 
@@ -76,7 +76,7 @@ def step_time(
         micro_batches: micro-batches of a step.
         idle: share of both passes in which a rank has nothing to do.
     """
-    device_s: dict[tuple[Phase, Kind], float] = {}
+    device_s: dict[tuple[Phase, WorkKind], float] = {}
     launches, replayed = 0.0, dict[Phase, float]()
     for piece in work.values():
         if not isinstance(piece, HostWork | Collective):

@@ -22,12 +22,12 @@ from headrace.core.errors import UnsupportedError
 from headrace.core.remedy import mend
 from headrace.costs import links
 from headrace.costs.constants import number
-from headrace.costs.links import Operation
+from headrace.costs.links import CollectiveOperation
 from headrace.costs.machine import Machine
 from headrace.costs.rates import BACKWARD, SOFTMAX, START, Shape
 
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
-Kind = Literal["product", "attention", "stream", "host link", "host", "collective", "wait"]
+WorkKind = Literal["product", "attention", "stream", "host link", "host", "collective", "wait"]
 """The kinds of work that a step's seconds are summed by. The words are keys of JSON output."""
 Beside = Literal["", "attention", "blocks"]
 AROUND = ("head", "loss", "embedding")
@@ -79,7 +79,7 @@ class Work:
         unknown: why their time is unavailable; "" where it is predicted.
     """
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[WorkKind]
 
     phase: Phase
     count: float = 1.0
@@ -259,7 +259,7 @@ class Collective(Work):
 
     bytes: float = 0.0
     kernels: float = 1.0
-    operation: Operation = "all_reduce"
+    operation: CollectiveOperation = "all_reduce"
     reach: int = 1
     beside: Beside = ""
     last: bool = False
@@ -432,7 +432,7 @@ def collective(
     sizes: Mapping[str, float],
     axis: str,
     phase: Phase,
-    operation: Operation,
+    operation: CollectiveOperation,
     bytes: float,
     count: float = 1.0,
     **how: Any,

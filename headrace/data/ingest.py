@@ -55,7 +55,7 @@ from headrace.data.sources import read_documents, source_signature
 from headrace.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 from headrace.plan.plan import DataConfig, Plan
 
-Progress = Callable[[str, float, float | None], None]
+OnProgress = Callable[[str, float, float | None], None]
 """(what is being done, how far, of how much or None)."""
 
 SAMPLE_BYTES = 64 << 20
@@ -114,7 +114,7 @@ def _place(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
-def prepare(plan: Plan, *, progress: Progress | None = None) -> Prepared:
+def prepare(plan: Plan, *, progress: OnProgress | None = None) -> Prepared:
     """Return the tokenizer and shards of a plan, made now or kept from an earlier run.
 
     Args:
@@ -135,7 +135,7 @@ def prepare(plan: Plan, *, progress: Progress | None = None) -> Prepared:
 
 
 def reopen(
-    plan: Plan, record: Mapping[str, Any] | None, run: Path, *, progress: Progress | None = None
+    plan: Plan, record: Mapping[str, Any] | None, run: Path, *, progress: OnProgress | None = None
 ) -> Prepared:
     """Return the data that a run was trained on, whatever became of its text since.
 
@@ -202,7 +202,7 @@ def _remade(plan: Plan, folder: Path, run: Path, *, older: bool) -> str:
     )
 
 
-def _prepare_unrecorded(plan: Plan, own: Path, progress: Progress | None) -> Prepared:
+def _prepare_unrecorded(plan: Plan, own: Path, progress: OnProgress | None) -> Prepared:
     """Prepare the data of a run that keeps no record of it."""
 
     def prepare_with(**keys: Any) -> Prepared:
@@ -226,7 +226,7 @@ def is_current(plan: Plan, prepared: Prepared) -> bool:
         return False
 
 
-def _prepare(plan: Plan, progress: Progress | None) -> Prepared:
+def _prepare(plan: Plan, progress: OnProgress | None) -> Prepared:
     progress = progress or (lambda description, done, total: None)
     root = Path(plan.data.directory).expanduser()
     name = _key(plan, listed := LeftOutTally())
@@ -299,7 +299,7 @@ def _locked(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _build_aside(plan: Plan, target: Path, progress: Progress) -> None:
+def _build_aside(plan: Plan, target: Path, progress: OnProgress) -> None:
     """Make `target` whole or not at all. The lock is held."""
     aside = target.with_name(f".{target.name}.partial")
     if aside.exists():
@@ -313,7 +313,7 @@ def _build_aside(plan: Plan, target: Path, progress: Progress) -> None:
         raise
 
 
-def _build(plan: Plan, folder: Path, progress: Progress) -> None:
+def _build(plan: Plan, folder: Path, progress: OnProgress) -> None:
     """Make both passes, into an empty folder."""
     data, tokenizer = plan.data, None
     if data.tokenizer != "bpe":
@@ -336,7 +336,7 @@ def _build(plan: Plan, folder: Path, progress: Progress) -> None:
 
 
 def _read_through(
-    plan: Plan, progress: Progress, share: float | None = None, tally: LeftOutTally | None = None
+    plan: Plan, progress: OnProgress, share: float | None = None, tally: LeftOutTally | None = None
 ) -> _Survey:
     """Make the first pass; with `share`, look only at what could be held out of the text."""
     data, asked = plan.data, plan.data.validation
@@ -381,7 +381,7 @@ def _write(
     tokenizer: Tokenizer,
     split: Split | None,
     total_bytes: int,
-    progress: Progress,
+    progress: OnProgress,
     tally: LeftOutTally,
 ) -> None:
     """Make the second pass: encode every document and add it to its side."""

@@ -9,7 +9,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.files import python
 from headrace.core.remedy import mend
 
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 RUN_CHARACTERS = 512
 """Longer runs of blanks, or of anything else, are cut for the trainer: its time grows with the
 square of a word."""
@@ -28,7 +28,7 @@ _PROBES = (
 )
 
 
-def guarded(call: Callable[[], Result], what: str) -> Result:
+def guarded(call: Callable[[], Returned], what: str) -> Returned:
     """Return the call's result; what Rust raises, a panic included, becomes one error.
 
     Raises:

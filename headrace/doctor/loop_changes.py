@@ -14,12 +14,12 @@ from headrace.doctor.observation import PADDED
 
 HAS_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 """Optimizers of torch that have a fused step."""
-Changes = Iterator[Change]
+LoopChanges = Iterator[Change]
 
 # --- what takes time --------------------------------------------------------------------------
 
 
-def _input(loop: Loop) -> Changes:
+def _input(loop: Loop) -> LoopChanges:
     workers, now, cores = loop.workers, loop.workers or 0, loop.report.get("cores")
     more = max(2, 2 * now) if cores is None else max(1, min(max(2, 2 * now), cores))
     instead = "" if workers is None else f" instead of {now}"
@@ -52,7 +52,7 @@ def _input(loop: Loop) -> Changes:
     yield from _once(loop)
 
 
-def _copies(loop: Loop) -> Changes:
+def _copies(loop: Loop) -> LoopChanges:
     if loop.cuda and not loop.of("loader", "pin_memory"):
         yield Change(
             "DataLoader(pin_memory=True), batch.to(device, non_blocking=True)",
@@ -64,7 +64,7 @@ def _copies(loop: Loop) -> Changes:
         )
 
 
-def _once(loop: Loop) -> Changes:
+def _once(loop: Loop) -> LoopChanges:
     if loop.workers and loop.of("loader", "persistent_workers") is False:
         yield Change(
             "DataLoader(persistent_workers=True)",
@@ -82,7 +82,7 @@ def _once(loop: Loop) -> Changes:
     )
 
 
-def _wasted(loop: Loop) -> Changes:
+def _wasted(loop: Loop) -> LoopChanges:
     padding = loop.report.get("padding_fraction")
     if padding is not None and padding < PADDED:
         yield Change(
@@ -116,7 +116,7 @@ def _wasted(loop: Loop) -> Changes:
     )
 
 
-def _compile(loop: Loop) -> Changes:
+def _compile(loop: Loop) -> LoopChanges:
     if not loop.compiled:
         yield Change(
             "model = torch.compile(model)",
@@ -127,7 +127,7 @@ def _compile(loop: Loop) -> Changes:
         )
 
 
-def _launch(loop: Loop) -> Changes:
+def _launch(loop: Loop) -> LoopChanges:
     yield from _compile(loop)
     if loop.of("compiler", "graphs_after_warmup"):
         yield Change(
@@ -163,7 +163,7 @@ def _launch(loop: Loop) -> Changes:
     )
 
 
-def _unsynced(loop: Loop) -> Changes:
+def _unsynced(loop: Loop) -> LoopChanges:
     yield Change(
         "no .item(), .cpu() or print of a tensor in each step",
         "The host goes ahead of the device, instead of waiting for a number of it.",
@@ -172,7 +172,7 @@ def _unsynced(loop: Loop) -> Changes:
     )
 
 
-def _fused(loop: Loop) -> Changes:
+def _fused(loop: Loop) -> LoopChanges:
     name = loop.of("optimizer", "name") or "AdamW"
     if not loop.of("optimizer", "fused") and name in HAS_FUSED:
         yield Change(
@@ -183,7 +183,7 @@ def _fused(loop: Loop) -> Changes:
         )
 
 
-def _narrower(loop: Loop) -> Changes:
+def _narrower(loop: Loop) -> LoopChanges:
     if loop.half or not loop.cuda:
         return
     yield Change(
@@ -206,7 +206,7 @@ def _narrower(loop: Loop) -> Changes:
         )
 
 
-def _bandwidth(loop: Loop) -> Changes:
+def _bandwidth(loop: Loop) -> LoopChanges:
     yield from _less_work(loop, compile_first=True)
     yield from _fused(loop)
     if loop.cuda:
@@ -219,7 +219,7 @@ def _bandwidth(loop: Loop) -> Changes:
         )
 
 
-def _kernels(loop: Loop) -> Changes:
+def _kernels(loop: Loop) -> LoopChanges:
     yield from _narrower(loop)
     yield Change(
         "torch.nn.functional.scaled_dot_product_attention",
@@ -231,7 +231,7 @@ def _kernels(loop: Loop) -> Changes:
     yield from _compile(loop)
 
 
-def _interconnect(loop: Loop) -> Changes:
+def _interconnect(loop: Loop) -> LoopChanges:
     yield Change(
         "with model.no_sync(): on all but a step's last micro-batch",
         "Gradients are summed over ranks once a step.",
@@ -246,7 +246,7 @@ def _interconnect(loop: Loop) -> Changes:
     )
 
 
-def _straggler(loop: Loop) -> Changes:
+def _straggler(loop: Loop) -> LoopChanges:
     yield Change(
         "as many tokens for each rank in each step",
         "Ranks come to the end together.",
@@ -270,7 +270,7 @@ COOLER = Change(
 # --- memory -----------------------------------------------------------------------------------
 
 
-def _memory(loop: Loop) -> Changes:
+def _memory(loop: Loop) -> LoopChanges:
     yield Change(
         "half as many rows in a micro-batch, two of them in a step",
         "Half of the activations.",
@@ -298,7 +298,7 @@ def _memory(loop: Loop) -> Changes:
     )
 
 
-def _pieces(loop: Loop) -> Changes:
+def _pieces(loop: Loop) -> LoopChanges:
     yield Change(
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         "Segments grow, and leave no gaps.",
@@ -310,7 +310,7 @@ def _pieces(loop: Loop) -> Changes:
 # --- what is wrong ----------------------------------------------------------------------------
 
 
-def _unstable(loop: Loop) -> Changes:
+def _unstable(loop: Loop) -> LoopChanges:
     lr = "" if loop.lr is None else f"={loop.lr / 2:.4g}"
     now = " of half as much" if loop.lr is None else f" instead of {loop.lr:.4g}"
     yield Change(
@@ -348,7 +348,7 @@ def _unstable(loop: Loop) -> Changes:
     )
 
 
-def _no_op(loop: Loop) -> Changes:
+def _no_op(loop: Loop) -> LoopChanges:
     signals = loop.report.get("signals") or {}
     if signals.get("untrained_share"):
         yield Change(
@@ -368,7 +368,7 @@ def _no_op(loop: Loop) -> Changes:
 # --- phases -----------------------------------------------------------------------------------
 
 
-def _rarer_evaluation(loop: Loop) -> Changes:
+def _rarer_evaluation(loop: Loop) -> LoopChanges:
     yield Change(
         "evaluate less often, or on fewer rows",
         "Fewer passes without an update.",
@@ -378,7 +378,7 @@ def _rarer_evaluation(loop: Loop) -> Changes:
     )
 
 
-def _rarer_saves(loop: Loop) -> Changes:
+def _rarer_saves(loop: Loop) -> LoopChanges:
     yield Change(
         "save less often",
         "Fewer copies of weights and optimizer to a disk.",
@@ -394,14 +394,14 @@ def _rarer_saves(loop: Loop) -> Changes:
     )
 
 
-def _between_steps(loop: Loop) -> Changes:
+def _between_steps(loop: Loop) -> LoopChanges:
     """Yield rarer saves too, but for a Trainer, which reports its saving apart."""
     yield from _unsynced(loop)
     if not loop.trainer:
         yield replace(next(_rarer_saves(loop)), part="saving stands there")
 
 
-def _kept_graphs(loop: Loop) -> Changes:
+def _kept_graphs(loop: Loop) -> LoopChanges:
     yield Change(
         "TORCHINDUCTOR_CACHE_DIR on a disk that stays",
         "Graphs are compiled once.",
@@ -410,14 +410,14 @@ def _kept_graphs(loop: Loop) -> Changes:
     )
 
 
-def _less_work(loop: Loop, *, compile_first: bool = False) -> Changes:
+def _less_work(loop: Loop, *, compile_first: bool = False) -> LoopChanges:
     first, second = (_compile, _narrower) if compile_first else (_narrower, _compile)
     yield from first(loop)
     yield from second(loop)
 
 
-Table = Mapping[str, Callable[[Loop], Changes]]
-OF_BOTTLENECKS: Table = {
+ChangesTable = Mapping[str, Callable[[Loop], LoopChanges]]
+OF_BOTTLENECKS: ChangesTable = {
     "input": _input,
     "wasted tokens": _wasted,
     "launch": _launch,
@@ -432,7 +432,7 @@ OF_BOTTLENECKS: Table = {
     "silent no-op": _no_op,
 }
 """Bottleneck -> the changes that help with it."""
-OF_PHASES: Table = {
+OF_PHASES: ChangesTable = {
     "forward and backward": _less_work,
     "optimizer": _fused,
     "between steps": _between_steps,

@@ -52,7 +52,7 @@ TEXT = ("data.sources", "data.validation", "eval.tokens")
 """Keys of a plan that make validations those of one text."""
 SHOWN = 6
 """Differences that a reader sees."""
-Curve = list[tuple[float, float]]
+Validations = list[tuple[float, float]]
 """Tokens and bits per byte of each validation."""
 
 
@@ -98,7 +98,7 @@ def slower_than_another(folder: Path, report: Mapping[str, Any]) -> Finding | No
     return Finding(Kind.SLOWER_RECIPE, share, facts, "inferred")
 
 
-def _noise(curves: Sequence[Curve]) -> float:
+def _noise(curves: Sequence[Validations]) -> float:
     """Return the largest share of the tokens that one of two runs spared, where both came."""
     most = 0.0
     for one, two in combinations(curves, 2):
@@ -108,7 +108,7 @@ def _noise(curves: Sequence[Curve]) -> float:
     return most
 
 
-def tokens_to(curve: Curve, bits: float) -> float | None:
+def tokens_to(curve: Validations, bits: float) -> float | None:
     """Return the tokens after which a curve is down at `bits`, interpolated between points."""
     if not curve or curve[0][1] <= bits:
         return curve[0][0] if curve else None
@@ -170,7 +170,7 @@ def _comparable(
     )
 
 
-def _curve(report: Mapping[str, Any]) -> Curve:
+def _curve(report: Mapping[str, Any]) -> Validations:
     points = [(one["tokens"], one["bits_per_byte"]) for one in report.get("val") or ()]
     return [(tokens, bits) for tokens, bits in points if bits is not None]
 

@@ -34,13 +34,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from headrace.core.errors import ConfigError
 from headrace.core.remedy import mend
 
-Kind = Literal["forward", "backward"]
+Direction = Literal["forward", "backward"]
 
 
 class Action(NamedTuple):
     """An action is one pass of one micro-batch through one of the rank's stages."""
 
-    kind: Kind
+    kind: Direction
     chunk: int
     micro: int
 
@@ -129,16 +129,16 @@ class PipelineRank:
         self.messages, self.bytes = 0, 0
         me = dist.get_rank()
         self.rank = int((grid == me).nonzero()[0, 0])
-        self._inward: dict[Kind, tuple[int, dist.ProcessGroup]] = {}
-        self._outward: dict[Kind, tuple[int, dist.ProcessGroup]] = {}
-        self._sent: dict[Kind, deque[Message]] = {"forward": deque(), "backward": deque()}
+        self._inward: dict[Direction, tuple[int, dist.ProcessGroup]] = {}
+        self._outward: dict[Direction, tuple[int, dist.ProcessGroup]] = {}
+        self._sent: dict[Direction, deque[Message]] = {"forward": deque(), "backward": deque()}
         for line in grid.T.tolist():
             for here in range(self.ranks if chunks > 1 else self.ranks - 1):
                 before, after = line[here], line[(here + 1) % self.ranks]
                 self._open("forward", before, after, me)
                 self._open("backward", after, before, me)
 
-    def _open(self, kind: Kind, source: int, target: int, me: int) -> None:
+    def _open(self, kind: Direction, source: int, target: int, me: int) -> None:
         """Connect one direction of one border now, in one order over the whole world.
 
         A communicator is made at its first message, and both ends wait for each other there. Later
@@ -162,13 +162,13 @@ class PipelineRank:
         """Return whether `chunk` is the model's last stage."""
         return self.rank == self.ranks - 1 and chunk == self.chunks - 1
 
-    def receive(self, kind: Kind, shape: Sequence[int], dtype: torch.dtype) -> Message:
+    def receive(self, kind: Direction, shape: Sequence[int], dtype: torch.dtype) -> Message:
         """Ask for the next message of one kind."""
         source, group = self._inward[kind]
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         return Message(_started(dist.irecv(tensor, source, group)), tensor)
 
-    def send(self, kind: Kind, tensor: Tensor) -> None:
+    def send(self, kind: Direction, tensor: Tensor) -> None:
         """Send without waiting, but for the message that is `ranks` before this one."""
         target, group = self._outward[kind]
         sent = self._sent[kind]

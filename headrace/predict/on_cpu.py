@@ -18,7 +18,7 @@ from headrace.costs.decoder_work import NARROW, baseline_work, stored_in_bf16
 from headrace.costs.host import KEEPS, PROBE_CPU, THREADS
 from headrace.costs.ledger import Ledger
 from headrace.costs.machine import Machine
-from headrace.costs.rates import Half, MeasuredStep, Ratio, between, place
+from headrace.costs.rates import Half, MeasuredStep, PlacedRatio, between, place
 from headrace.costs.step import StepTime
 from headrace.costs.work import Matmul, Work
 
@@ -85,7 +85,7 @@ def _usual(machine: Machine, half: Half = "") -> list[MeasuredStep]:
     return [step for step in own if step.half == half]
 
 
-def _beside(machine: Machine, compiled: bool, half: Half) -> list[Ratio]:
+def _beside(machine: Machine, compiled: bool, half: Half) -> list[PlacedRatio]:
     """Return the ratios of the probe's whole steps to the sum of their pieces.
 
     Compiled steps in bf16 are derived where none was timed: compiling makes a step in bf16 as much
@@ -116,7 +116,9 @@ def _compiled(steps: Sequence[MeasuredStep], machine: Machine) -> list[MeasuredS
     return compiled_steps
 
 
-def _against(machine: Machine, which: Callable[[MeasuredStep], bool], words: str) -> list[Ratio]:
+def _against(
+    machine: Machine, which: Callable[[MeasuredStep], bool], words: str
+) -> list[PlacedRatio]:
     """Return the ratios of steps of some kind to the usual steps of the same decoder.
 
     Args:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.core.progress import Progress
-from headrace.costs.links import OPERATIONS, Link, Operation, sent
+from headrace.costs.links import OPERATIONS, CollectiveOperation, Link, sent
 from headrace.costs.machine import Machine
 from headrace.costs.rates import StreamPoint, StreamRates
 from headrace.parallel.world import World, open_world
@@ -76,7 +76,7 @@ def measure_links(device: torch.device, world: World) -> tuple[Link, ...]:
     return tuple(_link(operation, device, world) for operation in OPERATIONS)
 
 
-def _link(operation: Operation, device: torch.device, world: World) -> Link:
+def _link(operation: CollectiveOperation, device: torch.device, world: World) -> Link:
     points = []
     for size in SIZES[device.type]:
         numbers = size // NUMBER // world.ranks * world.ranks
@@ -89,11 +89,11 @@ def _link(operation: Operation, device: torch.device, world: World) -> Link:
 
 
 def _call(
-    operation: Operation, numbers: int, device: torch.device, world: World
+    operation: CollectiveOperation, numbers: int, device: torch.device, world: World
 ) -> Callable[[], object]:
     """Return a call that runs one collective on a whole tensor of `numbers` numbers."""
     whole, part = (torch.zeros(n, device=device) for n in (numbers, numbers // world.ranks))
-    calls: dict[Operation, Callable[[], object]] = {
+    calls: dict[CollectiveOperation, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),

@@ -45,7 +45,7 @@ from headrace.plan.plan import Plan
 Inspect = Callable[[Build, Tensor, Tensor], bool]
 """Reads the gradients of a step's first pass before its update: (build, loss in nats, norm of all
 gradients before clipping) -> whether they are applied."""
-Step = Callable[[Build, Sequence[Any], int, Inspect | None], Tensor]
+TakeStep = Callable[[Build, Sequence[Any], int, Inspect | None], Tensor]
 """train.step"""
 BANDS = {"fp32": 1e-3, "bf16": 0.1}
 """Largest allowed relative difference of a gradient's norm, by precision; the loss may differ by a
@@ -99,7 +99,7 @@ def left_out(plan: Plan) -> list[str]:
     ]
 
 
-def first_of_the_baseline(build: Build, step: Step, *, draw: int = 0) -> First | str:
+def first_of_the_baseline(build: Build, step: TakeStep, *, draw: int = 0) -> First | str:
     """Return the first step of the plain baseline on the run's first batch, or why there is none.
 
     Args:
@@ -152,7 +152,7 @@ def _plain(build: Build) -> Plan:
     )
 
 
-def _first(build: Build, step: Step, draw: int, ready: list[bool]) -> First:
+def _first(build: Build, step: TakeStep, draw: int, ready: list[bool]) -> First:
     """Take the first step of the plain plan without its update, and return what it computed."""
     firsts: list[First] = []
     every = {n: p.data for n, p in build.model.named_parameters()}
@@ -286,7 +286,7 @@ def norms_of(build: Build) -> dict[str, float]:
     return {n: v for n, v in zip(norms, values, strict=True) if v or n in local_norms}
 
 
-def guard(build: Build, step: Step) -> Inspect | None:
+def guard(build: Build, step: TakeStep) -> Inspect | None:
     """Compute the plain first step, and return what compares the run's own with it.
 
     Where nothing is compared it is None, and the reason is noted and told. In the run's first step

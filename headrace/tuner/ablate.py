@@ -37,7 +37,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue
 from headrace.train.interrupts import AsCtrlC
 from headrace.train.run_folder import command_line, environment
-from headrace.tuner.ablation import Ablation, AblationTrial, Row, trials_of
+from headrace.tuner.ablation import Ablation, AblationTrial, TrialNumbers, trials_of
 from headrace.tuner.brief_training import train_steps
 from headrace.tuner.command import locked
 from headrace.tuner.effects import effect_of
@@ -142,7 +142,7 @@ def ablate_command(
     return ablation
 
 
-def _facts(plan: Plan, loss_steps: int, changes: Sequence[str]) -> Row:
+def _facts(plan: Plan, loss_steps: int, changes: Sequence[str]) -> TrialNumbers:
     """Return what all rows of an ablation share."""
     device = choose_device(plan)
     about = environment(device, command_line())
@@ -199,7 +199,7 @@ class Bench:
         ablation: Ablation,
         measure: Measure,
         rules: Rules,
-        facts: Row,
+        facts: TrialNumbers,
         *,
         size: SampleSize,
         ends_s: float,
@@ -274,12 +274,12 @@ class Bench:
         self.progress.note(f"{trial.title}: {result} ({spent_s:.0f} s)")
         return True
 
-    def _row(self, trial: AblationTrial, compared: Compared) -> Row:
+    def _row(self, trial: AblationTrial, compared: Compared) -> TrialNumbers:
         """Return the receipt of one measurement."""
         side, base, overrides = trial.side, trial.base, self.facts["overrides"]
         if trial.kind != LEFT_OUT:  # the trunk has no techniques that a word could change
             overrides = [word for word in overrides if word[0] not in "+-"]
-        row: Row = {
+        row: TrialNumbers = {
             **self.facts,
             "overrides": overrides,
             "measurement": trial.kind,
@@ -324,7 +324,7 @@ class Bench:
             row |= self._learned(base, side, metrics)
         return {**row, "metrics": metrics}
 
-    def _learned(self, base: Plan, side: Plan, metrics: dict[str, Any]) -> Row:
+    def _learned(self, base: Plan, side: Plan, metrics: dict[str, Any]) -> TrialNumbers:
         """Return why the losses were not compared; the difference becomes a metric of the row."""
         assert self.learn is not None, "it was asked for"
         for plan in (base, side):
@@ -339,7 +339,7 @@ class Bench:
             metrics["loss_difference"] = _spread(off, "nats")
         return {}
 
-    def _append(self, row: Row) -> None:
+    def _append(self, row: TrialNumbers) -> None:
         path = self.ablation.file
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -380,7 +380,7 @@ class Bench:
         )
         return (*(row.get(key) for key in keys), row.get("steps") or self.size.timed)
 
-    def _known(self) -> Iterator[tuple[tuple[Any, ...], Row]]:
+    def _known(self) -> Iterator[tuple[tuple[Any, ...], TrialNumbers]]:
         """Yield the rows of the file that need not be measured anew, by their keys."""
         file = self.ablation.file
         text = file.read_text(errors="replace") if file.is_file() else ""

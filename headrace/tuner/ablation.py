@@ -32,9 +32,9 @@ from headrace.tuner.interplay import (
     stand,
 )
 
-Row = dict[str, Any]
+TrialNumbers = dict[str, Any]
 Names = tuple[str, ...]
-Table = tuple[str, tuple[str, ...], list[list[str]]]
+TitledRows = tuple[str, tuple[str, ...], list[list[str]]]
 """Title, heads, rows."""
 
 
@@ -87,12 +87,12 @@ class Ablation:
     techniques: Names
     file: Path
     margin: float
-    rows: dict[tuple[str, Names], Row] = field(default_factory=dict)
+    rows: dict[tuple[str, Names], TrialNumbers] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     interrupted: bool = False
     exit_code: int = EXIT_DONE
 
-    def of(self, kind: str) -> dict[str, Row]:
+    def of(self, kind: str) -> dict[str, TrialNumbers]:
         """Return the rows of single techniques."""
         return {names[0]: row for (what, names), row in self.rows.items() if what == kind}
 
@@ -105,12 +105,12 @@ class Ablation:
             if kind == PAIR
         ]
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[TitledRows]:
         """Return the tables for a terminal; a column in which no row has anything is left out."""
         left, alone = self.of(LEFT_OUT), self.of(ADDED)
         rows = single_table(self.techniques, left, alone, self.margin)
         filled = [i for i in range(len(TABLE)) if any(row[i] for row in rows)]
-        tables: list[Table] = [
+        tables: list[TitledRows] = [
             (
                 f"{self.name}: what each technique gains "
                 "(95% intervals; above 0: a step is faster)",
@@ -220,7 +220,7 @@ def format_error(error: HeadraceError) -> str:
     return " ".join(words.split())
 
 
-def _without(row: Row) -> str:
+def _without(row: TrialNumbers) -> str:
     """Render what a step that is slower with a technique is to be weighed against."""
     memory = memory_of(row)
     if memory is None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from headrace.core.statistics import Interval
 
-Row = Mapping[str, Any]
+TrialNumbers = Mapping[str, Any]
 Speed = Literal["faster", "slower", ""]
 Says = Literal["adds", "helps", "cancels", "conflicts", "undecided", "not measured"]
 LEFT_OUT, ADDED, PAIR = "left_out", "added", "pair"
@@ -55,7 +55,7 @@ class Interplay:
     why: str = ""
 
 
-def ratio_of(row: Row | None) -> Interval | None:
+def ratio_of(row: TrialNumbers | None) -> Interval | None:
     """Return the seconds without a technique over those with it; None where not measured."""
     metric = (row or {}).get("metrics", {}).get("speed_ratio")
     if row is None or metric is None:
@@ -66,7 +66,7 @@ def ratio_of(row: Row | None) -> Interval | None:
     return Interval(low, value, high, n)
 
 
-def memory_of(row: Row | None) -> float | None:
+def memory_of(row: TrialNumbers | None) -> float | None:
     """Return the peak with a technique over that without it."""
     metric = (row or {}).get("metrics", {}).get("memory_ratio")
     if row is None or metric is None:
@@ -74,7 +74,12 @@ def memory_of(row: Row | None) -> float | None:
     return 1 / metric["value"] if row["measurement"] == LEFT_OUT else metric["value"]
 
 
-def stand(row: Row, first: Row | None, second: Row | None, names: tuple[str, str]) -> Interplay:
+def stand(
+    row: TrialNumbers,
+    first: TrialNumbers | None,
+    second: TrialNumbers | None,
+    names: tuple[str, str],
+) -> Interplay:
     """Judge two techniques by rows beside the plan without techniques.
 
     Args:
@@ -104,7 +109,7 @@ def stand(row: Row, first: Row | None, second: Row | None, names: tuple[str, str
     return Interplay(names, alone, both, missed, says)
 
 
-def _why(row: Row | None) -> str:
+def _why(row: TrialNumbers | None) -> str:
     return NOTHING if row is None else row.get("refused", NOTHING)
 
 
@@ -124,7 +129,10 @@ def _inverse(one: Interval) -> Interval:
 
 
 def single_table(
-    names: Sequence[str], left: Mapping[str, Row], alone: Mapping[str, Row], margin: float
+    names: Sequence[str],
+    left: Mapping[str, TrialNumbers],
+    alone: Mapping[str, TrialNumbers],
+    margin: float,
 ) -> list[list[str]]:
     """Return a row of text for each technique, under TABLE."""
     return [
@@ -152,7 +160,7 @@ def pair_table(interplays: Sequence[Interplay]) -> list[list[str]]:
     ]
 
 
-def speed_of(row: Row | None, margin: float) -> Speed:
+def speed_of(row: TrialNumbers | None, margin: float) -> Speed:
     """Return whether a technique makes a step faster or slower; "" where neither is sure."""
     ratio = ratio_of(row)
     if ratio is None:
@@ -160,7 +168,7 @@ def speed_of(row: Row | None, margin: float) -> Speed:
     return "faster" if ratio.low > 1 + margin else "slower" if ratio.high < 1 / (1 + margin) else ""
 
 
-def worth(row: Row | None, margin: float) -> str:
+def worth(row: TrialNumbers | None, margin: float) -> str:
     """Render what leaving it out of the plan shows."""
     memory = memory_of(row)
     if ratio_of(row) is None:
@@ -175,7 +183,7 @@ def worth(row: Row | None, margin: float) -> str:
     return ", ".join(filter(None, words)) or "no difference seen"
 
 
-def _gain(row: Row | None) -> str:
+def _gain(row: TrialNumbers | None) -> str:
     ratio = ratio_of(row)
     if ratio is not None:
         return _percent(ratio)
@@ -183,7 +191,7 @@ def _gain(row: Row | None) -> str:
     return "" if row is None else f"refused: {why if why == _abbreviate(why) else 'see below'}"
 
 
-def _memory(row: Row | None) -> str:
+def _memory(row: TrialNumbers | None) -> str:
     ratio = memory_of(row)
     return "" if ratio is None else f"{100 * (ratio - 1):+.1f}%"
 

@@ -29,7 +29,7 @@ from headrace.tuner.paired_blocks import MARGIN, SampleSize, ratio_of
 from headrace.tuner.pairs import Measure
 from headrace.tuner.readings import Reading
 
-Verdict = Literal["better", "worse", "undecided", "not shown", "different", "refused", "cut"]
+TrialVerdict = Literal["better", "worse", "undecided", "not shown", "different", "refused", "cut"]
 DRIFT = {"cuda": 0.015, "cpu": 0.15}
 """Largest relative difference of the first plan's blocks at both ends that is no drift, by
 device."""
@@ -71,7 +71,7 @@ class Compared:
         refusal: of which kind the reason is, where a plan could not be measured.
     """
 
-    verdict: Verdict
+    verdict: TrialVerdict
     reason: str
     ratio: Interval | None = None
     before_s: float | None = None
@@ -289,7 +289,7 @@ def _by_memory(compared: Compared, rules: Rules, tight: str) -> Compared:
         )
     reason = _format_peak(compared, memory, rules)
     if memory > 1 / (1 + rules.margin):
-        verdict: Verdict = "worse" if memory > 1 + rules.margin else "undecided"
+        verdict: TrialVerdict = "worse" if memory > 1 + rules.margin else "undecided"
         return replace(compared, verdict=verdict, reason=reason)
     if memory / ratio.value > 1:
         return replace(

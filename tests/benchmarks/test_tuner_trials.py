@@ -13,7 +13,7 @@ from tiny import READ
 
 from headrace.core.statistics import Interval
 from headrace.costs.machine import Machine
-from headrace.tuner.judge import Compared, Verdict
+from headrace.tuner.judge import Compared, TrialVerdict
 from headrace.tuner.paired_blocks import SampleSize
 from headrace.tuner.proposals import Sources, sources
 
@@ -132,7 +132,7 @@ def test_a_cut_pair_has_a_row_only_of_a_whole_limit(
 
 
 def test_every_verdict_of_the_judge_has_a_word() -> None:
-    assert {*program.BECAME} == {*get_args(Verdict)}
+    assert {*program.BECAME} == {*get_args(TrialVerdict)}
 
 
 @pytest.mark.parametrize("base", list(program.BASES))

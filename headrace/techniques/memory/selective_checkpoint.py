@@ -48,8 +48,8 @@ from headrace.plan.technique import (
     Unsupported,
 )
 
-Operation = Literal["mm", "bmm", "addmm", "scaled_mm", "grouped_mm", "convolution", "attention"]
-OPERATIONS: dict[str, Operation] = {
+KeptOperation = Literal["mm", "bmm", "addmm", "scaled_mm", "grouped_mm", "convolution", "attention"]
+OPERATIONS: dict[str, KeptOperation] = {
     "aten::mm": "mm",
     "aten::linear": "mm",
     "aten::bmm": "bmm",
@@ -64,9 +64,9 @@ OPERATIONS: dict[str, Operation] = {
     "headrace::causal_convolution": "convolution",
 }
 """torch's name of an operation -> ours; attention goes by its name, see `operation_of`."""
-MATMULS: frozenset[Operation] = frozenset(OPERATIONS.values())
-LINEAR: frozenset[Operation] = frozenset({"mm", "addmm"})
-ATTENTION: frozenset[Operation] = frozenset({"attention"})
+MATMULS: frozenset[KeptOperation] = frozenset(OPERATIONS.values())
+LINEAR: frozenset[KeptOperation] = frozenset({"mm", "addmm"})
+ATTENTION: frozenset[KeptOperation] = frozenset({"attention"})
 SAVED = {"matmul+attention": MATMULS | ATTENTION, "matmul": MATMULS, "attention": ATTENTION}
 BLOCK_MATMULS = ("qkv", "out", "gate_up", "down")
 """A block's matmuls in order; the second and the last are added to the residual."""
@@ -97,7 +97,7 @@ def widening(op: Any, args: tuple[Any, ...]) -> float:
 
 
 @cache
-def operation_of(op: Any) -> Operation | None:
+def operation_of(op: Any) -> KeptOperation | None:
     """Return which operation of the save list torch's `op` is; None for all others.
 
     Attention is every forward operation that is called so: torch's `_scaled_dot_product_*` and
@@ -116,7 +116,7 @@ class SelectiveCheckpoint(Technique[Build]):
 
     save: Literal["matmul+attention", "matmul", "attention"] = "matmul+attention"
     """Which operations' results are kept, by the policy's name."""
-    operations: tuple[Operation, ...] = ()
+    operations: tuple[KeptOperation, ...] = ()
     """Or by a list of operations, over `save`; a linear is mm without a bias and addmm with one."""
     every_matmul: int = Field(default=1, ge=1, le=100_000)
     """Keep every k-th matrix product of a block; tuner range 1 to 2."""
@@ -154,7 +154,7 @@ class SelectiveCheckpoint(Technique[Build]):
             )
         return self
 
-    def kept(self) -> frozenset[Operation]:
+    def kept(self) -> frozenset[KeptOperation]:
         """Return the save list."""
         return frozenset(self.operations) or SAVED[self.save]
 

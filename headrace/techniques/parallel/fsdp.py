@@ -25,7 +25,7 @@ from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Instant, Ledger, Line
-from headrace.costs.links import Operation
+from headrace.costs.links import CollectiveOperation
 from headrace.costs.work import Beside, Phase, Stream, Work, collective
 from headrace.parallel.layout import is_dtensor
 from headrace.plan.technique import (
@@ -155,7 +155,7 @@ class Fsdp(Technique[Build]):
         ends, narrower = outside + blocks / layers, 0.5 if self.reduce == "bf16" else 1.0
         gradients, apart = (narrower * bytes for bytes in self._learned(ledger))
         last = apart + (gradients - apart) / layers
-        calls: dict[str, tuple[Phase, Operation, float, float, Beside]] = {
+        calls: dict[str, tuple[Phase, CollectiveOperation, float, float, Beside]] = {
             "gather_first": ("forward", "all_gather", ends, 2, ""),
             "gather": ("forward", "all_gather", blocks + outside - ends, layers - 1, "blocks"),
             "gather_again": ("backward", "all_gather", self.reshard * blocks, layers, "blocks"),
