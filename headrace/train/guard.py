@@ -5,8 +5,8 @@ compilers and masks have done so: a fused loss counted ignored targets under a c
 sharded embedding lost a gradient. So before anything is learned, the plan is built once more with
 the run's own weights and without the techniques that keep the baseline's learning rule. This plain
 model computes the first batch sequence by sequence, and its loss and the norm of every gradient are
-kept. The run's own first step is compared with them before its update is applied. A run that
-computes something else ends there.
+kept. Then the run takes its own first step, still before the loop, on the Build that it was given.
+That step is compared before its update is applied. A run that computes something else ends there.
 
 Exact techniques must stay within the band of the precision; each approximate technique adds its own
 band. Some models magnify rounding beyond any band. So before a run is ended, the plain model

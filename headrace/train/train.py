@@ -1,8 +1,9 @@
 """Train with run(plan) and step(build), which can be read from top to bottom without hooks.
 
-`run` prepares, builds, restores, and then repeats one visible step until the goal ends it. Values
-that vary in time are pure functions of the step, called on one line. The host never waits for the
-device inside a step; its numbers are read one step later.
+`run` prepares, builds, restores, and then repeats one visible step until the goal ends it. Where
+the first step is compared with the plain trainer's (`guard`), it is taken and compared before the
+loop. Values that vary in time are pure functions of the step, called on one line. The host never
+waits for the device inside a step; its numbers are read one step later.
 
 Stack at the gradient: cli.train -> train.run -> train.step -> engine -> backward.
 """
@@ -102,12 +103,14 @@ def run(
             session.restore(checkpoint)
         inspect = guard(build, step) if session.counters.step == 0 else None
         start.mark("guard")
+        if inspect is not None and not session.ended(stop):
+            batch = session.next_batch()
+            session.after_step(batch, step(build, batch.micros, 0, inspect))
         while not session.ended(stop):
             batch = session.next_batch()
             with session.watched():
-                numbers = step(build, batch.micros, session.counters.step, inspect)
+                numbers = step(build, batch.micros, session.counters.step)
             session.after_step(batch, numbers)
-            inspect = None  # of the first step alone
         return Result(session.finish(stop), catalogue, first=world.rank == 0)
 
 

@@ -1,5 +1,6 @@
 """From the command to the gradient: few frames, and eight files that a newcomer reads."""
 
+import ast
 import re
 import traceback
 from collections.abc import Callable
@@ -47,6 +48,20 @@ def test_four_frames_at_most(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -
     ]
     assert len(names) <= MOST_FRAMES, names
     assert stack[-1].f_code.co_name == "stop"
+
+
+def test_the_first_step_is_compared_before_the_loop(trees: dict[str, ast.Module]) -> None:
+    """Find the loop of `run`: it takes plain steps, and whoever inspects one stands before it."""
+    (run,) = (
+        node
+        for node in trees["headrace.train.train"].body
+        if isinstance(node, ast.FunctionDef) and node.name == "run"
+    )
+    (loop,) = (node for node in ast.walk(run) if isinstance(node, ast.While))
+    inside = [node.id for node in ast.walk(loop) if isinstance(node, ast.Name)]
+    whole = [node.id for node in ast.walk(run) if isinstance(node, ast.Name)]
+    assert inside.count("step") == 1 and whole.count("step") == 3, "guard's, the first, the loop's"
+    assert {"guard", "inspect"} <= {*whole} - {*inside}
 
 
 def test_the_newcomers_files_are_there(root: Path) -> None:
