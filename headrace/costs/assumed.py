@@ -4,13 +4,15 @@ All of it stands in one place, so that it can be doubted line by line. "Reached"
 reaches alone: a matmul of three sizes of 8,192, a copy of gigabytes, attention over 4 causal rows
 of 8,192 tokens with 32 heads of 128 features. Only the H200 was measured, and its numbers stand in
 for the H100 and the GH200: matmuls and attention as they are on the same chip, copies by their own
-bandwidth.
+bandwidth. These numbers are in `constants.toml`, with the program that measured them.
 Everything else is a round number from what such devices are known to reach;
 `headrace.probes.measure` puts measurements in its place.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+
+from headrace.costs.constants import number, numbers, table
 
 GB, GIB, MICROSECOND = 10**9, 2**30, 1e-6
 
@@ -28,9 +30,9 @@ fp32 accumulation, give dense rates in these ratios."""
 
 @dataclass(frozen=True)
 class AssumedAttention:
-    """A row holds attention as it was measured on an H200.
+    """A row holds attention by one kernel as it was measured on an H200.
 
-    Rates are TFLOP/s by kernel, forward and backward, of causal FLOPs.
+    Rates are TFLOP/s of causal FLOPs, forward and backward.
     """
 
     rows: int
@@ -38,7 +40,7 @@ class AssumedAttention:
     kv_heads: int
     length: int
     features: int
-    rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    rates: tuple[float, float] = (0.0, 0.0)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -82,60 +84,46 @@ class Family:
     """the smallest copy over it"""
     says: str
     """where these numbers are from"""
-    rows: tuple[AssumedAttention, ...] = ()
-    """attention that was measured on one of them, in place of shares"""
+    rows: Mapping[str, tuple[AssumedAttention, ...]] = field(default_factory=dict)
+    """kernel -> attention that was measured on one of them, in place of shares"""
     relative: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """kernel -> (another that has rows, so many times its rates)"""
 
 
-H200_ATTENTION = (
-    AssumedAttention(
-        8, 32, 8, 4096, 64, {"cudnn": (444, 385), "flash": (293, 246), "flex": (355, 253)}
-    ),
-    AssumedAttention(4, 32, 8, 8192, 128, {"cudnn": (656, 547), "flash": (342, 299)}),
-    AssumedAttention(
-        32,
-        12,
-        12,
-        2048,
-        64,
-        {"cudnn": (401, 333), "flash": (271, 226), "flex": (318, 227), "efficient": (123, 97)},
-    ),
-    AssumedAttention(
-        64, 12, 12, 512, 64, {"cudnn": (255, 166), "flash": (153, 137), "efficient": (96, 80)}
-    ),
-    AssumedAttention(
-        8, 16, 16, 2048, 128, {"cudnn": (529, 416), "flash": (284, 249), "efficient": (154, 117)}
-    ),
-    AssumedAttention(1, 32, 8, 32768, 64, {"flex": (438, 313)}),
-    AssumedAttention(1, 32, 8, 32768, 128, {"cudnn": (610, 541), "flash": (348, 320)}),
-    AssumedAttention(8, 32, 32, 4096, 64, {"efficient": (128, 101)}),
-    AssumedAttention(4, 32, 32, 8192, 128, {"efficient": (174, 133)}),
-    AssumedAttention(1, 32, 32, 32768, 128, {"efficient": (180, 135)}),
-)
-"""By the probes of an H200, 2026-11-22, torch 2.11.0+cu130, bf16: one kernel alone, less the 7.5 us
-that timing it took (probes/clock.py). Of flex only 2,048 tokens were probed: its rates at 4,096 and
-32,768 are from steps of 1b (the plans with it in results/techniques.jsonl), forward to backward as
-probed."""
+def _h200_attention(name: str) -> tuple[AssumedAttention, ...]:
+    """Return the rows of a kernel of attention that were measured on an H200."""
+    return tuple(
+        AssumedAttention(*map(int, row[:5]), (row[5], row[6]))  # type: ignore[arg-type]
+        for row in table(name)
+    )
+
+
+_BF16, _FP16, _FP8, _TF32, _FP32 = numbers("h200_matmul")
+_LINK_GB, _LINK_US = numbers("h200_link")
 
 HOPPER = Family(
     matmuls={
-        "bf16": 795 / 989,
-        "fp16": 730 / 989,
-        "fp8": 1517 / 1978,
-        "tf32": 410 / 494.5,
-        "fp32": 51 / 67,
+        "bf16": _BF16 / 989,
+        "fp16": _FP16 / 989,
+        "fp8": _FP8 / 1978,
+        "tf32": _TF32 / 494.5,
+        "fp32": _FP32 / 67,
     },
     attention={},
-    rows=H200_ATTENTION,
-    relative={"flash4": ("cudnn", 1.12)},
-    traffic=4.27 / 4.8,
-    kernel_s=1 * MICROSECOND,
-    launch_s=6.8 * MICROSECOND,
-    graph_launch_s=4.5 * MICROSECOND,
-    context_bytes=832 * 2**20,
-    link_bytes_per_s=55 * GB,
-    link_s=3.5 * MICROSECOND,
+    rows={
+        "cudnn": _h200_attention("h200_attention_cudnn"),
+        "flash": _h200_attention("h200_attention_flash"),
+        "flex": _h200_attention("h200_attention_flex"),
+        "efficient": _h200_attention("h200_attention_efficient"),
+    },
+    relative={"flash4": ("cudnn", number("flash4_over_cudnn"))},
+    traffic=number("h200_copy") / 4.8,
+    kernel_s=number("h200_kernel") * MICROSECOND,
+    launch_s=number("h200_launch") * MICROSECOND,
+    graph_launch_s=number("h200_graph_launch") * MICROSECOND,
+    context_bytes=int(number("h200_context")) * 2**20,
+    link_bytes_per_s=_LINK_GB * GB,
+    link_s=_LINK_US * MICROSECOND,
     says="measured on an H200 (2026-11-22, torch 2.11.0+cu130, driver 580): one product of 8,192 "
     "cubed in each precision (fp16 the mean of that and 4,096 cubed), copies, attention by cudnn, "
     "flash, efficient and flex (at 2,048 tokens; of longer rows it is from steps), launches, the "

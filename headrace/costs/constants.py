@@ -17,17 +17,17 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant is one number, or several that belong together.
+    """A constant is one number, several that belong together, or rows of several.
 
     Args:
-        value: the number, or the numbers in the order that the unit names.
+        value: the number, or the numbers in the order that the unit names, or rows of these.
         unit: the unit of each number.
         source: the measurements that it rests on, or why it is assumed.
         program: the program that fits it, as a path of the repository; "" where it is assumed or
             taken from the source by hand.
     """
 
-    value: float | tuple[float, ...]
+    value: float | tuple[float, ...] | tuple[tuple[float, ...], ...]
     unit: str
     source: str
     program: str = ""
@@ -42,12 +42,16 @@ def _read() -> dict[str, Constant]:
 
 def _constant(name: str, row: dict[str, Any]) -> Constant:
     """Return one row of the file, checked."""
-    value = row["value"]
-    value = tuple(map(float, value)) if isinstance(value, list) else float(value)
+    value = _floats(row["value"])
     texts = {key: row[key] for key in ("unit", "source")} | {"program": row.get("program", "")}
     assert all(isinstance(text, str) for text in texts.values()), name
     assert row.keys() <= {"value", *texts}, f"{name} has a key that nobody reads"
     return Constant(value, **texts)
+
+
+def _floats(value: Any) -> Any:
+    """Return a number as a float, and lists of numbers as tuples of floats."""
+    return tuple(map(_floats, value)) if isinstance(value, list) else float(value)
 
 
 CONSTANTS = _read()
@@ -63,6 +67,13 @@ def number(name: str) -> float:
 
 def numbers(name: str) -> tuple[float, ...]:
     """Return the constants of this name, in the order of the file."""
-    value = CONSTANTS[name].value
-    assert isinstance(value, tuple), f"{name} is one number"
+    value: Any = CONSTANTS[name].value
+    assert isinstance(value, tuple) and isinstance(value[0], float), f"{name} is no list of numbers"
+    return value
+
+
+def table(name: str) -> tuple[tuple[float, ...], ...]:
+    """Return the rows of numbers of this name, in the order of the file."""
+    value: Any = CONSTANTS[name].value
+    assert isinstance(value, tuple) and isinstance(value[0], tuple), f"{name} has no rows"
     return value

@@ -41,7 +41,6 @@ from headrace.costs.assumed import (
     FACTORS,
     FAMILIES,
     H200_PEAK,
-    AssumedAttention,
     Family,
 )
 from headrace.costs.hardware import ASSUMED, Hardware, lookup, near
@@ -434,11 +433,11 @@ def _attention_points(
     family: Family, peak: float
 ) -> Iterator[tuple[str, bool, tuple[AttentionPoint, ...]]]:
     """Yield per kernel and direction the rows that were measured on a like device."""
-    rows: dict[str, list[tuple[AssumedAttention, tuple[float, float]]]] = {}
-    for row in family.rows:
-        like = peak / H200_PEAK * 1e12
-        for kernel, rates in row.rates.items():
-            rows.setdefault(kernel, []).append((row, (like * rates[0], like * rates[1])))
+    like = peak / H200_PEAK * 1e12
+    rows = {
+        kernel: [(row, (like * row.rates[0], like * row.rates[1])) for row in known]
+        for kernel, known in family.rows.items()
+    }
     for kernel, (other, ratio) in family.relative.items():
         rows[kernel] = [(row, (ratio * f, ratio * b)) for row, (f, b) in rows[other]]
     for kernel, (forward, backward) in family.attention.items():

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from headrace.costs.constants import number
+from headrace.costs.constants import number, numbers, table
 
 T = TypeVar("T")
 
@@ -26,23 +26,13 @@ Shape = tuple[int, int, int, int, int]
 OPERAND_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp8": 1}
 RESULT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp8": 2}
 
-TILES = {
-    "gpu": (
-        (256, 128, 1.0),
-        (128, 256, 1.0),
-        (192, 128, 0.98),
-        (128, 128, 0.9),
-        (64, 128, 0.7),
-        (64, 64, 0.5),
-    ),
-    "cpu": ((32, 64, 1.0),),
-}
+TILES = {"gpu": table("tiles_gpu"), "cpu": table("tiles_cpu")}
 """Device -> (rows of a matmul's tile, its columns, the share of the rate that it reaches)."""
 SPLITS = (1, 2, 4, 8, 16)
 """Numbers of parts into which the sum of a matmul may be cut."""
-EDGE = {"gpu": 64, "cpu": 16}
+EDGE = dict(zip(TILES, numbers("tile_edge"), strict=True))
 """Device -> the terms of a tile's sum that cost as much as the tile's beginning and end."""
-QUERIES = {"gpu": 128, "cpu": 32}
+QUERIES = dict(zip(TILES, numbers("attention_queries"), strict=True))
 """Device -> queries of a tile of attention."""
 SOFTMAX, START = number("softmax"), number("attention_tile_start")
 BACKWARD = 2.5
