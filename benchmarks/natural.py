@@ -46,7 +46,7 @@ from natural_said import SPARE_BYTES, Answer, say
 from natural_times import BEGUN, STAGE, STAYS, Wanted, awake, measure
 
 from headrace.assemble.context import choose_device, find_device, make_context
-from headrace.cli.plans import rates_here, rates_measured
+from headrace.cli.plans import rates_here
 from headrace.data.ingest import prepare
 from headrace.predict.prediction import predict
 from headrace.tuner.worker import Worker
@@ -409,7 +409,7 @@ def go(runs: list[Run], args: argparse.Namespace, cores: int) -> int:
     }
     call = Call(runs, args, Book(args.results, receipts.hardware(), how), gate, ends_s)
     if args.what != "measure" and call.unsaid():  # as the doctor does, before anything else runs
-        machine = rates_measured(find_device(args.device))
+        machine = rates_here(find_device(args.device), sure=True)
         print(f"rates of {machine.name} by {machine.source}", flush=True)
     with call.crew(room_bytes) as crew:
         if call.unsaid() or call.unmeasured():

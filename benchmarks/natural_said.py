@@ -11,6 +11,7 @@ used for that choice alone, and with a wide margin.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +23,7 @@ from natural_times import TOGETHER_BYTES
 
 from headrace.assemble.context import choose_device
 from headrace.cli.catalogue import catalogue
-from headrace.cli.plans import rates_measured
+from headrace.cli.plans import rates_here
 from headrace.core.errors import HeadraceError
 from headrace.doctor.advice import Advice, advise
 from headrace.doctor.findings import ABSTAINED
@@ -108,9 +109,10 @@ def _say(
     with drawn, alone_from_third_step(gate):
         path = train.run(work).folder
     folder = resolve_run(path or Path(work.directory) / work.name)
-    advice, run = advise(folder, catalogue(), rates_measured), RunFolder(folder)
+    measured_rates = partial(rates_here, sure=True)
+    advice, run = advise(folder, catalogue(), measured_rates), RunFolder(folder)
     report = run.read_report()
-    place = place_of(plan, run.read("environment") or {}, rates_measured)
+    place = place_of(plan, run.read("environment") or {}, measured_rates)
     asking = Asking(plan, *place, catalogue())
     spent_s = observe(report, rows_of(folder)).step_s
     answer = verdict(advice)

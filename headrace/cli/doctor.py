@@ -1,5 +1,6 @@
 """This module holds the verb `doctor`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +34,7 @@ def doctor(
     """Print the findings of a run, the gravest first, and what each remedy would gain."""
     with exit_codes(json):
         with loading():
-            from headrace.cli.plans import named_plan, place, rates_measured
+            from headrace.cli.plans import named_plan, place, rates_here
             from headrace.doctor.advice import advise, advise_loop, advise_plan
             from headrace.doctor.run import TRACES
             from headrace.doctor.trace.facts import HEAD, kernel_lines
@@ -52,7 +53,7 @@ def doctor(
             advice = advise_loop(what, catalogue())
         else:
             folder = _judged_run(first)
-            advice = advise(folder, catalogue(), rates_measured)
+            advice = advise(folder, catalogue(), partial(rates_here, sure=True))
             kernels = kernel_lines(folder)
         if json:
             show_json(findings_json(advice))

@@ -95,19 +95,14 @@ def place(plan: Plan, device_name: str = "") -> tuple[Context, Machine]:
     return make_context(plan, device), rates_here(device)
 
 
-def rates_here(device: torch.device) -> Machine:
+def rates_here(device: torch.device, *, sure: bool = False) -> Machine:
     """Return the rates of a device of this machine: measured, else assumed, else measured now.
 
-    Raises:
-        ConfigError: the file of its measured rates is damaged.
-    """
-    return rates(device, probe_progress)
-
-
-def rates_measured(device: torch.device) -> Machine:
-    """Return the rates of a device of this machine, measured now where it is free and new.
+    Args:
+        device: the device.
+        sure: a free GPU is measured now even where its datasheet's rates could be assumed.
 
     Raises:
         ConfigError: the file of its measured rates is damaged.
     """
-    return rates(device, probe_progress, sure=True)
+    return rates(device, probe_progress, sure=sure)
