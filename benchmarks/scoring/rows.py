@@ -122,15 +122,18 @@ class Forecast(Gain):
 
 
 class OverheadMetrics(Row):
-    """Hold the share of a step that watching costs."""
+    """Hold the share of a step that watching costs, or of the time before it that is added."""
 
     overhead: Spread
 
 
 class Overhead(Row):
-    """Hold what watching a run costs it; `n` is the number of readings."""
+    """Hold what watching a run costs it, or what a commit adds before its first step.
 
-    measurement: Literal["always_on", "with_bursts"]
+    `n` is the number of readings.
+    """
+
+    measurement: Literal["always_on", "with_bursts", "first_step"]
     metrics: OverheadMetrics
     shape: str | None = None
     hardware: str | None = None
