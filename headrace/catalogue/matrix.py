@@ -1,9 +1,9 @@
-"""Explain which techniques stand beside which, by the outcome of tests.
+"""Show which pairs of techniques work in one plan, by the outcome of tests.
 
-`matrix.json` is written by `pytest tests/distributed/test_matrix.py --matrix FILE` and by nothing
-else: a pair is `equal` when its run equals the same plan without what computes the baseline's
-numbers, in one process; `refuses` with the message that a user sees; `gpu` when this pair needs a
-device that the tests of the matrix do not have.
+`pytest tests/distributed/test_matrix.py --matrix FILE` writes `matrix.json`, and nothing else does.
+A pair is `equal` when a run with both computes what one process computes without the techniques
+that must not change a number. It is `refuses` when the plan is refused, with the message that a
+user sees. It is `gpu` when it needs a device that the tests of the matrix do not have.
 """
 
 import json
@@ -12,19 +12,22 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).with_name("matrix.json")
+"""The file of outcomes."""
 MARKS = {"equal": "=", "refuses": "x", "gpu": "g"}
+"""Maps an outcome to the character that stands for it in the triangle."""
 
 
 def read_matrix() -> dict[str, Any]:
-    """Return the outcome of every pair.
+    """Return the outcome of every pair of techniques.
 
-    The value is {"torch": ..., "pairs": {"a b": {"outcome": ..., "why": ...}}}.
+    The value is {"torch": version, "pairs": {"a b": {"outcome": ..., "why": ...}}}, where "a b"
+    holds the names of two techniques and "why" the message of a refusal.
     """
     return json.loads(SOURCE.read_text())
 
 
 def explain_matrix(matrix: dict[str, Any]) -> str:
-    """Render the matrix as text: a triangle, then every refusal with its reason."""
+    """Return the matrix as text: a triangle of marks, counts, and each refusal with its reason."""
     pairs = matrix["pairs"]
     names = sorted({name for pair in pairs for name in pair.split()})
     wide = max(map(len, names))

@@ -1,4 +1,4 @@
-"""This module shows what the command line prints: bars, tables, one error, exit codes."""
+"""Print what the command line shows: bars, tables and errors; end with the exit code."""
 
 import json
 import os
@@ -51,7 +51,7 @@ class Aside(Console):
 
 console = Aside(stderr=True, highlight=False)
 WIDE = 100
-"""Least columns of a terminal in which bars are long."""
+"""Columns of a terminal from which on progress bars are 24 characters long, and not 12."""
 ENDLESS = 10**6
 """The most columns of a line in a file or a pipe, where nothing is wrapped."""
 
@@ -209,10 +209,15 @@ def show_json(value: Mapping[str, Any] | list[Any], code: int = EXIT_DONE) -> No
 
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """Print a table on standard output, and cut nothing of it.
+    """Print a table on standard output, with every cell whole.
 
-    In a terminal, a cell that is too wide goes on in its next line. In a file or a pipe, a row is
-    one line.
+    In a terminal, a cell that is too wide is folded into further lines. In a file or a pipe, each
+    row is one line.
+
+    Args:
+        head: the names of the columns; none for a table without a head.
+        rows: the cells of each row.
+        title: a line above the table; "" for none.
     """
     columns = [Column(head[0], no_wrap=True)] if head else []
     columns += [Column(name, overflow="fold") for name in head[1:]]
@@ -226,17 +231,17 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = 
 
 
 class FactsColumn(TextColumn):
-    """Show the facts in a column that stays one line, and is cut where a terminal is narrow."""
+    """Show the facts of a bar in one line, which is cut off where the terminal is too narrow."""
 
     def render(self, task: Task) -> Text:
-        """Return the facts as text that does not wrap."""
+        """Return the facts of a bar as text that is not wrapped."""
         text = super().render(task)
         text.no_wrap, text.overflow = True, "ellipsis"
         return text
 
 
 class BarProgress(Progress):
-    """Show progress as bars of rich on standard error."""
+    """Draw progress as bars on standard error, with the library rich."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +278,7 @@ class BarProgress(Progress):
         self._bars.console.print(text, markup=False, soft_wrap=True)
 
     def row(self, row: dict[str, Any], total_steps: int | None, **facts: float | None) -> None:
-        """Advance the training bar."""
+        """Advance the bar of training, and show loss, speed and validation beside it."""
         self._facts["loss"] = f"loss {row['loss']:.3f}"
         self._facts["speed"] = f"{row['tokens_per_s']:,.0f} tok/s"
         if "val_bits_per_byte" in row:
@@ -283,7 +288,7 @@ class BarProgress(Progress):
         self._bars.update(self._tasks["training"], facts=shown)
 
     def close(self) -> None:
-        """Leave the bars as they are."""
+        """Stop drawing; the bars stay on the screen as they are."""
         self._bars.stop()
 
 
@@ -296,9 +301,9 @@ def started_as() -> str:
 
 
 def make_progress(as_json: bool) -> Progress:
-    """Return the progress of the first rank: bars in a terminal, lines in a log.
+    """Return what shows progress: bars in a terminal, lines in a log.
 
-    With JSON, and on other ranks, nothing is shown.
+    Only the first rank shows any, and none where the verb prints JSON.
     """
     if as_json or os.environ.get("RANK", "0") != "0":
         return Progress()
@@ -307,7 +312,7 @@ def make_progress(as_json: bool) -> Progress:
 
 
 def probe_progress() -> Progress:
-    """Return bars, or lines where there is no terminal; both go to standard error alone."""
+    """Return what shows on standard error how far probes are: bars, or lines in a log."""
     return BarProgress() if console.is_terminal else Lines([sys.stderr])
 
 

@@ -1,8 +1,8 @@
-"""A remedy: what mends an error, as changes of the plan for a program and as text for a reader.
+"""Describe what mends an error: as changes of the plan for a program, as text for a reader.
 
-A change is a tuple of words, as `headrace/plan/changes.py` has them: `+technique`, `-technique`,
-`key=value`. A sweep that meets an error tries the error's changes; a reader is shown the text. No
-program reads the text.
+A change is a tuple of words that `headrace/plan/changes.py` reads: `+technique` adds a technique,
+`-technique` leaves one out, `key=value` sets a key. A sweep that meets an error tries the error's
+changes. A reader is shown the text, which no program reads.
 """
 
 import shlex
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Remedy:
-    """A remedy holds what mends an error.
+    """Hold what mends an error.
 
     Args:
-        changes: alternatives, the best first. Each is the words that mend the plan together.
+        changes: alternatives, the best first. All words of one alternative are needed together.
         text: what a reader is shown: the changes as they are typed, other commands, or prose.
     """
 
@@ -30,19 +30,19 @@ class Remedy:
         return self.text
 
     def __or__(self, other: "Remedy | str") -> "Remedy":
-        """Return the remedy that offers the other one too, as the next alternative."""
+        """Return a remedy that offers the other one as a further alternative, after " or "."""
         other = as_remedy(other)
         texts = [remedy.text for remedy in (self, other) if remedy.text]
         return Remedy(self.changes + other.changes, " or ".join(texts))
 
     def otherwise(self, other: "Remedy | str") -> "Remedy":
-        """Return the remedy with the other one behind it in brackets, as the last resort."""
+        """Return a remedy that offers the other one as the last resort, in brackets."""
         other = as_remedy(other)
         return Remedy(self.changes + other.changes, f"{self.text} (or {other.text})")
 
     @property
     def only_override(self) -> str | None:
-        """Return the `key=value` that is the whole remedy; None where it is anything else."""
+        """Return the `key=value` where the remedy is that one word; None where it is not."""
         whole = len(self.changes) == 1 and self.text == typed(*self.changes[0])
         if not whole or len(self.changes[0]) != 1:
             return None
@@ -51,7 +51,7 @@ class Remedy:
 
 
 def typed(*words: str) -> str:
-    """Return the words of a change as they are typed behind `headrace train PLAN`."""
+    """Return the words of a change as they are typed after `headrace train PLAN`."""
     options = {"+": "--with ", "-": "--without "}
     return " ".join(
         f"{options[word[0]]}{shlex.quote(word[1:])}" if word[0] in options else shlex.quote(word)
@@ -60,18 +60,18 @@ def typed(*words: str) -> str:
 
 
 def mend(*words: str, text: str = "") -> Remedy:
-    """Return the remedy that is one change of the plan.
+    """Return a remedy that makes one change of the plan.
 
     Args:
         words: `+technique`, `-technique` or `key=value`; empty ones are left out.
-        text: what a reader is shown; the words as they are typed where nothing is given.
+        text: what a reader is shown; "" shows the words as they are typed.
     """
     given = tuple(filter(None, words))
     return Remedy((given,) if given else (), text or typed(*given))
 
 
 def leave_out(key: str) -> Remedy:
-    """Return the remedy that is not to write a key."""
+    """Return a remedy that asks a reader to leave a key out of the plan."""
     return Remedy(text=f"leave out {key}")
 
 
@@ -81,4 +81,4 @@ def as_remedy(remedy: Remedy | str) -> Remedy:
 
 
 NONE = Remedy()
-"""The remedy of what nothing mends."""
+"""The remedy of an error that nothing mends: no changes and no text."""

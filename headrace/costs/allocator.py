@@ -1,17 +1,20 @@
-"""torch's caching allocator by its documented rules: what it would reserve for a run's tensors.
+"""Follow torch's caching allocator by its documented rules, to find what it reserves for tensors.
 
-Allocated bytes are those of tensors. Reserved bytes are what the allocator holds of the device, and
-what a run ends out of memory by. They differ by rounding, by free blocks that are kept for the next
-tensor of their size, and by free blocks between used ones that nothing fits.
+Allocated bytes are those of tensors. Reserved bytes are what the allocator holds of the device; a
+run is out of memory when the device has no room for more of them. The two differ by rounding, by
+free blocks that are kept for the next tensor of their size, and by free blocks between used ones
+that are too small for any tensor.
 
-The rules: sizes are rounded up to 512 bytes. Blocks of at most 1 MiB come of segments of 2 MiB,
-others below 10 MiB of segments of 20 MiB, larger ones of a segment of their own, rounded up to 2
-MiB. The smallest free block that is large enough is taken, and cut where more than 512 bytes (of a
-small segment) or 1 MiB (of a large one) are left. A block that is freed joins its free neighbours.
-A segment that the device has no room for makes all segments go that are wholly free. An expandable
-segment grows at its end by pages of 2 MiB, so that a pool has one.
+Sizes are rounded up to 512 bytes. A block of at most 1 MiB is cut from a segment of 2 MiB, and a
+larger one below 10 MiB from a segment of 20 MiB. From 10 MiB on, a block has a segment of its own,
+rounded up to 2 MiB. A tensor takes the smallest free block that is large enough. The block is cut
+where at least 512 bytes of a small segment, or more than 1 MiB of a large one, are left over. A
+block that is freed joins its free neighbours. Where the device has no room for a new segment, all
+segments that are wholly free are given back first. An expandable segment grows at its end by pages
+of 2 MiB, so there is one for small blocks and one for large ones.
 
-Left out: streams, rounding to divisions of powers of two, the limit on cutting, several devices.
+Left out are streams, rounding to divisions of powers of two, the limit on cutting, and several
+devices.
 Source: c10/cuda/CUDACachingAllocator.cpp and docs.pytorch.org/docs/stable/notes/cuda.html.
 """
 
@@ -20,22 +23,26 @@ from bisect import bisect_left, insort
 
 MIB = 2**20
 UNIT = 512
+"""Bytes of which every block is a multiple."""
 SMALL = MIB
-"""Bytes of the largest block in the pool of small ones, and of the rest of a large one that stays
-uncut."""
+"""Bytes of the largest block in the pool of small ones. A rest of a large block that is no larger
+is not cut off."""
 SMALL_SEGMENT = 2 * MIB
+"""Bytes of a segment from which small blocks are cut."""
 OWN = 10 * MIB
 """Bytes from which a block has a segment of its own size."""
 SEGMENT = 20 * MIB
+"""Bytes of a segment from which large blocks below `OWN` are cut."""
 PAGE = 2 * MIB
+"""Bytes of which an expandable segment, and a segment for one block, is a multiple."""
 
 
 class OutOfMemory(Exception):
-    """The device has no room, though all that is free was given back."""
+    """Raised where the device has no room, though every free segment was given back."""
 
 
 class MemoryBlock:
-    """A block is a piece of a segment, used or free."""
+    """Hold one piece of a segment, which a tensor uses or which is free."""
 
     __slots__ = ("after", "before", "free", "order", "size", "small", "spare")
 
@@ -43,17 +50,17 @@ class MemoryBlock:
         self.size, self.small, self.order = size, small, order
         self.free = False
         self.spare = 0
-        """of a used block, bytes beyond its tensor's"""
+        """bytes of a used block that its tensor does not need"""
         self.before: MemoryBlock | None = None
         self.after: MemoryBlock | None = None
 
 
 class Allocator:
-    """Bytes that are allocated and reserved, and their peaks.
+    """Count the bytes that are allocated and reserved, and their peaks.
 
     Args:
         capacity: bytes that may be reserved.
-        expandable: segments grow at their end.
+        expandable: whether segments grow at their end, as `expandable_segments` has it.
     """
 
     def __init__(self, capacity: float = math.inf, *, expandable: bool = False) -> None:
@@ -61,20 +68,20 @@ class Allocator:
         self.allocated = self.reserved = 0
         self.allocated_peak = self.reserved_peak = 0
         self.spare = self.spare_at_peak = 0
-        """of what is allocated, bytes beyond those of tensors, which count as allocated too; and
-        how many they were when most was allocated"""
+        """bytes of used blocks that no tensor needs, now and when most was allocated; torch counts
+        them as allocated"""
         self.retries = 0
-        """times that everything free had to be given back first"""
+        """how often every free segment had to be given back before there was room"""
         self._free: dict[bool, list[tuple[int, int, MemoryBlock]]] = {True: [], False: []}
         self._last: dict[bool, MemoryBlock] = {}
-        """of an expandable segment, its end"""
+        """the last block of the expandable segment, for small blocks and for large ones"""
         self._count = 0
 
     def allocate(self, bytes: float) -> MemoryBlock:
-        """Return a block for a tensor of so many bytes.
+        """Return a block for a tensor of so many bytes, and count it.
 
         Raises:
-            OutOfMemory: there is no room.
+            OutOfMemory: the device has no room for it.
         """
         size = max(UNIT, -(-math.ceil(bytes) // UNIT) * UNIT)
         small = size <= SMALL
@@ -120,7 +127,7 @@ class Allocator:
         insort(self._free[block.small], (block.size, block.order, block))
 
     def _segment(self, size: int, small: bool) -> MemoryBlock:
-        """Return a block of new memory of the device."""
+        """Return a block that is a new segment, or the grown end of the expandable one."""
         if self.expandable:
             return self._grown(size, small)
         own = SEGMENT if size < OWN else -(-size // PAGE) * PAGE
@@ -129,7 +136,7 @@ class Allocator:
         return self._new(whole, small)
 
     def _grown(self, size: int, small: bool) -> MemoryBlock:
-        """Return the end of the pool's one segment, with the pages that are missing there."""
+        """Return the last block of the expandable segment, grown by pages until `size` fits."""
         last = self._last.get(small)
         over = last if last is not None and last.free else None
         more = -(-(size - (over.size if over else 0)) // PAGE) * PAGE
@@ -147,9 +154,10 @@ class Allocator:
         return block
 
     def _take(self, bytes: int) -> None:
-        """Take so much more of the device.
+        """Reserve more of the device; give every free segment back first where it has no room.
 
-        All that is free goes back first where the device has no room.
+        Raises:
+            OutOfMemory: there is no room even then.
         """
         if self.reserved + bytes > self.capacity:
             self.retries += 1
@@ -164,7 +172,7 @@ class Allocator:
         return MemoryBlock(size, small, self._count)
 
     def _cut(self, block: MemoryBlock, size: int) -> None:
-        """Leave what is not needed of a block as another, free one."""
+        """Cut a block to `size` bytes, and keep the rest as a free block of its own."""
         left = block.size - size
         if left < UNIT if block.small else left <= SMALL:
             return

@@ -16,6 +16,7 @@ from headrace.model.mask import MaskSpec
 from headrace.model.mlp import PlainMLP, SwiGLU
 
 FORMATS = ("hf",)
+"""The formats that `headrace export --to` knows; "hf" is Hugging Face's."""
 
 
 def export_run(
@@ -27,15 +28,16 @@ def export_run(
     sequence_length: int,
     companions: Companions = Companions(),  # noqa: B008  (it is frozen)
 ) -> Path:
-    """Write the model of an opened run, and return the new folder.
+    """Write the model of a run in another format, and return the new folder.
 
     Args:
-        build: the run.
-        to: the format.
-        output: the new folder.
-        run: the run's folder.
-        sequence_length: tokens of a sequence in training.
-        companions: the small files that came with the weights that the run began with.
+        build: the run, opened with its trained weights.
+        to: the format, one of `FORMATS`.
+        output: the folder to write, which must be absent or empty.
+        run: the run's folder, which error messages name.
+        sequence_length: tokens of a sequence in training; the exported config states it.
+        companions: files such as a chat template that lay beside the weights with which the run
+            began; they are copied.
 
     Raises:
         ConfigError: the format is unknown, or the new folder has files already.

@@ -1,4 +1,4 @@
-"""The time until the first step: read at the first update, and compared pair by pair."""
+"""Check that the time until the first step is read at the first update, and compared in pairs."""
 
 from pathlib import Path
 from typing import Any
