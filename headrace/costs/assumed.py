@@ -77,17 +77,17 @@ class Family:
     graph_launch_s: float
     """host seconds of one replay of a captured graph"""
     context_bytes: int
-    """taken by CUDA's context and the libraries"""
+    """bytes that CUDA's context and the libraries take"""
     link_bytes_per_s: float
-    """of pinned memory, either way"""
+    """bytes per second of a copy between pinned memory and the device, either way"""
     link_s: float
-    """the smallest copy over it"""
+    """seconds of the smallest copy over that link"""
     says: str
     """where these numbers are from"""
     rows: Mapping[str, tuple[AssumedAttention, ...]] = field(default_factory=dict)
     """kernel -> attention that was measured on one of them, in place of shares"""
     relative: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    """kernel -> (another that has rows, so many times its rates)"""
+    """kernel -> (another kernel that has rows, the factor of its rates)"""
 
 
 def _h200_attention(name: str) -> tuple[AssumedAttention, ...]:
@@ -127,8 +127,8 @@ HOPPER = Family(
     says="measured on an H200 (2026-11-22, torch 2.11.0+cu130, driver 580): one product of 8,192 "
     "cubed in each precision (fp16 the mean of that and 4,096 cubed), copies, attention by cudnn, "
     "flash, efficient and flex (at 2,048 tokens; of longer rows it is from steps), launches, the "
-    "link and the context; flash4 is 1.12 times cudnn, from its receipts in "
-    "results/techniques.jsonl. Products of other shapes follow from the one: the 125 that were "
+    f"link and the context; flash4 is {number('flash4_over_cudnn')} times cudnn, from its receipts "
+    "in results/techniques.jsonl. Products of other shapes follow from the one: the 125 that were "
     "probed told steps of a shape left out less well. Other chips of the family are assumed to "
     "reach the same shares",
 )

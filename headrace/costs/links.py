@@ -56,12 +56,12 @@ SHARES: Mapping[CollectiveOperation, float] = {
 
 @dataclass(frozen=True)
 class Link:
-    """How long one kind of collective takes.
+    """Hold how long one kind of collective takes.
 
     Args:
-        operation: which.
-        ranks: neighbouring ones that it was measured, or is assumed, over.
-        stream: seconds by the bytes that each rank sends; its floor is that of the smallest call.
+        operation: the kind of collective.
+        ranks: the number of neighbouring ranks over which it was measured, or is assumed.
+        stream: the seconds by the bytes that each rank sends; the smallest call takes its floor.
     """
 
     operation: CollectiveOperation
@@ -70,13 +70,12 @@ class Link:
 
 
 def sent(operation: CollectiveOperation, bytes: float, ranks: int) -> float:
-    """Return the bytes that each of so many ranks sends.
+    """Return the bytes that each rank sends in a collective.
 
     Args:
-        operation: which.
-        bytes: of the whole tensor: what is summed, gathered of all, or scattered to all; of a
-            message what it holds.
-        ranks: that take part.
+        operation: the kind of collective.
+        bytes: the size of the whole tensor that is summed, gathered or scattered, or of a message.
+        ranks: how many ranks take part.
     """
     if operation == "send":
         return bytes
@@ -84,7 +83,7 @@ def sent(operation: CollectiveOperation, bytes: float, ranks: int) -> float:
 
 
 def assumed(device_name: str) -> tuple[Link, ...]:
-    """Return the links of a node of such devices, by a datasheet."""
+    """Return the links that are assumed of a node of such devices, by a datasheet."""
     _, rate, _ = _datasheet(device_name)
     share = REACHED_PCIE if "PCIe" in _datasheet(device_name)[2] else REACHED
     stream = StreamRates(CALL_S, share * rate)
@@ -92,7 +91,7 @@ def assumed(device_name: str) -> tuple[Link, ...]:
 
 
 def says(links: Sequence[Link], device_name: str) -> str:
-    """Return where the rates between ranks are from, and how large they are."""
+    """Return a sentence on the rate of sums between ranks, and where it is from."""
     known = links or assumed(device_name)
     rate = next(x for x in known if x.operation == "all_reduce").stream.bytes_per_s / GB
     if links:
@@ -117,7 +116,7 @@ def collective_s(
         device_name: the device of every rank.
         operation: which collective it is.
         bytes: how many bytes each rank sends.
-        reach: from the first rank of those that take part to the last, both counted.
+        reach: the number of ranks from the first that takes part to the last, both counted.
 
     Raises:
         UnsupportedError: nothing is known of ranks that far apart.

@@ -45,7 +45,7 @@ SAME = 1e-9
 
 @dataclass(frozen=True)
 class StreamPoint:
-    """A point says how long so many bytes took."""
+    """Hold how long a device took to read or write so many bytes."""
 
     bytes: int
     seconds: float
@@ -53,7 +53,7 @@ class StreamPoint:
 
 @dataclass(frozen=True)
 class StreamRates:
-    """How long bytes take: what was measured, or a floor and a bandwidth."""
+    """Hold how long moving bytes takes: by measured points, or by a floor and a bandwidth."""
 
     floor_s: float
     bytes_per_s: float
@@ -61,7 +61,7 @@ class StreamRates:
 
     @cached_property
     def _rising(self) -> list[tuple[float, float]]:
-        """Return logarithms of bytes and seconds, by size; a larger one is never faster."""
+        """Return the logarithms of each point's bytes and seconds by size, the seconds rising."""
         by_size = sorted((p.bytes, p.seconds) for p in self.points)
         slowest = accumulate((seconds for _, seconds in by_size), max)
         return [(math.log(b), math.log(s)) for (b, _), s in zip(by_size, slowest, strict=True)]
@@ -81,7 +81,7 @@ class StreamRates:
 
 @dataclass(frozen=True)
 class MatmulPoint:
-    """A point is one measured matmul: [m, k] times [k, n]."""
+    """Hold the time of one measured matmul, [m, k] times [k, n]."""
 
     m: int
     n: int
@@ -101,11 +101,11 @@ class MatmulPoint:
 
 @dataclass(frozen=True)
 class MatmulRates:
-    """Rates of matmuls are those of one precision."""
+    """Hold what is known of matmuls in one precision."""
 
     precision: Precision
     flops_per_s: float
-    """of full tiles with long sums"""
+    """the rate of full tiles with long sums, by which the formula reckons"""
     points: tuple[MatmulPoint, ...] = ()
 
     @property
@@ -116,7 +116,7 @@ class MatmulRates:
 
 @dataclass(frozen=True)
 class AttentionPoint:
-    """A point is one measured pass of attention, of the forward or the backward direction."""
+    """Hold the time of one measured pass of attention, forward or backward."""
 
     rows: int
     heads: int
@@ -134,12 +134,12 @@ class AttentionPoint:
 
 @dataclass(frozen=True)
 class AttentionRates:
-    """Rates of attention are those of one kernel in one direction."""
+    """Hold what is known of one kernel of attention in one direction."""
 
     kernel: Kernel
     backward: bool
     flops_per_s: float
-    """of full tiles, the softmax counted as `SOFTMAX` features of each head"""
+    """the rate of full tiles, the softmax counted as `SOFTMAX` features of each head"""
     points: tuple[AttentionPoint, ...] = ()
 
     @property
@@ -154,7 +154,10 @@ LinearMatmul = Literal["result", "input", "weight"]
 
 @dataclass(frozen=True)
 class LinearRates:
-    """Rates of a linear are those of one of its matmuls, as a CPU's step lays out its operands."""
+    """Hold the measured times of one of a linear layer's three matmuls on a CPU.
+
+    Its operands lie in memory as a training step lays them out.
+    """
 
     matmul: LinearMatmul
     precision: Precision
@@ -165,9 +168,9 @@ class LinearRates:
 
         Args:
             m: rows of the result.
-            n: its columns.
-            k: terms of a sum.
-            floor_s: of any operation.
+            n: columns of the result.
+            k: terms of each sum.
+            floor_s: seconds that any operation takes, however small.
         """
         at = place(m, n, k)
         per_s = between(self._rates, at)
@@ -180,7 +183,7 @@ class LinearRates:
 
 @dataclass(frozen=True)
 class PieceRates:
-    """One kind of a step's operations on a CPU: by the bytes that the ledger counts for it."""
+    """Hold the times of one kind of operation in a CPU's step, by the bytes that it moves."""
 
     name: str
     whole: bool
@@ -189,7 +192,7 @@ class PieceRates:
 
     @cached_property
     def stream(self) -> StreamRates:
-        """Return the points as a curve, from which larger ones go on at the largest one's rate."""
+        """Return the points as a curve that goes on beyond the largest one at its rate."""
         ordered = tuple(sorted(self.points, key=lambda p: p.bytes))
         largest = ordered[-1]
         return StreamRates(ordered[0].seconds, largest.bytes / largest.seconds, ordered)
@@ -197,7 +200,7 @@ class PieceRates:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Hold a measured step of a small plain decoder: its pieces alone do not predict it."""
+    """Hold a measured step of a small plain decoder, which its operations alone do not predict."""
 
     dim: int
     layers: int
@@ -221,7 +224,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Absent:
-    """Something that the device or its libraries do not have."""
+    """Hold what the device or its libraries lack, and why."""
 
     what: str
     why: str
@@ -273,7 +276,7 @@ def plain_attention(
 
 
 def met(known: T, seconds: float, formula: Callable[[T], float]) -> T:
-    """Return `known` with the rate at which the formula takes `seconds`, or comes closest to it."""
+    """Return `known` with the rate at which the formula predicts `seconds`, or is closest to it."""
     table: Any = known
     for _ in range(20):
         faster = replace(table, flops_per_s=table.flops_per_s * formula(table) / seconds)
@@ -284,9 +287,11 @@ def met(known: T, seconds: float, formula: Callable[[T], float]) -> T:
 
 
 def between(points: Sequence[PlacedRatio], place: Sequence[float]) -> float:
-    """Return the measured ratio at `place`: 1 without points, a point's own at the point.
+    """Return the ratio of measured to formula time at `place`, between the measured points.
 
-    A place outside of all points is first moved to their outermost one in each direction.
+    It is 1 without points, and a point's own ratio at that point. Elsewhere it is the mean of all
+    logarithms, weighted by the inverse fourth power of the distance. A place outside of all points
+    is first moved to the outermost one in each direction.
     """
     if not points:
         return 1.0
@@ -304,7 +309,7 @@ def between(points: Sequence[PlacedRatio], place: Sequence[float]) -> float:
 
 
 def place(*sizes: float) -> tuple[float, ...]:
-    """Return sizes in powers of two."""
+    """Return the logarithms of sizes to the base of 2, in which distances are taken."""
     return tuple(math.log2(size) for size in sizes)
 
 
@@ -323,12 +328,12 @@ def to_table(instance: Any) -> dict[str, Any]:
 
 
 def checked(kind: type[T], value: Any, where: str = "") -> T:
-    """Return `value`, parsed from JSON, as `kind`.
+    """Return `value`, which was parsed from JSON, as an instance of `kind`.
 
-    A kind is a frozen dataclass, a tuple, a literal or a number.
+    A kind is a frozen dataclass, a tuple, a literal, a text, a truth value or a number.
 
     Raises:
-        ValueError: it is not; with the key, what was found there and what was wanted.
+        ValueError: the value is of another kind; the message has the key and what is wanted there.
     """
     if is_dataclass(kind):
         return kind(**_table(kind, value, where))
@@ -356,7 +361,7 @@ def checked(kind: type[T], value: Any, where: str = "") -> T:
 
 
 def _table(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
-    """Return the fields of a dataclass, each checked; files of before one had a default lack it."""
+    """Return the fields of a dataclass, each checked; a file may lack those in `LATER`."""
     if type(value) is not dict:
         raise _wrong(where or "the whole", value, "a table")
     types = get_type_hints(kind)
@@ -371,7 +376,7 @@ def _table(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
 
 
 def _wrong(where: str, value: Any, wanted: str) -> ValueError:
-    """Return the error that says what stands there and what should."""
+    """Return the error that names a key, its value and what is wanted there."""
     shown = repr(value)
     return ValueError(
         f"{where} is {shown if len(shown) <= 40 else f'{shown[:40]}...'}, not {wanted}"
