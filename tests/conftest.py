@@ -81,7 +81,6 @@ def no_probes(one_thread: None, known_home: Path) -> Iterator[None]:
     own = Path.home()
     kept = {
         "TRITON_CACHE_DIR": own / ".triton" / "cache",
-        "MPLCONFIGDIR": own / ".config/matplotlib",
         "PYTHONUSERBASE": site.getuserbase(),
     }
     with pytest.MonkeyPatch.context() as patch:

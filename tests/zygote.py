@@ -13,7 +13,6 @@ import sys
 import traceback
 from pathlib import Path
 
-import matplotlib.backends.backend_svg  # noqa: F401 - what a run imports late
 import torch
 import torch._dynamo
 import torch._functorch.aot_autograd

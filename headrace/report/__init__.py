@@ -2,6 +2,6 @@
 
 It is made from the files that a run leaves behind and from nothing else, so it can be written again
 at any time and gives the same bytes. The page needs no network, no script and no font of its own:
-charts are inline SVG drawn by matplotlib and coloured by the page's style sheet, bars are HTML, and
+charts are inline SVG coloured by the page's style sheet, bars are HTML, and
 a content security policy forbids the rest. What was not measured is said so, never shown as 0.
 """

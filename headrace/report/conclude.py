@@ -47,7 +47,7 @@ def conclude(
         run.write("findings", findings)
 
     def add_page() -> None:
-        from headrace.report.single import write_report  # it loads matplotlib
+        from headrace.report.single import write_report
 
         write_report(folder)
 

@@ -183,7 +183,7 @@ def write(tuned: Tuned, folder: Path) -> None:
     Raises:
         RunError: the folder cannot be written; tells what was kept.
     """
-    from headrace.tuner.page import write_tune_page  # its chart loads matplotlib
+    from headrace.tuner.page import write_tune_page
 
     try:
         write_plan(tuned, folder)

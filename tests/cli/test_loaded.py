@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LATER = ("headrace.doctor", "headrace.tuner", "headrace.report", "matplotlib")
+LATER = ("headrace.doctor", "headrace.tuner", "headrace.report")
 """What a step of training needs nothing of."""
 PROGRAM = """
 import json, sys
@@ -53,7 +53,7 @@ import sys
 from typer.testing import CliRunner
 from headrace.cli.app import Headrace, app
 assert CliRunner().invoke(app, ["--help"]).exit_code == 0
-heavy = {"torch", "numpy", "matplotlib"}
+heavy = {"torch", "numpy"}
 assert not (heavy | {"pydantic", "headrace.plan.plan"}) & {*sys.modules}
 for verb in [[verb.name] for verb in Headrace.verbs] + [["data", "ingest"]]:
     shown = CliRunner().invoke(app, [*verb, "--help"])

@@ -211,7 +211,7 @@ def test_a_page_that_cannot_be_drawn_fails_no_run(
 ) -> None:
     for module in [name for name in sys.modules if name.startswith("headrace.report")]:
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "headrace.report.chart", None)
     report = conclude(ended).report
     assert set(report["not_made"]) == {"page"} and report["sample"]["text"]
     assert report == json.loads((ended / "report.json").read_text())
