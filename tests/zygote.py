@@ -5,6 +5,7 @@ kill and resume real processes by the dozen. Requests and answers are JSON, one 
 input and output. This process itself never computes: a child inherits no threads and no locks.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -57,6 +58,8 @@ def main() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run in the background
     catalogue()
+    gc.collect()
+    gc.freeze()  # no child's collector walks, and so copies, what all of them share
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:

@@ -54,16 +54,24 @@ class Strict(BaseModel):
     @classmethod
     def _as_meant(cls, given: Any, info: ValidationInfo) -> Any:
         """Refuse true and false for a number, and take a number or a date for a word."""
-        kind = cls.model_fields[str(info.field_name)].annotation
-        args = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
-        accepted = {getattr(k, "__origin__", k) for k in (kind, *args)}
-        takes_number = bool({int, float} & accepted)
+        if not isinstance(given, int | float | date | time):
+            return given
+        accepted = _accepted(cls, str(info.field_name))
+        takes_number = not accepted.isdisjoint((int, float))
         if isinstance(given, bool):
             if takes_number and bool not in accepted:
                 raise ValueError(f"{str(given).lower()} is no number")
-        elif isinstance(given, int | float | date | time) and str in accepted and not takes_number:
+        elif str in accepted and not takes_number:
             return str(given)
         return given
+
+
+@cache
+def _accepted(table: type[BaseModel], field: str) -> frozenset[Any]:
+    """Return the kinds of values that the annotation of a field names."""
+    kind = table.model_fields[field].annotation
+    args = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
+    return frozenset(getattr(k, "__origin__", k) for k in (kind, *args))
 
 
 def meanings(table: type[BaseModel]) -> dict[str, str]:

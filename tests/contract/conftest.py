@@ -49,6 +49,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if any("device" in names or "variant" in names for names in given):
         return
     if "variant" in metafunc.fixturenames:
+        marks = metafunc.config.getoption("markexpr")
+        here = DEVICES[:1] if "not gpu" in marks else DEVICES
         late = {"cpu"} if metafunc.definition.get_closest_marker("knobs_slow") else set()
         metafunc.parametrize(
             ("device", "variant"),
@@ -61,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                         device, slow=variant.dear or (variant.turned and device in late)
                     ),
                 )
-                for device in DEVICES
+                for device in here
                 for name in house.names_on(device)
                 for variant in house.variants(name, device)
             ],

@@ -13,6 +13,7 @@ import zlib
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -115,9 +116,11 @@ TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
 """(technique, device or "any") -> knobs for a tiny model."""
 DEAR = {
     ("cpu", "torch_compile", "backend", "inductor"),
+    ("cpu", "torch_compile", "mode", "max-autotune-no-cudagraphs"),  # read by inductor alone
     ("cuda", "torch_compile", "mode", "max-autotune-no-cudagraphs"),
 }
-"""Choices of a knob that take a minute: they run with the slow tests."""
+"""Choices of a knob that take a minute, or compute what another does: they run with the slow
+tests."""
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "grouped": {"dim": 32, "heads": 4, "kv_heads": 1, "ffn": 22, "vocab": 307},
@@ -214,6 +217,7 @@ def knob_choices(technique: type[Technique[Any]]) -> Iterator[tuple[str, Any]]:
             yield from ((key, m.le) for m in info.metadata if isinstance(m, annotated_types.Le))
 
 
+@cache
 def choices(name: str, device: str) -> list[Variant]:
     """The technique as it is on a tiny model, and with each other choice of each knob."""
     technique = CATALOGUE.find(name)
@@ -233,8 +237,9 @@ def choices(name: str, device: str) -> list[Variant]:
     return found
 
 
+@cache
 def variants(name: str, device: str) -> list[Variant]:
-    """Return the choices of a technique that run on `device`."""
+    """Return the choices of a technique that run on `device`; every file of tests asks for all."""
     return [v for v in choices(name, device) if refusal(v, device) is None]
 
 

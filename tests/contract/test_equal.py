@@ -17,7 +17,7 @@ so the reference is the companion under plain conditions.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -41,11 +41,17 @@ AXES: dict[str, tuple[Any, ...]] = {
     "compile": (None, "model", "block"),
     "shape": tuple(SHAPES),
 }
-COMPILED = (
-    {"packing": True, "micro_rows": 2, "ignored": True, "compile": "block"},
-    {"packing": False, "micro_rows": 0, "ignored": True, "compile": "model"},
-)
-"""Compiling takes seconds: outside of the slow tests each technique has one of these cases."""
+COMPILED = {
+    "block": {"packing": True, "micro_rows": 2, "ignored": True, "compile": "block"},
+    "model": {"packing": False, "micro_rows": 0, "ignored": True, "compile": "model"},
+}
+"""Compiling takes seconds: outside of the slow tests each technique has one of these cases, or none
+where nothing of it is in a graph. The compiler's own case and the uncompiled ones say the rest."""
+OF_ALL_BLOCKS = {"place", "enrich", "recut", "source", "config.tied_embeddings"}
+"""Sockets of what stands before the blocks or goes through all: compiling the whole model shows it,
+and takes twice as long as one block and the loss do."""
+OF_NO_GRAPH = AFTER_THE_GRADIENT - {"mask"} | {"transport", "loss_scale", "recover", "clip"}
+"""Sockets of what runs before or after the graph."""
 
 
 def whole_cross(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -91,6 +97,13 @@ def techniques_of(variant: Variant, case: dict[str, Any], device: str) -> dict[s
 
 def allowed(case: dict[str, Any], device: str) -> bool:
     """Whether the case can be built, and its technique is more than the crossing."""
+    asked = {key: value for key, value in case.items() if key != "ignored"}
+    return can_be_built(device, **asked)
+
+
+@cache
+def can_be_built(device: str, **case: Any) -> bool:
+    """Whether a plan of these choices is one; which targets are ignored is no part of a plan."""
     techniques = techniques_of(case["variant"], case, device).values()
     try:
         plan = house.make_plan(
@@ -107,16 +120,24 @@ def allowed(case: dict[str, Any], device: str) -> bool:
     return can_stand_together(*techniques) and all(isinstance(a, house.Supported) for a in answers)
 
 
+def scopes(technique: type[Technique[Any]]) -> list[str]:
+    """Return which scopes to compile it in, the likely one first."""
+    touched = {*technique.claims, *technique.composes}
+    if touched <= OF_NO_GRAPH:
+        return []
+    return ["model", "block"] if touched & OF_ALL_BLOCKS else ["block", "model"]
+
+
 def cases(device: str, *, slow: bool) -> list[Any]:
     """A pairwise cover uncompiled, each technique compiled, each knob; the rest is slow."""
     plain = [house.variants(name, device)[0] for name in house.names_on(device)]
     axes = {"variant": plain, **AXES}
     cover = pairwise_cover({**axes, "compile": (None,)}, lambda case: allowed(case, device))
-    shapes = itertools.cycle(SHAPES)
-    for number, variant in enumerate(plain):
+    for variant in plain:
         choices = [
-            {"variant": variant, **COMPILED[(number + k) % 2], "shape": next(shapes)}
-            for k in range(2 * len(SHAPES))
+            {"variant": variant, **COMPILED[scope], "shape": shape}
+            for scope in scopes(type(variant.technique()))
+            for shape in SHAPES
         ]
         cover += [case for case in choices if allowed(case, device)][:1]
     knobs = [
@@ -148,8 +169,10 @@ def cases(device: str, *, slow: bool) -> list[Any]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Thousands of cases that would only be left out are not made."""
     if "case" in metafunc.fixturenames:
-        slow = "not slow" not in metafunc.config.getoption("markexpr")
-        metafunc.parametrize("case", cases("cpu", slow=slow) + cases("cuda", slow=slow))
+        marks = metafunc.config.getoption("markexpr")
+        devices = ("cpu",) if "not gpu" in marks else ("cpu", "cuda")
+        slow = "not slow" not in marks
+        metafunc.parametrize("case", [c for d in devices for c in cases(d, slow=slow)])
 
 
 @lru_cache(maxsize=64)

@@ -5,6 +5,8 @@ choice of a knob: each such technique is one skip that names them. On a CPU noth
 left out there needs a GPU or another plan, and is the same on every CPU with a compiler.
 """
 
+from collections.abc import Iterator
+
 import house
 import pytest
 import torch
@@ -18,6 +20,14 @@ OF_A_CPU = {"cpu_threads", "kept_memory"}
 """They change how a processor computes, which on a GPU computes nothing of a step."""
 
 LEFT_OUT = [name for name in house.CATALOGUE.techniques if house.left_out(name, "cuda")]
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    """A test that changes what a place supports neither reads nor leaves an answer."""
+    house.variants.cache_clear()
+    yield
+    house.variants.cache_clear()
 
 
 @pytest.mark.gpu
@@ -68,6 +78,7 @@ def test_every_choice_is_tried_or_named(device: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(
             kind, "supports", lambda self, _: absent if self in refused else Supported()
         )
+        house.variants.cache_clear()
 
     answers([])
     assert house.variants(name, device) == [*others, last] and not house.left_out(name, device)

@@ -27,9 +27,11 @@ def case(name: str, *techniques: dict[str, Any], **more: Any) -> Composition:
     return Composition(name, mesh, tables, **more)
 
 
+# What is slow here has its lines and its claim in a quick one: fsdp in fsdp-gpt2, cp-fsdp-packing
+# in window-cp-fsdp, and a technique over fsdp alone where it also runs over pipeline x fsdp.
 COMPOSITIONS = [
     case("replicas", data=4),
-    case("fsdp", FSDP, data=4),
+    case("fsdp", FSDP, data=4, slow=True),
     case("fsdp-gpt2", FSDP, data=4, shape="gpt2", micro_rows=1),
     case("fsdp-tied-no-reshard", {"fsdp": {"reshard": False}}, data=4, shape="tied"),
     case("fsdp-everything", FSDP, SAC, COMPILE, CHUNKED, data=4, packing=True, micro_rows=1),
@@ -67,7 +69,7 @@ COMPOSITIONS = [
     case("tp-no-sequence", {"tensor_parallel": {"sequence": False}}, tensor=2, data=2),
     case("tp-fsdp-muon", TP, FSDP, {"muon": {}}, tensor=2, data=2),
     case("cp-tp", CP, TP, context=2, tensor=2, length=12, packing=True),
-    case("cp-fsdp-packing", CP, FSDP, context=2, data=2, length=16, packing=True),
+    case("cp-fsdp-packing", CP, FSDP, context=2, data=2, length=16, packing=True, slow=True),
     case("cp4-tied", CP, context=4, length=16, shape="tied", packing=True),
     case(
         "cp-fsdp-checkpoint-compile-chunked",
@@ -84,7 +86,7 @@ COMPOSITIONS = [
     ),
     case("cp-pp-gpt2", CP, PP, context=2, pipeline=2, length=12, shape="gpt2"),
     # What learns otherwise, sharded: each beside itself in one process.
-    case("sophia-fsdp", {"sophia": {"every": 2}}, FSDP, data=4),
+    case("sophia-fsdp", {"sophia": {"every": 2}}, FSDP, data=4, slow=True),
     case("sophia-tp-fsdp", {"sophia": {"every": 2}}, TP, FSDP, CHUNKED, tensor=2, data=2),
     case("sophia-pp-fsdp", {"sophia": {"every": 2}}, PP, FSDP, pipeline=2, data=2),
     case("8bit-fsdp", {"adamw_8bit": {"smallest": 256}}, FSDP, data=4),
@@ -107,17 +109,17 @@ COMPOSITIONS = [
         slow=True,
     ),
     case("qlora-int8-fsdp", {"qlora": {"rank": 2, "alpha": 4.0, "base": "int8"}}, FSDP, data=4),
-    case("distillation-fsdp", {"distillation": {}}, FSDP, data=4),
+    case("distillation-fsdp", {"distillation": {}}, FSDP, data=4, slow=True),
     case("distillation-tp-chunked", {"distillation": {}}, TP, CHUNKED, tensor=2, data=2),
     case("distillation-pp-fsdp", {"distillation": {}}, PP, FSDP, pipeline=2, data=2),
     case("depth-fsdp-checkpoint-compile", DEPTH, FSDP, SAC, COMPILE, data=4, slow=True),
     case("depth-pp-fsdp", DEPTH, PP, FSDP, pipeline=2, data=2, layers=4),
-    case("lengths-fsdp", LENGTHS, FSDP, data=4, length=16),
-    case("lengths-fsdp-compile", LENGTHS, FSDP, COMPILE, data=4, length=16, slow=True),
-    case("lengths-pp-fsdp", LENGTHS, PP, FSDP, pipeline=2, data=2, length=16),
+    case("lengths-fsdp", LENGTHS, FSDP, data=4, length=16, steps=5, slow=True),
+    case("lengths-fsdp-compile", LENGTHS, FSDP, COMPILE, data=4, length=16, steps=5, slow=True),
+    case("lengths-pp-fsdp", LENGTHS, PP, FSDP, pipeline=2, data=2, length=16, steps=5),
     case("scaling-pp-fsdp", {"fp16_loss_scaling": {}}, PP, FSDP, pipeline=2, data=2),
     case("scaling-tp-fsdp", {"fp16_loss_scaling": {}}, TP, FSDP, tensor=2, data=2),
-    case("experts-fsdp", EXPERTS, FSDP, data=4),
+    case("experts-fsdp", EXPERTS, FSDP, data=4, slow=True),
     case("experts-tp-fsdp", EXPERTS, TP, FSDP, tensor=2, data=2),
     case("experts-pp-fsdp", EXPERTS, PP, FSDP, pipeline=2, data=2),
     case(
@@ -252,5 +254,6 @@ def pair_composition(one: str, two: str) -> Composition:
         length=16,
         micro_rows=0 if whole_step else 2,
         clip_norm=0.0 if whole_step else 0.3,
+        steps=5,  # a schedule of lengths changes them
         approximate=scales,
     )

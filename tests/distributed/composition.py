@@ -1,6 +1,6 @@
 """Compare a plan over a mesh with the same plan unsharded in one process.
 
-Ranks import this too. A composition is run for `STEPS` steps on batches whose rows have documents,
+Ranks import this too. A composition is run for a few steps on batches whose rows have documents,
 ignored and uneven targets; its loss, every gradient of the first step, and the weights after the
 last are compared whole.
 """
@@ -27,7 +27,6 @@ from headrace.parallel.world import World
 from headrace.plan.plan import Plan
 from headrace.train.train import step
 
-STEPS = 5
 ROWS = 8
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "grouped": {"dim": 24, "heads": 6, "kv_heads": 2, "ffn": 22, "vocab": 307},
@@ -74,6 +73,8 @@ class Composition:
     clip_norm: float = 0.3
     keys: Mapping[str, Any] = field(default_factory=dict)
     packing: bool = False
+    steps: int = 3
+    """updates: the second has what the first kept, the third is Sophia's second sweep of two"""
     slow: bool = False
     approximate: bool = False
     """a layout cuts what a scale is of: each gradient is inside its technique's band by L2"""
@@ -119,10 +120,10 @@ class Composition:
         return house.make_plan(*techniques.values(), shape="grouped", device=device, **values)
 
 
-def batches(vocab: int, length: int) -> list[list[Row]]:
-    """`STEPS` batches; in the first, the first rows have no target at all."""
+def batches(vocab: int, length: int, steps: int = 1) -> list[list[Row]]:
+    """Make a batch for each step; in the first, the first rows have no target at all."""
     found = []
-    for index in range(STEPS):
+    for index in range(steps):
         random = np.random.default_rng(index)
         rows = []
         for place in range(ROWS):
@@ -203,7 +204,7 @@ def run(
     nudged: int = 0,
     unit: float = house.UNIT_FP32,
 ) -> tuple[Build, Outcome]:
-    """Train it for `STEPS` steps; arguments as in `Composition.plan` and `scatter_noise`."""
+    """Train it for its steps; arguments as in `Composition.plan` and `scatter_noise`."""
     torch.manual_seed(0)
     plan = composition.plan(alone=alone, device=device, scale=scale)
     where = torch.device(device, world.local_rank) if device == "cuda" else torch.device(device)
@@ -216,7 +217,7 @@ def run(
         for enter in build.runtime:
             flags.enter_context(enter())
         length = plan.data.sequence_length
-        for index, rows in enumerate(batches(build.config.vocab, length)):
+        for index, rows in enumerate(batches(build.config.vocab, length, composition.steps)):
             with look if index == 0 else nullcontext():
                 losses.append(float(step(build, micros_of(build, rows), index)[0]))
     return build, Outcome(losses, gradients, wholes(build, gradients=False))

@@ -20,13 +20,16 @@ from headrace.core.errors import HeadraceError
 from headrace.parallel.world import World, join
 from headrace.plan.plan import MeshConfig
 
-PATIENCE_S = 60
+LATE_S = 120
+"""Seconds that a rank may come later than another: one may compile, on a busy machine."""
+PATIENCE_S = 240
+"""Seconds after which a rank that still waits says where, and ends."""
 
 
 def serve(folder: str, corpus: str, prepared: str, cases: list[dict[str, Any]]) -> None:
     """Run every case and write its outcome under `folder`, rank by rank."""
     house.put_data_in(corpus, prepared)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LATE_S))
     worlds: dict[str, World] = {}
     for case in cases:
         composition = Composition(**case)
@@ -42,7 +45,6 @@ def serve(folder: str, corpus: str, prepared: str, cases: list[dict[str, Any]]) 
 
 def _run(composition: Composition, world: World, into: Path) -> None:
     began_s = time.perf_counter()
-    # A rank that waits for one that has failed says where, and ends.
     faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
     told: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}

@@ -40,9 +40,13 @@ def count(corpus: str, prepared: str, folder: str, cases: list[dict[str, Any]]) 
     """Every rank writes what a step of each case sent, and what its ledger says."""
     house.put_data_in(corpus, prepared)
     dist.init_process_group("gloo")
+    worlds: dict[str, World] = {}
     for case in cases:
         composition = Composition(**case)
-        world = join(MeshConfig(**composition.mesh), torch.device("cpu"))
+        key = json.dumps(composition.mesh, sort_keys=True)
+        if key not in worlds:
+            worlds[key] = join(MeshConfig(**composition.mesh), torch.device("cpu"))
+        world = worlds[key]
         told = _counted(composition, world)
         (Path(folder) / f"{composition.name}-{world.rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
@@ -51,7 +55,7 @@ def count(corpus: str, prepared: str, folder: str, cases: list[dict[str, Any]]) 
 def _counted(composition: Composition, world: World) -> dict[str, Any]:
     plan = composition.plan()
     build = make_build(plan, prepare(plan), world, torch.device("cpu"))
-    batch = batches(build.config.vocab, plan.data.sequence_length)
+    batch = batches(build.config.vocab, plan.data.sequence_length, 2)
     step(build, micros_of(build, batch[0]), 0)
     with Counted() as counted:
         step(build, micros_of(build, batch[1]), 1)
