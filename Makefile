@@ -1,4 +1,4 @@
-# make demo | test | test-full | check | docs. Each makes .venv when it is missing or out of date.
+# make demo | test | test-full | coverage | check | docs. Each makes .venv when it is missing or out of date.
 # PYTHON=python3.12 chooses the interpreter; DATA=DIR lets tests read real text from DIR.
 PYTHON ?= python3
 DATA ?=
@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile $(if $(DATA),--data "$(DA
 # Rewriting the assertions of all tests takes 15 s a process where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-full check docs clean
+.PHONY: demo test test-full coverage check docs clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -21,6 +21,12 @@ test: .venv/installed-dev
 
 test-full: .venv/installed-dev
 	$(PYTEST) -m "not gpu"
+
+coverage: .venv/installed-dev
+	rm -rf .coverage && mkdir .coverage
+	$(BIN)/python -m coverage run $(PYTEST:$(BIN)/python=) -m "not slow and not gpu"
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 check: .venv/installed-dev
 	$(BIN)/ruff check
@@ -33,7 +39,7 @@ docs: .venv/installed-dev
 	$(BIN)/mkdocs build --strict --site-dir site
 
 clean:
-	rm -rf .venv site build
+	rm -rf .venv site build .coverage
 
 # A stamp is newer than what it was made from, so a second `make` installs nothing.
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python

@@ -51,6 +51,13 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """A worker is killed some seconds after its last test: what it covered is kept before."""
+    coverage = sys.modules.get("coverage")
+    if coverage is not None and (running := coverage.Coverage.current()) is not None:
+        running.save()
+
+
 @pytest.fixture(scope="session")
 def real_text(request: pytest.FixtureRequest) -> Path:
     """The folder that --data names."""

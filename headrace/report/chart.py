@@ -1,4 +1,4 @@
-"""Line charts: an inline SVG in the page's colours and font, the same from run to run.
+"""Draw line charts as inline SVG in the page's colours and font, the same from run to run.
 
 Strokes and fills are CSS variables, so one drawing serves the light and the dark scheme. The
 drawing is written directly: a plotting library takes longer to load and draw than a short run.
@@ -198,6 +198,6 @@ def _rule(
 
 def _text(x: float, y: float, words: str, anchor: str, *, turned: bool = False) -> str:
     """Return words at a pixel, from bottom to top where they are turned."""
-    turn = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turned else ""
+    upright = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turned else ""
     style = f"font-size: 11px; fill: var(--soft); text-anchor: {anchor}"
-    return f'<text x="{x:.1f}" y="{y:.1f}"{turn} style="{style}">{escape(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}"{upright} style="{style}">{escape(words)}</text>'

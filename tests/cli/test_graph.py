@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import utils
 
 from headrace.assemble import build as building
 from headrace.assemble.sockets import Build
@@ -60,26 +61,19 @@ def test_a_clean_plan_has_graphs_and_no_break(
     assert told["breaks"] == told["uncompiled"] == []
     assert 0 < max(g["seconds"] for g in told["graphs"]) < told["seconds"]
     assert set((workshop / "runs").iterdir()) == runs, "it makes no run"
+    assert {r["when"] for r in told["recompiles"]} == {"evaluation"}, "without gradients"
+    causes = [(r["cause"], r["fix"]) for r in told["recompiles"]]
+    assert all("grad_mode" in cause and fix.startswith("none:") for cause, fix in causes)
+    records, usual = utils._compilation_metrics, utils.DEFAULT_COMPILATION_METRICS_LIMIT
+    assert records.maxlen == usual, "torch keeps as many records as before"
 
 
-def test_an_evaluation_compiles_again_without_gradients(
-    call: Callable[..., Any], tiny_demo: list[str]
-) -> None:
-    again = call("explain", *tiny_demo, *COMPILED, "--graph")["recompiles"]
-    assert {r["when"] for r in again} == {"evaluation"}
-    assert all("grad_mode" in r["cause"] and r["fix"].startswith("none:") for r in again)
-
-
-@pytest.mark.parametrize("fullgraph", ["true", "false"])
 def test_a_planted_break_is_named(
-    fullgraph: str,
-    call: Callable[..., Any],
-    tiny_demo: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[..., Any], tiny_demo: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that each break has its file, line, cause and torch's hint, even with fullgraph."""
+    """Check that each break has its file, line, cause and torch's hint."""
     plant(monkeypatch, Breaking)
-    knob = f"techniques.torch_compile.fullgraph={fullgraph}"
+    knob = "techniques.torch_compile.fullgraph=false"
     told = call("explain", *tiny_demo, *COMPILED, knob, "--graph")
     (found,) = told["breaks"]
     lines = Path(__file__).read_text().splitlines()
@@ -87,21 +81,18 @@ def test_a_planted_break_is_named(
     assert "# the planted line" in lines[found["line"] - 1]
     assert "graph_break" in found["cause"] and "Remove the" in found["fix"]
     assert found["count"] > 1 and found["seconds"] > 0
-    assert told["fullgraph"] == (fullgraph == "true")
+    assert told["fullgraph"] is False
 
 
 def test_a_planted_recompile_is_told_to_a_person(
     say: Callable[..., tuple[str, str]],
-    call: Callable[..., Any],
     tiny_demo: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plant(monkeypatch, Counting)
-    asked = ("explain", *tiny_demo, *COMPILED, "--graph")
-    again = [r for r in call(*asked)["recompiles"] if r["when"] == "step 2"]
-    assert again and "calls" in again[0]["cause"] and "tensor" in again[0]["fix"]
-    out, _ = say(*asked)
-    assert "recompiles:" in out and again[0]["cause"] in out and again[0]["fix"] in out
+    out, _ = say("explain", *tiny_demo, *COMPILED, "--graph")
+    _, found, again = out.partition("recompiles:")
+    assert found and "step 2" in again and ".calls" in again and "tensor" in again
 
 
 def test_later_lengths_are_tried_and_buckets_spare_them(
@@ -131,7 +122,7 @@ def test_what_torch_gives_up_is_told(call: Callable[..., Any], tiny_demo: list[s
     assert {g["when"] for g in told["graphs"]} == {"step 1"}
 
 
-def test_fullgraph_is_said_to_a_person(
+def test_a_break_of_a_full_graph_is_said_to_a_person(
     say: Callable[..., tuple[str, str]], tiny_demo: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, Breaking)
@@ -151,12 +142,3 @@ def test_it_looks_at_plans_of_one_process(call: Callable[..., Any], tiny_demo: l
     assert "technique" in call("explain", "torch_compile", "--graph", code=2)["error"]
     told = call("explain", *tiny_demo, *COMPILED, "mesh.data=2", "--graph", code=3)
     assert told["remedy"] == "mesh.data=1"
-
-
-def test_torch_keeps_as_many_records_as_before(
-    call: Callable[..., Any], tiny_demo: list[str]
-) -> None:
-    from torch._dynamo import utils
-
-    call("explain", *tiny_demo, *COMPILED, "--graph")
-    assert utils._compilation_metrics.maxlen == utils.DEFAULT_COMPILATION_METRICS_LIMIT

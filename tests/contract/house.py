@@ -117,6 +117,7 @@ TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
 DEAR = {
     ("cpu", "torch_compile", "backend", "inductor"),
     ("cpu", "torch_compile", "mode", "max-autotune-no-cudagraphs"),  # read by inductor alone
+    ("cpu", "torch_compile", "fullgraph", False),  # no other graph where none breaks
     ("cuda", "torch_compile", "mode", "max-autotune-no-cudagraphs"),
 }
 """Choices of a knob that take a minute, or compute what another does: they run with the slow

@@ -128,6 +128,14 @@ def scopes(technique: type[Technique[Any]]) -> list[str]:
     return ["model", "block"] if touched & OF_ALL_BLOCKS else ["block", "model"]
 
 
+def is_slow(case: dict[str, Any], device: str) -> bool:
+    """Whether a case of the cover takes long: what compiles by itself is tried with several
+    micro-batches, and elsewhere among the slow tests."""
+    variant = case["variant"]
+    by_itself = case["compile"] is None and house.compiles(variant, device)
+    return variant.dear or (by_itself and case["micro_rows"] != 2)
+
+
 def cases(device: str, *, slow: bool) -> list[Any]:
     """A pairwise cover uncompiled, each technique compiled, each knob; the rest is slow."""
     plain = [house.variants(name, device)[0] for name in house.names_on(device)]
@@ -160,7 +168,7 @@ def cases(device: str, *, slow: bool) -> list[Any]:
             {**case, "device": device},
             id="-".join([device, *map(str, case.values())]),
             marks=[pytest.mark.gpu] * (device == "cuda")
-            + [pytest.mark.slow] * (case["variant"].dear or number >= len(cover)),
+            + [pytest.mark.slow] * (is_slow(case, device) or number >= len(cover)),
         )
         for number, case in enumerate([*cover, *rest])
     ]

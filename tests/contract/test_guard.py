@@ -28,18 +28,29 @@ def first_step(*techniques: Any, **keys: Any) -> Build:
     return build
 
 
-@pytest.mark.parametrize("micro_rows", [0, 2])
+RIGHT: tuple[tuple[str, ...], ...] = (
+    ("selective_checkpoint", "chunked_cross_entropy", "document_packing"),
+    ("torch_compile", "selective_checkpoint", "muon"),
+    ("lora", "selective_checkpoint"),
+    ("torch_compile", "chunked_cross_entropy", "z_loss"),
+    ("fp16_loss_scaling", "chunked_cross_entropy"),
+    ("mixture_of_experts", "selective_checkpoint", "sophia"),
+)
+
+
 @pytest.mark.parametrize(
-    "names",
+    ("names", "micro_rows"),
     [
-        ("selective_checkpoint", "chunked_cross_entropy", "document_packing"),
-        ("torch_compile", "selective_checkpoint", "muon"),
-        ("lora", "selective_checkpoint"),
-        ("torch_compile", "chunked_cross_entropy", "z_loss"),
-        ("fp16_loss_scaling", "chunked_cross_entropy"),
-        ("mixture_of_experts", "selective_checkpoint", "sophia"),
+        pytest.param(
+            names,
+            rows,
+            id=f"{'+'.join(names)}-{rows}",
+            # A compiled step of several micro-batches is a compiled step.
+            marks=[pytest.mark.slow] * ("torch_compile" in names and not rows),
+        )
+        for names in RIGHT
+        for rows in (0, 2)
     ],
-    ids="+".join,
 )
 def test_a_right_combination_passes(names: tuple[str, ...], micro_rows: int) -> None:
     techniques = [Variant(n, house.tiny_knobs(n, "cpu")).technique() for n in names]

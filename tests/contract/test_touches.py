@@ -1,5 +1,7 @@
 """Touches only what it declares: sockets, names of parameters, identities of blocks; and claims."""
 
+from functools import cache
+
 import house
 import pytest
 import torch
@@ -11,21 +13,47 @@ from headrace.assemble.sockets import COMPOSED, OWNED, PARTS, Build
 from headrace.core.errors import ConfigError
 from headrace.model.decoder import Block
 from headrace.model.lora import ADAPTERS
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage, Technique
 
 OTHER_MODELS = ("config.", "parts.mlp", "parts.mixer")
 """Claims of what makes another model, whose parameters have other names."""
 
 
-def test_fills_what_it_declares(device: str, variant: Variant) -> None:
+@cache
+def names_in(text: str) -> list[str]:
+    """The names of the parameters of a plan without techniques, which many variants share."""
+    build = house.build_of(Plan.read(text, house.CATALOGUE))
+    return [name for name, _ in build.model.named_parameters()]
+
+
+def test_touches_what_it_declares_alone(device: str, variant: Variant) -> None:
+    """It fills its sockets and no other, keeps the names of parameters and the blocks, and a block
+    that hands on fp32 where bf16 goes in would double what every later block reads."""
     technique = variant.technique()
     claims = {c for c in technique.claims if not c.startswith("config.")}
     assert claims <= {*OWNED, *PARTS}
     assert set(technique.composes) <= set(COMPOSED)
-    build = house.build_of(house.plan_of(variant, device=device))
+
+    seen: list[nn.Module] = []
+    witness = toy("aaa", Stage.MODEL, lambda build: seen.extend(build.model.blocks.values()))
+    plan = house.plan_of(variant, device=device)
+    build = house.build_of(plan.replaced(techniques={"aaa": witness, **plan.techniques}))
     filled = {socket for socket, names in build.filled.items() if variant.name in names}
-    assert claims <= filled
-    assert filled <= {*technique.claims, *technique.composes}
+    assert claims <= filled <= {*technique.claims, *technique.composes}
+
+    if not any(claim.startswith(OTHER_MODELS) for claim in technique.claims):
+        names = [n for n, _ in build.model.named_parameters() if not n.endswith(ADAPTERS)]
+        assert names == names_in(house.plan_without(variant, device).to_toml())
+    blocks = list(build.model.blocks.values())
+    assert len(blocks) == len(seen) == house.LAYERS
+    assert all(b is s and type(b) is Block for b, s in zip(blocks, seen, strict=True))
+
+    dtypes: set[torch.dtype] = set()
+    for block in blocks:
+        block.register_forward_hook(lambda block, given, out: dtypes.add(out.dtype))
+    house.take_step(build, house.make_rows(build.config.vocab - 7, ignored=False))
+    assert dtypes == {build.model.residual_dtype}
 
 
 @pytest.mark.parametrize("name", house.names_on("cpu"))
@@ -37,31 +65,6 @@ def test_every_declared_socket_is_filled_by_some_choice(name: str) -> None:
     technique = house.CATALOGUE.find(name)
     declared = {*technique.claims, *technique.composes}
     assert filled == {c for c in declared if not c.startswith("config.")}
-
-
-def test_keeps_names_and_blocks(device: str, variant: Variant) -> None:
-    seen: list[nn.Module] = []
-    witness = toy("aaa", Stage.MODEL, lambda build: seen.extend(build.model.blocks.values()))
-    plan = house.plan_of(variant, device=device)
-    build = house.build_of(plan.replaced(techniques={"aaa": witness, **plan.techniques}))
-    baseline = house.build_of(house.plan_without(variant, device))
-    if not any(claim.startswith(OTHER_MODELS) for claim in variant.technique().claims):
-        assert [n for n, _ in build.model.named_parameters() if not n.endswith(ADAPTERS)] == [
-            n for n, _ in baseline.model.named_parameters()
-        ]
-    blocks = list(build.model.blocks.values())
-    assert len(blocks) == len(seen) == house.LAYERS
-    assert all(b is s and type(b) is Block for b, s in zip(blocks, seen, strict=True))
-
-
-def test_keeps_the_precision_between_blocks(device: str, variant: Variant) -> None:
-    """A block that hands on fp32 where bf16 goes in doubles what every later block reads."""
-    build = house.build_of(house.plan_of(variant, device=device))
-    found: set[torch.dtype] = set()
-    for block in build.model.blocks.values():
-        block.register_forward_hook(lambda block, given, out: found.add(out.dtype))
-    house.take_step(build, house.make_rows(build.config.vocab - 7, ignored=False))
-    assert found == {build.model.residual_dtype}
 
 
 UNDECLARED = {

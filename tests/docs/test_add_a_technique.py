@@ -43,9 +43,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("copy")
     for name in NEEDED:
         if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            shutil.copytree(ROOT / name, folder / name)  # with what is compiled already
         else:
             shutil.copy(ROOT / name, folder)
     (block,) = [b for b in blocks_of("docs/guide/add-a-technique.md") if b.file]
