@@ -1,31 +1,132 @@
-"""A quintic Newton-Schulz iteration finds the nearest semi-orthogonal matrix.
+"""Odd polynomials of a matrix find the nearest semi-orthogonal one, by matmuls alone.
 
-It is Muon's update direction: matmuls alone push every singular value of the momentum towards 1.
-The coefficients trade exactness for slope at zero, so values end within about [0.7, 1.2]
-(Keller Jordan, "Muon", 2024, https://kellerjordan.github.io/posts/muon). bf16 suffices on GPUs; a
-CPU without bf16 arithmetic iterates in fp32.
+It is Muon's update direction: each iteration is a x + b x^3 + c x^5 of every singular value, which
+pushes all of them towards 1 and leaves the singular vectors as they are. Two sets of coefficients:
+
+- `jordan` repeats one polynomial that trades exactness for slope at zero; values end within about
+  [0.68, 1.13], and small ones between (Keller Jordan, "Muon", 2024,
+  https://kellerjordan.github.io/posts/muon);
+- `polar_express` has the best polynomial for each iteration in turn (arXiv 2505.16932); values end
+  within [0.86, 1.14]. In fp64, the root mean square of (value - 1) is 0.09 of random matrices
+  [128, 352] and 0.10 where values fall as 1/n; it is 0.22 and 0.20 with `jordan`
+  (tests/kernels/test_orthogonalize.py).
+
+Where a matrix is wide, iterating on X X^T instead of X takes fewer FLOPs ("Gram Newton-Schulz",
+Zhang, Amsel, Chen and Dao, 2026): with G = X X^T and the polynomial P = a + b G + c G^2, the next X
+is P X and the next G is P G P, so X itself is multiplied only at the end. In bf16 the errors of G
+grow without a limit over five iterations (to singular values of 10^7 where they fall as 1/n). So X
+is multiplied after the first two iterations and G begins anew: then the answer is 1.5% to 5% off
+fp64's, where the plain iteration is 1% to 2% off. bf16 suffices on GPUs; a CPU iterates in fp32.
 """
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Factors of x, x^3 and x^5 in the iteration (Keller Jordan, as above)."""
+
+class Polynomials(NamedTuple):
+    """Hold (a, b, c) of each iteration, and what the norm is multiplied by before the first."""
+
+    coefficients: tuple[tuple[float, float, float], ...]
+    margin: float = 1.0
+
+
+Name = Literal["polar_express", "jordan"]
+POLYNOMIALS: Mapping[Name, Polynomials] = {
+    "polar_express": Polynomials(
+        (
+            (8.156554524902461, -22.48329292557795, 15.878769915207462),
+            (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+            (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+            (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+            (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+        ),
+        margin=1.02,
+    ),
+    "jordan": Polynomials(((3.4445, -4.7750, 2.0315),) * 5),
+}
+"""Polynomials by name. Those of Polar Express are its algorithm's for five iterations with a safety
+factor of 2%, as modded-nanogpt publishes them (github.com/KellerJordan/modded-nanogpt)."""
 STEPS = 5
-"""Iterations (Keller Jordan, as above)."""
+"""Iterations of either set."""
+SEGMENTS = (2, 3)
+"""Iterations on X X^T before X is multiplied and X X^T is computed again."""
+SQUARED, WIDE = 14, 1.5
+"""Matmuls of squares [shorter, shorter] that all iterations on X X^T take, beside two that make
+X X^T and two that multiply X; and the sides' ratio above which these are fewer FLOPs: with squares
+as the unit, 14 + 4 r against 5 (1 + 2 r) of the plain iteration."""
 
 
-def orthogonalize(matrices: Tensor) -> Tensor:
-    """Orthogonalise each matrix of a batch [..., rows, columns], in the iteration's dtype."""
-    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
-    tall = x.size(-2) > x.size(-1)
-    x = x.mT if tall else x
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    a, b, c = COEFFICIENTS
-    for _ in range(STEPS):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+def is_wide(rows: int, columns: int) -> bool:
+    """Return whether iterating on X X^T takes fewer FLOPs for matrices of this shape."""
+    return max(rows, columns) > WIDE * min(rows, columns)
+
+
+def orthogonalize(
+    matrices: Tensor, name: Name = "polar_express", dtype: torch.dtype | None = None
+) -> Tensor:
+    """Orthogonalise each matrix of a batch.
+
+    Args:
+        matrices: [batch, rows, columns], or one [rows, columns]; left as they are.
+        name: which polynomials.
+        dtype: in which to iterate; by default bf16 on a GPU and fp32 elsewhere.
+
+    Returns:
+        Matrices of the same shape in that dtype.
+    """
+    if dtype is None:
+        dtype = torch.bfloat16 if matrices.is_cuda else torch.float32
+    if matrices.ndim == 2:
+        return orthogonalize(matrices[None], name, dtype)[0]
+    coefficients, margin = POLYNOMIALS[name]
+    tall = matrices.size(-2) > matrices.size(-1)
+    steps = iterate_wide if is_wide(matrices.size(-2), matrices.size(-1)) else iterate
+    x = steps(_short(matrices.mT if tall else matrices, margin, dtype), coefficients)
     return x.mT if tall else x
+
+
+def _short(matrices: Tensor, margin: float, dtype: torch.dtype) -> Tensor:
+    """Return matrices divided by their norms times `margin`, so that no value is above 1."""
+    x = matrices.to(dtype)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    return (x * (1.0 / (norm * margin + 1e-7))).to(dtype)
+
+
+def iterate(x: Tensor, coefficients: tuple[tuple[float, float, float], ...]) -> Tensor:
+    """Return the polynomials of x [batch, shorter, longer], three matmuls an iteration."""
+    for a, b, c in coefficients:
+        gram = torch.bmm(x, x.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x
+
+
+def iterate_wide(x: Tensor, coefficients: tuple[tuple[float, float, float], ...]) -> Tensor:
+    """Return the same by iterating on x x^T, with fewer FLOPs where x is wide."""
+    left = list(coefficients)
+    for count in SEGMENTS:
+        gram, product = torch.bmm(x, x.mT), None
+        for index in range(count):
+            a, b, c = left.pop(0)
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # without its a
+            if product is None:
+                product = _plus(polynomial, a)
+            else:
+                product = torch.baddbmm(product, polynomial, product, beta=a)
+            if index < count - 1:
+                once = torch.baddbmm(gram, polynomial, gram, beta=a)
+                gram = torch.baddbmm(once, once, polynomial, beta=a)
+        assert product is not None
+        x = torch.bmm(product, x)
+    return x
+
+
+def _plus(squares: Tensor, a: float) -> Tensor:
+    """Return squares + a times the identity."""
+    return squares + a * torch.eye(squares.size(-1), dtype=squares.dtype, device=squares.device)
 
 
 def reference_orthogonalize(matrix: Tensor) -> Tensor:

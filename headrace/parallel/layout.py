@@ -91,7 +91,7 @@ class Layout:
         All ranks of the axes that cut it call this together.
         """
         if is_dtensor(like):
-            local = _as(like, local).full_tensor()
+            local = as_parameter(like, local).full_tensor()  # type: ignore[attr-defined]
         for axis, dim in self.split.items():
             local = gather(local, dim, self.shape[dim], world, axis)
         return local
@@ -107,7 +107,10 @@ class Layout:
         return mine
 
 
-def _as(like: "DTensor", local: Tensor) -> "DTensor":
+def as_parameter(like: Tensor, local: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as one that lies as parameter `like`."""
+    if not is_dtensor(like):
+        return local
     return like.from_local(
         local,
         like.device_mesh,

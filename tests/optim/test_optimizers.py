@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from headrace.core.model_config import ModelConfig
-from headrace.model.fusion import fusions
 from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
+from headrace.optim.muon import MuonOptimizer
 from headrace.plan.plan import OptimizerConfig
-from headrace.techniques.optim.muon import MuonOptimizer
+from headrace.techniques.optim.muon import cuts_of
 
 CONFIG = ModelConfig(dim=8, heads=4, kv_heads=2, ffn=6, layers=1, vocab=11)
 
@@ -38,7 +38,7 @@ def adamw(named: dict[str, nn.Parameter]) -> Any:
 
 def muon(named: dict[str, nn.Parameter]) -> Any:
     taken = {n: p for n, p in named.items() if n.startswith("blocks.")}
-    return MuonOptimizer(taken, fusions(CONFIG), lr=0.1, momentum=0.9, weight_decay=0.3)
+    return MuonOptimizer(taken, cuts_of(CONFIG), lr=0.1, momentum=0.9, weight_decay=0.3)
 
 
 def snapshot(named: dict[str, nn.Parameter], optimizer: Any) -> dict[str, Tensor]:

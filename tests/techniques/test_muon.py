@@ -21,10 +21,10 @@ from headrace.core.errors import UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.kernels.orthogonalize import orthogonalize, reference_orthogonalize
 from headrace.model.decoder import Decoder, baseline_parts
-from headrace.model.fusion import fusions
 from headrace.model.mask import MaskSpec
+from headrace.optim.muon import MuonOptimizer
 from headrace.plan.plan import Plan
-from headrace.techniques.optim.muon import MuonOptimizer
+from headrace.techniques.optim.muon import cuts_of
 
 GROUPS, QUERIES, HEAD, FFN, DIM = 2, 3, 4, 10, 14
 CONFIG = ModelConfig(
@@ -80,7 +80,7 @@ def named() -> dict[str, nn.Parameter]:
 @pytest.mark.parametrize("exact", [False, True], ids=["newton-schulz", "svd"])
 def test_three_updates_equal_the_reference(named: dict[str, nn.Parameter], exact: bool) -> None:
     """Compare to 1e-5 with the same iteration, and with the SVD within its [0.67, 1.21]."""
-    optimizer = MuonOptimizer(named, fusions(CONFIG), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+    optimizer = MuonOptimizer(named, cuts_of(CONFIG), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     velocity = {n: torch.zeros_like(p).double() for n, p in named.items()}
     for step in range(3):
         before = {n: p.detach().double() for n, p in named.items()}
@@ -110,8 +110,8 @@ def test_batching_changes_nothing(named: dict[str, nn.Parameter]) -> None:
     """All matrices in one optimizer move as each does in one of its own."""
     copies = {n: nn.Parameter(p.detach().clone()) for n, p in named.items()}
     how = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
-    alone = [MuonOptimizer({n: p}, fusions(CONFIG), **how) for n, p in copies.items()]
-    together = MuonOptimizer(named, fusions(CONFIG), **how)
+    alone = [MuonOptimizer({n: p}, cuts_of(CONFIG), **how) for n, p in copies.items()]
+    together = MuonOptimizer(named, cuts_of(CONFIG), **how)
     for name, parameter in named.items():
         parameter.grad = torch.randn_like(parameter)
         copies[name].grad = parameter.grad.clone()
@@ -186,8 +186,8 @@ def test_ranks_are_predicted_to_share_its_states(
     if beside == "adapters":  # they are in blocks, and refused under tensor parallelism
         more = 64.0 if axis != "tensor" else whole
     assert part["optimizer"] == pytest.approx(whole / 2, abs=more)
-    if axis != "pipeline" and "8 bits" not in beside:  # each rank iterates whole matrices
-        assert part["update"] == directions
+    if axis != "pipeline" and "8 bits" not in beside:  # each rank iterates half of them
+        assert 0.4 * directions < part["update"] < directions
     assert {name: bytes for name, bytes in part.items() if bytes < 0} == {}
 
 
@@ -217,7 +217,7 @@ def test_its_products_and_what_is_left_to_adamw_are_foreseen(
     for p in named.values():
         p.grad = torch.randn_like(p)
     model = plan.model.model_copy(update={"vocab": int(ledger.sizes["vocab"])})
-    optimizer = MuonOptimizer(named, fusions(model), lr=LR, momentum=0.9, weight_decay=DECAY)
+    optimizer = MuonOptimizer(named, cuts_of(model), lr=LR, momentum=0.9, weight_decay=DECAY)
     optimizer.step()
     with FlopCounterMode(display=False) as counter, Kernels() as kernels:
         optimizer.step()

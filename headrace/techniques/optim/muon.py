@@ -1,32 +1,37 @@
 """Update the blocks' matrices by orthogonalised momentum instead of AdamW.
 
 A gradient matrix is dominated by few directions; Muon gives every direction of the momentum the
-same length (kernels/orthogonalize), so rare directions learn as fast as common ones. It takes the
-two-dimensional weights inside of blocks; embeddings, head and vectors stay with AdamW. Fused
-matrices are taken apart first: queries, keys, values, gate and up are each orthogonalised alone.
-Matrices of one shape are iterated as one batch, which keeps the number of launches small. State is
-one momentum per matrix: half of AdamW's. Where ranks hold parts of a matrix, each gathers the whole
-direction, iterates it, and keeps its part of the result.
+same length (optim/muon, kernels/orthogonalize), so rare directions learn as fast as common ones. It
+takes the two-dimensional weights inside of blocks; embeddings, head and vectors stay with AdamW.
+Fused matrices are taken apart first: queries, keys, values, gate and up are each orthogonalised
+alone. Matrices of one shape are one batch, and on a GPU one compiled function updates it. State is
+one momentum per matrix, half of AdamW's. Ranks share the matrices: each orthogonalises its own and
+the results go to all (parallel/team).
+
+Knobs beyond the paper are off unless asked for: a momentum that begins low and rises
+(`momentum_warmup_steps`, a pure function of the step), decay that only goes with the update
+(`cautious_decay`), rows of even length (`normalize_rows`), and pairs of heads apart (`head_pairs`).
 Source: Keller Jordan, "Muon" (2024); arXiv 2502.16982.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from math import prod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil, gcd, prod
 from typing import Any, ClassVar
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
 
 from headrace.assemble.sockets import Build, Route
 from headrace.core.errors import RefusalKind
+from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
 from headrace.costs.ledger import DERIVED, Ledger
-from headrace.costs.work import Matmul, Stream, Work, collective
-from headrace.kernels.orthogonalize import STEPS, orthogonalize
-from headrace.model.fusion import Fusion, fusions
-from headrace.parallel.layout import local_of
+from headrace.costs.work import COMPILED, EAGER, Matmul, Stream, Work, collective
+from headrace.kernels.orthogonalize import SEGMENTS, SQUARED, STEPS, Name, is_wide
+from headrace.model.fusion import fusions
+from headrace.optim.muon import CHUNK_MATRICES, CHUNK_NUMBERS, WHOLE, Cut, MuonOptimizer, Rule
+from headrace.parallel.team import Team
+from headrace.plan.plan import Plan
 from headrace.plan.technique import (
     Card,
     Context,
@@ -38,108 +43,20 @@ from headrace.plan.technique import (
 )
 
 FP32, BF16 = 4, 2
-ITERATED = ((2, 4), (3, 2), (4, 1))
-"""Batches and batches of their squares [shorter, shorter] that an iteration holds at once, beside
-the batch that it began with: as the squares are multiplied, then the polynomial, then the sum."""
-
-MOMENTUM, WRITTEN = (44, 5), (48, 6)
-"""Bytes of a number and kernels of a parameter: of the momentum, its choice and the direction, and
-of decay, step, choice and the weight. Counted in `MuonOptimizer`, as the next ones."""
-STACKED, WIDENED, APART = (24, 6), 6, 8
-"""Bytes of a number of a batch, and its kernels: stacked, in bf16, its norm, the quotient and the
-longer side's factor. Bytes of a number as it becomes fp32 again; and of a matrix that is taken
-apart, as that is done and as it is undone."""
-POLYNOMIAL, SQUARES = (10, 2), (14, 3)
-"""Bytes of a number and kernels of one iteration, for the batch and for its squares: both sums."""
-
-
-class MuonOptimizer(torch.optim.Optimizer):
-    """Run Muon over named matrices, masked by `found_inf` on the device."""
-
-    def __init__(
-        self,
-        named: Mapping[str, nn.Parameter],
-        fused: Mapping[str, Fusion],
-        *,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        whole: Callable[[str, Tensor], Tensor] = lambda name, local: local,
-        part: Callable[[str, Tensor], Tensor] = lambda name, whole: whole,
-    ) -> None:
-        """Take every matrix of `named`.
-
-        Args:
-            named: matrices by name.
-            fused: which of them hold several, by the end of their name.
-            lr: length of an update.
-            momentum: share of the old momentum that is kept.
-            weight_decay: decoupled.
-            whole: (name, this rank's part) -> the whole matrix.
-            part: (name, whole matrix) -> this rank's part.
-        """
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(list(named.values()), defaults)
-        self.found_inf: Tensor | None = None
-        self.orthogonalized = 0
-        self._whole, self._part = whole, part
-        self._names = {p: n for n, p in named.items()}
-        ends = {p: n.removesuffix(".weight") for n, p in named.items()}
-        self._fusion = {
-            p: next((f for end, f in fused.items() if name.endswith(end)), None)
-            for p, name in ends.items()
-        }
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Update every matrix; where `found_inf` is 1, matrices and momenta stay as they are."""
-        for group in self.param_groups:
-            ready = [p for p in group["params"] if p.grad is not None]
-            if not ready:
-                continue
-            skip = (
-                torch.zeros((), device=ready[0].device)
-                if self.found_inf is None
-                else (self.found_inf)
-            )
-            pieces = [self._direction(p, group["momentum"], skip > 0) for p in ready]
-            for p, update in zip(ready, self._orthogonal(ready, pieces), strict=True):
-                mine, update = local_of(p), self._part(self._names[p], update)
-                kept = mine * (1 - group["lr"] * group["weight_decay"])
-                mine.copy_(torch.where(skip > 0, mine, kept - group["lr"] * update))
-
-    def _direction(self, p: nn.Parameter, momentum: float, skip: Tensor) -> tuple[Tensor, ...]:
-        """Return the Nesterov momentum of one parameter, taken apart."""
-        assert p.grad is not None
-        state = self.state[p]
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(p)
-        kept, gradient = local_of(state["momentum"]), local_of(p.grad)
-        kept.copy_(torch.where(skip, kept, kept.lerp(gradient, 1 - momentum)))
-        direction = self._whole(self._names[p], gradient.lerp(kept, momentum))
-        fusion = self._fusion[p]
-        return (direction,) if fusion is None else fusion.pieces(direction)
-
-    def _orthogonal(
-        self, parameters: list[nn.Parameter], pieces: list[tuple[Tensor, ...]]
-    ) -> list[Tensor]:
-        """Orthogonalise every piece in batches of one shape; return them put together again."""
-        shapes: dict[torch.Size, list[tuple[int, int]]] = {}
-        for i, parts in enumerate(pieces):
-            for j, part in enumerate(parts):
-                shapes.setdefault(part.shape, []).append((i, j))
-        done: dict[tuple[int, int], Tensor] = {}
-        for shape, places in shapes.items():
-            batch = orthogonalize(torch.stack([pieces[i][j] for i, j in places]))
-            longer = max(1.0, shape[0] / shape[1]) ** 0.5
-            done |= dict(zip(places, (batch * longer).unbind(), strict=True))
-            self.orthogonalized += len(places)
-        whole = []
-        for i, p in enumerate(parameters):
-            parts = tuple(done[i, j].to(p.dtype) for j in range(len(pieces[i])))
-            fusion = self._fusion[p]
-            whole.append(parts[0] if fusion is None else fusion.fuse(parts))
-        return whole
+QKV, GATE_UP = "mixer.qkv", "mlp.gate_up"
+VALUE = "muon_momentum"
+"""Name of the momentum among the numbers that vary in time."""
+ITERATED, ITERATED_WIDE = (2, 2), ((1, 5), (2, 4))
+"""Batches, and batches of squares [shorter, shorter], that an iteration holds at once; on X X^T
+either of two."""
+MOMENTUM, SCALED, WRITTEN, SCALARS = (40, 7), (12, 6), (20, 1), 8
+"""Bytes of a number and kernels of a chunk where no compiler sees it: stacked, masked, momentum and
+direction; norm and quotient; and the weight, beside one kernel a matrix. The last is the kernels
+that make a step's scalars. Counted in optim/muon."""
+WIDENED = 6
+"""Kernels that add to the diagonals of squares, where X X^T is iterated on; counted."""
+FUSED_MOMENTUM, FUSED_SCALED, FUSED_WRITTEN = (22, 3), (6, 3), (10, 1)
+"""The same where it is compiled: gradients are stacked and read once, the direction is bf16."""
 
 
 class Muon(Technique[Build]):
@@ -151,11 +68,32 @@ class Muon(Technique[Build]):
     """Share of the old momentum that is kept."""
     weight_decay: float = Field(default=0.0, ge=0, le=1)
     """Decoupled decay, times the learning rate."""
+    nesterov: bool = True
+    """Look ahead: the direction is momentum x m + (1 - momentum) x gradient, not m alone."""
+    momentum_warmup_steps: int = Field(default=0, ge=0, le=10**9)
+    """Steps over which the momentum rises linearly from `momentum_start`; 0 is none. Tuner range 0
+    to 500 (github.com/KellerJordan/modded-nanogpt has 300)."""
+    momentum_start: float = Field(default=0.85, ge=0, lt=1)
+    """Momentum at the first step of its warmup (modded-nanogpt's value)."""
+    cautious_decay: bool = False
+    """Decay a weight only where its decay and its update have one sign (arXiv 2510.12402)."""
+    normalize_rows: bool = False
+    """Divide each row of an update by the root of its running mean square, and give the matrix its
+    norm back (NorMuon, arXiv 2510.05491). One more number a row is kept."""
+    head_pairs: bool = False
+    """Orthogonalise queries, keys and values for each two heads apart. Heads that share a matrix
+    are scaled by one spectrum otherwise ("Muon Split" of the GLM-5 report, 2026: each head)."""
+    polynomials: Name = "polar_express"
+    """How singular values are brought to 1: by Polar Express (arXiv 2505.16932), or by Jordan's
+    one polynomial, which leaves them twice as far from it."""
+    compiled: bool | None = None
+    """Whether the update is compiled, for seconds at the first step. Left open: on a GPU that has
+    Triton, not on a CPU."""
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "optim"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
-    composes: ClassVar[tuple[str, ...]] = ("routes",)
+    composes: ClassVar[tuple[str, ...]] = ("routes", "values")
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("recipe", "memory capacity:optimizer")
     token_share: ClassVar[float] = 0.67
@@ -163,13 +101,12 @@ class Muon(Technique[Build]):
     card: ClassVar[Card] = Card(
         buys="fewer tokens to the same loss, and half of the optimizer state of the matrices",
         costs=(
-            "about 5 x 3 matrix products per matrix and step, which do not grow with the batch",
-            "two to five copies of the matrices during the update, most where all have one "
-            "shape (derived)",
+            "15 to 18 matrix products per matrix and step, which do not grow with the batch",
+            "a few copies of at most 64M weights at a time during the update (derived)",
         ),
         helps="pretraining from scratch at ordinary batch sizes",
         hurts="tiny batches and wide matrices, where the iteration outweighs the step",
-        source="https://kellerjordan.github.io/posts/muon; arXiv 2502.16982",
+        source="https://kellerjordan.github.io/posts/muon; arXiv 2502.16982; arXiv 2505.16932",
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
@@ -184,34 +121,147 @@ class Muon(Technique[Build]):
                 mend(f"-{left[0]}"),
                 RefusalKind.COMBINATION,
             )
-        return Supported()
+        if self.compiled and context.device == "cuda" and not context.has_triton:
+            return Unsupported(
+                "compiled = true needs Triton on a GPU", "pip install triton", RefusalKind.PACKAGE
+            )
+        if self.compiled and context.device == "cpu" and not context.has_compiler:
+            return Unsupported(
+                "compiled = true needs a C++ compiler on a CPU", "install g++", RefusalKind.PACKAGE
+            )
+        if self.compiled and context.device == "mps":
+            return Unsupported(
+                "compiling on Apple GPUs is not proven here",
+                mend("techniques.muon.compiled=false"),
+                RefusalKind.DEVICE,
+            )
+        return self._wrong(context.plan) or Supported()
+
+    def _wrong(self, plan: Plan | None) -> Unsupported | None:
+        """Return why knobs contradict each other, the model or the length of the run."""
+        warmup, own = self.momentum_warmup_steps, f"techniques.{self.name()}"
+        if warmup and self.momentum_start > self.momentum:
+            return Unsupported(
+                f"momentum_start = {self.momentum_start:g} is above momentum = {self.momentum:g}, "
+                "and a warmup rises",
+                mend(f"{own}.momentum_start={self.momentum:g}"),
+            )
+        horizon = plan.horizon_steps if plan else None
+        if horizon is not None and warmup > horizon:
+            return Unsupported(
+                f"momentum_warmup_steps = {warmup} is longer than the run's {horizon} steps, so "
+                f"the momentum would never reach {self.momentum:g}",
+                mend(f"{own}.momentum_warmup_steps={horizon}"),
+            )
+        if self.head_pairs and plan:
+            heads = {"heads": plan.model.heads, "kv_heads": plan.model.resolved_kv_heads}
+            odd = [f"{count} {name}" for name, count in heads.items() if count % 2]
+            if odd:
+                return Unsupported(
+                    f"head_pairs takes heads by two, and the model has {' and '.join(odd)}",
+                    mend(f"{own}.head_pairs=false"),
+                )
+        return None
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Count one state instead of two for blocks' matrices, and directions in updates."""
+        """Count one state instead of two for blocks' matrices, and one chunk's update."""
         ledger = ledger.updated_by(self.name(), lambda name, m: _takes(name, len(m.shape)))
         taken, line = ledger.updates(self.name()).values(), ledger.memory["optimizer"]
-        mine = FP32 * sum(m.numbers for m in taken) / ledger.sizes.get("slices", 1.0)
-        ledger = ledger.with_line("optimizer", replace(line, bytes=line.bytes - mine))
-        return _worked(ledger.updating(_peak_bytes(ledger)), mine / FP32)
+        slices = ledger.sizes.get("slices", 1.0)
+        mine = sum(m.numbers for m in taken) / slices
+        rows = sum(m.shape[0] for m in taken) if self.normalize_rows else 0
+        held = line.bytes - FP32 * mine + FP32 * rows
+        ledger = ledger.with_line("optimizer", replace(line, bytes=held))
+        if not taken:
+            return ledger
+        batches = [self._batch(ledger, *one) for one in self._alike(ledger).items()]
+        ledger = ledger.updating(max(batch.peak_bytes() for batch in batches))
+        work = {n: piece for batch in batches for n, piece in batch.work().items()}
+        work["update/muon_scalars"] = Stream("optimizer", 1, 4.0 * SCALARS, SCALARS)
+        if any(m.share < 1 for m in taken):
+            why = "what ranks send each other of the matrices that muon shares was not counted"
+            work = {name: replace(piece, unknown=why) for name, piece in work.items()}
+        work = {**ledger.work, **work}
+        if isinstance(left := work.get("update/optimizer"), Stream):
+            work["update/optimizer"] = replace(left, bytes=max(0.0, left.bytes - 7 * FP32 * mine))
+        return replace(ledger, work=work, sizes={**ledger.sizes, DERIVED: 1.0})
+
+    def _alike(self, ledger: Ledger) -> dict[tuple[tuple[int, ...], Cut], int]:
+        """Return how many matrices of each shape are taken apart in one way."""
+        found: dict[tuple[tuple[int, ...], Cut], int] = {}
+        for name, matrix in ledger.updates(self.name()).items():
+            key = matrix.shape, self._predicted_cut(name, matrix.shape, ledger.sizes)
+            found[key] = found.get(key, 0) + 1
+        return found
+
+    def _predicted_cut(self, name: str, shape: tuple[int, ...], sizes: Mapping[str, float]) -> Cut:
+        """Return how a matrix is taken apart, as `cuts_of` says of the model's."""
+        rows, heads, groups = shape[0], int(sizes["heads"]), int(sizes["kv_heads"])
+        if name.endswith(f"{GATE_UP}.weight"):
+            groups = gcd(groups, rows // 2)
+            return Cut(groups, ((2, rows // 2 // groups, 1),))
+        if name.endswith(f"{QKV}.weight"):
+            each = rows // (heads + 2 * groups)
+            return _heads_cut(groups, heads, each, self.head_pairs)
+        return WHOLE
+
+    def _batch(self, ledger: Ledger, how: tuple[tuple[int, ...], Cut], count: int) -> "_Batch":
+        sizes = ledger.sizes
+        on_gpu = bool(sizes["on_gpu"])
+        return _Batch(
+            shape=how[0],
+            cut=how[1],
+            count=count,
+            compiled=on_gpu if self.compiled is None else self.compiled,
+            on_gpu=on_gpu,
+            rows=self.normalize_rows,
+            ahead=self.nesterov,
+            slices=sizes.get("slices", 1.0),
+            ranks=int(sizes.get("shard_ranks", 1) * sizes.get("tensor_ranks", 1)),
+            sizes=sizes,
+        )
 
     def apply(self, build: Build) -> None:
         """Route the matrices of blocks here."""
-        fused = fusions(build.config)
+        cuts, compiled, context = (
+            cuts_of(build.config, self.head_pairs),
+            self.compiled,
+            build.context,
+        )
+        if compiled is None:
+            compiled = context.device == "cuda" and context.has_triton
+        if self.momentum_warmup_steps:
+            build.values[VALUE] = self.momentum_at
+
+        def team(name: str) -> Team | None:
+            if build.world.size("shard") * build.world.size("tensor") == 1:
+                return None
+            return Team(build.world, build.layouts[name], build.model.get_parameter(name))
+
         build.routes.append(
             Route(
                 self.name(),
                 lambda name, p: _takes(name, p.ndim),
                 lambda named: MuonOptimizer(
                     named,
-                    fused,
+                    cuts,
                     lr=self.lr,
                     momentum=self.momentum,
                     weight_decay=self.weight_decay,
-                    whole=build.whole,
-                    part=build.part,
+                    rule=Rule(
+                        self.polynomials, self.nesterov, self.cautious_decay, self.normalize_rows
+                    ),
+                    now=lambda: build.now.get(VALUE),
+                    team=team,
+                    compiled=compiled,
                 ),
             )
         )
+
+    def momentum_at(self, step: int) -> float:
+        """Return the momentum of a step, a pure function of it."""
+        done = min(1.0, step / max(1, self.momentum_warmup_steps))
+        return self.momentum_start + (self.momentum - self.momentum_start) * done
 
     def active(self, build: Build) -> Evidence:
         """Report matrices that were orthogonalised, and that AdamW no longer holds."""
@@ -219,111 +269,189 @@ class Muon(Technique[Build]):
         done = getattr(optimizer, "orthogonalized", 0)
         taken = build.routed.get(self.name(), {})
         shared = set(taken) & set(build.routed.get("adamw", {}))
+        graphs = len(getattr(optimizer, "graphs", {}))
+        asked = bool(getattr(optimizer, "compiled", False))
         return Evidence(
-            active=done > 0 and not shared,
-            detail=f"orthogonalised {done} matrices of {len(taken)} parameters",
-            numbers={"orthogonalized": done, "parameters": len(taken)},
+            active=done > 0 and not shared and (graphs > 0) == asked,
+            detail=f"orthogonalised {done} matrices of {len(taken)} parameters"
+            + (f" by {graphs} compiled functions" if asked else ""),
+            numbers={"orthogonalized": done, "parameters": len(taken), "graphs": graphs},
         )
 
 
-def _peak_bytes(ledger: Ledger) -> float:
-    """Return the peak bytes of an update: all directions, what is done, the batch that iterates.
+@dataclass(frozen=True)
+class _Batch:
+    """Predict what the update of all matrices of one shape holds and does.
 
-    Directions are made of whole matrices. Matrices of one shape iterate as one batch, so that
-    blocks whose matrices have one shape, as those beside experts may, hold most.
+    Args:
+        shape: of each.
+        cut: how each is taken apart.
+        count: how many there are.
+        compiled: whether a compiler makes the update.
+        on_gpu: whether it iterates in bf16.
+        rows: whether rows are normalised.
+        ahead: whether a direction is more than the momentum.
+        slices: ranks of which each holds a slice.
+        ranks: ranks that share the matrices.
+        sizes: the ledger's.
     """
-    low = BF16 if ledger.sizes["on_gpu"] else FP32
-    batches, fused = _batches(ledger)
-    whole = sum(prod(shape) * count for shape, count in batches.items())
-    done, before, most = 0, 0, 0.0
-    for shape, count in batches.items():
-        batch, squares = count * prod(shape), count * min(shape) ** 2
-        iterated = max(b * batch + s * squares for b, s in ITERATED)
-        most = max(most, low * (done + before) + FP32 * batch + low * iterated)
-        done, before = done + batch, batch  # the one before is there until this one is done
-    together = FP32 * (whole if low != FP32 else fused)  # in the parameters' dtype again
-    return FP32 * whole + max(most, low * (done + before) + together)
 
+    shape: tuple[int, ...]
+    cut: Cut
+    count: int
+    compiled: bool
+    on_gpu: bool
+    rows: bool
+    ahead: bool
+    slices: float
+    ranks: int
+    sizes: Mapping[str, float]
 
-def _batches(ledger: Ledger) -> tuple[dict[tuple[int, ...], int], int]:
-    """Return how many pieces of each shape iterate, and how many numbers are taken apart."""
-    batches: dict[tuple[int, ...], int] = {}
-    fused = 0
-    for name, matrix in ledger.updates(Muon.name()).items():
-        pieces = _pieces(name, matrix.shape, ledger.sizes)
-        fused += prod(matrix.shape) if len(pieces) > 1 else 0
-        for shape in pieces:
-            batches[shape] = batches.get(shape, 0) + 1
-    return batches, fused
+    @property
+    def chunk(self) -> int:
+        """Return how many matrices are updated at once (optim/muon)."""
+        most = max(self.ranks, CHUNK_NUMBERS // prod(self.shape))
+        return min(self.count, CHUNK_MATRICES, most)
 
+    @property
+    def own(self) -> int:
+        """Return how many matrices of all this rank orthogonalises: the most that any does."""
+        whole, rest = divmod(self.count, self.chunk)
+        return whole * ceil(self.chunk / self.ranks) + ceil(rest / self.ranks)
 
-def _worked(ledger: Ledger, mine: float) -> Ledger:
-    """Price the update's matmuls and streams in AdamW's place, for `mine` numbers of this rank.
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Return (pieces, rows, columns) of each kind of piece of one matrix."""
+        columns = self.shape[1]
+        if not self.cut.runs:
+            return [(1, *self.shape)]
+        groups = self.cut.groups
+        return [(n * blocks, groups * rows // blocks, columns) for n, rows, blocks in self.cut.runs]
 
-    A batch of matrices has the tiles of one matmul as long as all of them. It is derived: of the
-    one row on a GPU, novels of time_to_quality.jsonl, it predicts 0.95 of a step that is short
-    enough for launches to decide.
-    """
-    sizes, taken = ledger.sizes, ledger.updates(Muon.name())
-    (batches, fused), count = _batches(ledger), len(taken)
-    if not taken:
-        return ledger
-    parts = sum(batches.values()) - count
-    more: dict[str, Work] = {
-        "momentum": _stream(1, MOMENTUM[0] * mine, MOMENTUM[1] * count),
-        "written": _stream(1, WRITTEN[0] * mine, WRITTEN[1] * count),
-    }
-    if fused:
-        more |= {what: _stream(1, APART * fused, parts) for what in ("apart", "together")}
-    for shape, many in batches.items():
-        narrow, long, name = min(shape), max(shape), "x".join(map(str, shape))
-        batch, squares = many * prod(shape), many * narrow**2
-        more |= {
-            f"{name}/stacked": _stream(1, STACKED[0] * batch, STACKED[1]),
-            f"{name}/polynomial": _stream(STEPS, POLYNOMIAL[0] * batch, POLYNOMIAL[1]),
-            f"{name}/squares": _stream(STEPS, SQUARES[0] * squares, SQUARES[1]),
-            f"{name}/widened": _stream(1, WIDENED * batch, many),
+    def peak_bytes(self) -> float:
+        """Return the most bytes that an update of one chunk makes."""
+        mine = ceil(self.chunk / self.ranks)
+        low = BF16 if self.on_gpu else FP32
+        directions = self.ahead * FP32 * self.chunk * prod(self.shape) / self.slices
+        whole = low * mine * prod(self.shape)
+        sent = 0.0 if self.ranks == 1 else low * self.chunk * prod(self.shape) / self.slices
+        most = 0.0
+        for pieces, rows, columns in self.runs():
+            numbers, squares = pieces * rows * columns, pieces * min(rows, columns) ** 2
+            shapes = ITERATED_WIDE if is_wide(rows, columns) else (ITERATED,)
+            iterated = max(b * numbers + s * squares for b, s in shapes)
+            most = max(most, low * mine * iterated)
+        if self.compiled:  # fused: directions are made in bf16, and pieces where they are used
+            return max(directions + whole, whole + most) + sent
+        copied = len(self.runs()) > 1 or self.cut.groups > 1
+        apart = whole * copied
+        before = directions + (whole if self.ranks > 1 else 0.0)
+        normalized = 3 * whole * self.rows
+        last = sent + 2 * FP32 * self.chunk * prod(self.shape) / self.slices
+        done = self._done_bytes(low * mine)
+        return max(before + apart + done + most, before + (1 + copied) * whole + normalized, last)
+
+    def _done_bytes(self, each: float) -> float:
+        """Return the bytes of the pieces that are done while the last kind iterates."""
+        return each * sum(n * rows * columns for n, rows, columns in self.runs()[:-1])
+
+    def work(self) -> dict[str, Work]:
+        """Return the pieces of work of one update, by name."""
+        chunks, numbers = ceil(self.count / self.chunk), self.count * prod(self.shape)
+        share = self.own / self.count
+        streams = (MOMENTUM, SCALED, WRITTEN)
+        if self.compiled:
+            streams = (FUSED_MOMENTUM, FUSED_SCALED, FUSED_WRITTEN)
+        momentum, scaled, written = streams
+        name, low = "x".join(map(str, self.shape)), BF16 if self.on_gpu else FP32
+        kinds = len(self.runs())
+        found: dict[str, Work] = {
+            "momentum": self._stream(momentum[0] * numbers / self.slices, momentum[1] * chunks),
+            "scaled": self._stream(scaled[0] * share * numbers, scaled[1] * chunks * kinds),
+            "written": self._stream(
+                written[0] * numbers / self.slices,
+                chunks * written[1] if self.compiled else chunks * written[1] + self.count,
+            ),
         }
-        for what, columns, terms in (
-            ("gram", narrow, long),
-            ("squared", narrow, narrow),
-            ("product", long, narrow),
-        ):
-            shapes = (many * narrow, columns, terms)
-            more[f"{name}/{what}"] = Matmul(
+        if self.cut.runs and (kinds > 1 or self.cut.groups > 1):
+            found["apart"] = self._stream(4 * low * share * numbers, chunks * (kinds + 1))
+        if self.rows:
+            found["rows"] = self._stream(4 * low * share * numbers, 12 * chunks * kinds)
+        for pieces, rows, columns in self.runs():
+            found |= self._matmuls(self.own * pieces, rows, columns)
+        found |= self._sent(low)
+        return {f"update/muon_{name}{_suffix(self.cut)}/{what}": w for what, w in found.items()}
+
+    def _stream(self, bytes: float, kernels: float) -> Stream:
+        """Return a stream of the update."""
+        launch = COMPILED if self.compiled else EAGER
+        return Stream("optimizer", 1, bytes, max(1.0, kernels), launch=launch)
+
+    def _matmuls(self, many: int, rows: int, columns: int) -> dict[str, Work]:
+        """Return the matmuls of all iterations of so many pieces, and the sums that they add to.
+
+        A batch of matrices has the tiles of one matmul as long as all of them.
+        """
+        narrow, long = min(rows, columns), max(rows, columns)
+        wide, name = is_wide(rows, columns), f"{rows}x{columns}"
+        often = {"gram": STEPS, "squared": STEPS, "product": STEPS}
+        if wide:
+            often = {"gram": len(SEGMENTS), "squared": SQUARED, "product": len(SEGMENTS)}
+        low = BF16 if self.on_gpu else FP32
+        shapes = {"gram": (narrow, long), "squared": (narrow, narrow), "product": (long, narrow)}
+        found: dict[str, Work] = {
+            f"{name}/{what}": Matmul(
                 "optimizer",
-                STEPS,
-                shapes,
-                "bf16" if sizes["on_gpu"] else "fp32",
+                often[what],
+                (many * narrow, *shape),
+                "bf16" if self.on_gpu else "fp32",
+                launch=COMPILED if self.compiled else EAGER,
             )
-    if sizes.get("slices", 1.0) > 1:
-        whole = FP32 * sum(prod(m.shape) for m in taken.values())
-        more["gather"] = collective(sizes, "shard", "optimizer", "all_gather", whole, kernels=count)
-    if any(m.share < 1 for m in taken.values()):
-        why = "what ranks send each other of the matrices that muon takes whole was not counted"
-        more = {name: replace(piece, unknown=why) for name, piece in more.items()}
-    work = {**ledger.work, **{f"update/muon_{name}": piece for name, piece in more.items()}}
-    if isinstance(left := work.get("update/optimizer"), Stream):
-        rest = max(0.0, left.bytes - 7 * FP32 * mine)
-        work["update/optimizer"] = replace(left, bytes=rest)
-    return replace(ledger, work=work, sizes={**sizes, DERIVED: 1.0})
+            for what, shape in shapes.items()
+        }
+        sums = often["squared"] * narrow**2 + (0 if wide else STEPS * narrow * long)
+        copies = often["squared"] + (0 if wide else STEPS) if self.on_gpu else 0  # within matmuls
+        kernels = ceil(self.count / self.chunk) * (copies + wide * WIDENED)
+        found[f"{name}/sums"] = self._stream(2 * low * many * sums, kernels)
+        return found
+
+    def _sent(self, low: int) -> dict[str, Work]:
+        """Return what ranks send each other: matrices to their ranks, and results to all."""
+        if self.ranks == 1:
+            return {}
+        whole, chunks = float(low * self.count * prod(self.shape)), ceil(self.count / self.chunk)
+        if self.slices == 1:
+            return {"gather": self._collective("all_gather", whole, chunks)}
+        operation = "all_to_all" if self.on_gpu else "all_gather"  # gloo has no other
+        each = whole / self.slices if self.on_gpu else whole
+        return {"gather": self._collective(operation, 2 * each, 2 * chunks)}
+
+    def _collective(self, operation: Any, bytes: float, kernels: float) -> Work:
+        return collective(self.sizes, "shard", "optimizer", operation, bytes, kernels=kernels)
 
 
-def _stream(count: float, bytes: float, kernels: float) -> Stream:
-    """Return a stream of the update."""
-    return Stream("optimizer", count, bytes, kernels)
+def _suffix(cut: Cut) -> str:
+    """Return what tells matrices of one shape apart that are taken apart differently."""
+    return "/".join(f"_{n}x{rows}" for n, rows, _ in cut.runs)
 
 
-def _pieces(name: str, shape: tuple[int, ...], sizes: Mapping[str, float]) -> list[tuple[int, ...]]:
-    """Return the shapes that a matrix is taken apart into (model/fusion)."""
-    rows, columns = shape
-    if name.endswith("mlp.gate_up.weight"):
-        return [(rows // 2, columns)] * 2
-    if name.endswith("mixer.qkv.weight"):
-        queries = sizes["heads"] / sizes["kv_heads"]
-        key = round(rows / (queries + 2))
-        return [(rows - 2 * key, columns), (key, columns), (key, columns)]
-    return [shape]
+def cuts_of(config: ModelConfig, head_pairs: bool = False) -> dict[str, Cut]:
+    """Return how the fused matrices are taken apart, by the end of their name."""
+    found = {}
+    for end, fusion in fusions(config).items():
+        if end == QKV:
+            found[end] = _heads_cut(fusion.groups, config.heads, fusion.split[1], head_pairs)
+        else:
+            found[end] = Cut(fusion.groups, ((len(fusion.split), fusion.split[0], 1),))
+    return found
+
+
+def _heads_cut(groups: int, heads: int, head_dim: int, pairs: bool) -> Cut:
+    """Return how queries, keys and values are taken apart, and by pairs of heads."""
+    queries = heads // groups
+    blocks = (heads // 2, groups // 2) if pairs else (1, 1)
+    if queries == 1:
+        return Cut(groups, ((3, head_dim, blocks[0]),))
+    return Cut(groups, ((1, queries * head_dim, blocks[0]), (2, head_dim, blocks[1])))
 
 
 def _takes(name: str, dimensions: int) -> bool:

@@ -1,0 +1,385 @@
+"""Update by Muon: every direction of a matrix's momentum gets the same length.
+
+    m <- b m + (1 - b) g        d = b m + (1 - b) g   (Nesterov; else d = m)
+    w <- w - lr (decay w + sqrt(max(1, rows / columns)) polar(d))
+
+`polar` is the nearest semi-orthogonal matrix (kernels/orthogonalize). Source: Keller Jordan, "Muon"
+(2024); arXiv 2502.16982. Matrices of one shape are one batch: their momenta are one tensor, of
+which each parameter's state is a view, and momentum, polar and update are one function. On a GPU it
+is compiled, once for each shape; learning rate, decay, momentum and mask are tensors, so nothing is
+compiled again. A large batch is updated in chunks, so only one chunk's directions exist at a time.
+
+Options: `rows` divides each row by the root of its running mean square and gives the matrix its
+norm back (NorMuon, arXiv 2510.05491); `cautious` decays a weight only where update and decay have
+one sign (arXiv 2510.12402); a `Cut` takes fused matrices apart, heads too. Over ranks each polar is
+computed once (parallel/team). A step whose gradient is not finite is masked on the device.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.kernels.orthogonalize import Name, orthogonalize
+from headrace.parallel.layout import as_parameter, is_dtensor, local_of
+from headrace.parallel.team import Team
+
+CHUNK_NUMBERS = 1 << 26
+"""Numbers of the matrices that are updated at once, 256 MiB in fp32: two of [16384, 2048]."""
+CHUNK_MATRICES = 64
+"""Most matrices that are updated at once: each is an argument of the compiled function."""
+ROW_MEMORY = 0.95
+"""Share of the old mean square of a row that is kept (arXiv 2510.05491)."""
+ROW_EPS = 1e-8
+"""Added to the root of a row's mean square (arXiv 2510.05491)."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Take fused matrices apart: rows are `groups` of runs, each of which alternates pieces.
+
+    Args:
+        groups: how often the pattern of rows repeats.
+        runs: (pieces, rows of one in a group, matrices that a piece is cut into) of each run.
+    """
+
+    groups: int
+    runs: tuple[tuple[int, int, int], ...]
+
+    def apart(self, batch: Tensor) -> list[Tensor]:
+        """Return the pieces of a batch [matrices, rows, columns], a batch for each run."""
+        grouped, found, first = batch.unflatten(1, (self.groups, -1)), [], 0
+        for pieces, rows, blocks in self.runs:
+            run = grouped.narrow(2, first, pieces * rows).unflatten(2, (pieces, rows))
+            height = self.groups * rows // blocks
+            found.append(run.transpose(1, 2).reshape(-1, height, batch.size(-1)))
+            first += pieces * rows
+        return found
+
+    def together(self, found: Sequence[Tensor], count: int) -> Tensor:
+        """Return `count` matrices of their pieces: the inverse of `apart`."""
+        runs = [
+            batch.reshape(count, pieces, self.groups, rows, -1).transpose(1, 2).flatten(2, 3)
+            for batch, (pieces, rows, _) in zip(found, self.runs, strict=True)
+        ]
+        return (runs[0] if len(runs) == 1 else torch.cat(runs, 2)).flatten(1, 2)
+
+
+WHOLE = Cut(1, ())
+"""Of a matrix that is one piece."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Hold what an update does, as far as a compiled function has it built in."""
+
+    name: Name = "polar_express"
+    nesterov: bool = True
+    cautious: bool = False
+    rows: bool = False
+
+
+@dataclass
+class Scalars:
+    """Hold the numbers of a step on the device, each a tensor without dimensions.
+
+    Args:
+        lr: length of an update; 0 where the step is masked.
+        shrink: share of a weight that decays; 0 where the step is masked.
+        momentum: share of the old momentum that is kept.
+        keep: 0 where the step is masked, else 1.
+    """
+
+    lr: Tensor
+    shrink: Tensor
+    momentum: Tensor
+    keep: Tensor
+
+
+def direction_(
+    gradients: Sequence[Tensor], kept: Tensor, momentum: Tensor, keep: Tensor, rule: Rule
+) -> Tensor:
+    """Update the momenta and return the directions, [matrices, rows, columns]."""
+    stacked = torch.stack(list(gradients))
+    stacked.masked_fill_(keep == 0, 0.0)  # nothing times nan is nan
+    kept.lerp_(stacked, (1 - momentum) * keep)
+    return stacked.lerp_(kept, momentum) if rule.nesterov else kept
+
+
+def polar_(directions: Tensor, rows: Tensor | None, keep: Tensor, rule: Rule, cut: Cut) -> Tensor:
+    """Return the updates of whole matrices, [matrices, rows, columns], in the iteration's dtype.
+
+    Args:
+        directions: [matrices, rows, columns].
+        rows: running mean squares [matrices, rows], which are updated; None without them.
+        keep: 0 where the step is masked.
+        rule: what is done.
+        cut: how the matrices are taken apart.
+    """
+    if not cut.runs:
+        cut = Cut(1, ((1, directions.size(1), 1),))
+    batches = [_long(orthogonalize(batch, rule.name)) for batch in cut.apart(directions)]
+    if rows is not None:
+        squares = cut.apart(rows.unsqueeze(-1))
+        both = [_normalized(b, s, keep) for b, s in zip(batches, squares, strict=True)]
+        batches = [batch for batch, _ in both]
+        rows.copy_(cut.together([s for _, s in both], len(rows)).squeeze(-1))
+    return cut.together(batches, len(directions))
+
+
+def _long(batch: Tensor) -> Tensor:
+    """Make matrices longer that are taller than wide, so that each row is as long as the others."""
+    rows, columns = batch.shape[1:]
+    return batch if rows <= columns else batch.mul_((rows / columns) ** 0.5)
+
+
+def _normalized(batch: Tensor, squares: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Return matrices with rows of even length and their old norm, and the new mean squares."""
+    now = batch.float().square().mean(-1, keepdim=True)
+    squares = squares.lerp(now, (1 - ROW_MEMORY) * keep)
+    factor = 1.0 / (squares.sqrt() + ROW_EPS)
+    whole = (now * factor.square()).sum(1, keepdim=True).clamp_min(1e-30)
+    factor = factor * (now.sum(1, keepdim=True) / whole).sqrt()
+    return (batch * factor).to(batch.dtype), squares
+
+
+def change_(
+    weights: Sequence[Tensor],
+    updates: Tensor,
+    lr: Tensor,
+    shrink: Tensor | None,
+    rule: Rule,
+) -> None:
+    """Subtract the updates [matrices, rows, columns], and the decay where `shrink` is given."""
+
+    def changed(weight: Tensor, update: Tensor) -> Tensor:
+        step = lr * update.float()
+        if shrink is None:
+            return step
+        decay = shrink * weight
+        return step + (torch.where(update * weight >= 0, decay, 0.0) if rule.cautious else decay)
+
+    steps = [changed(w, u) for w, u in zip(weights, updates.unbind(0), strict=True)]
+    torch._foreach_sub_(list(weights), steps)
+
+
+def update_(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    kept: Tensor,
+    rows: Tensor | None,
+    lr: Tensor,
+    shrink: Tensor | None,
+    momentum: Tensor,
+    keep: Tensor,
+    rule: Rule,
+    cut: Cut,
+) -> None:
+    """Update whole matrices of one shape, their momenta and their rows' mean squares."""
+    updates = polar_(direction_(gradients, kept, momentum, keep, rule), rows, keep, rule, cut)
+    change_(weights, updates, lr, shrink, rule)
+
+
+class Batch:
+    """Hold parameters of one shape that lie on the ranks in one way, and their states.
+
+    Args:
+        parameters: all of them.
+        cut: how each is taken apart.
+        rows: how many rows the whole has, where their mean squares are kept; else 0.
+        state: the optimizer's, by parameter; every state is a view of this batch's.
+        team: the ranks that share the work; None where one process has all of it.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], cut: Cut, rows: int, state: Any, team: Team | None
+    ) -> None:
+        self.parameters, self.cut, self.team, self._state = parameters, cut, team, state
+        self._rows, self.rows = rows, None
+        self.momentum: Tensor | None = None
+        self._views: list[dict[str, Tensor]] = []
+
+    def chunks(self) -> Iterator[slice]:
+        """Yield which parameters are updated at once: all of a chunk have gradients."""
+        numbers = max(1, self.parameters[0].numel())
+        ranks = self.team.world.size("shard") * self.team.world.size("tensor") if self.team else 1
+        most = min(CHUNK_MATRICES, max(ranks, CHUNK_NUMBERS // numbers))
+        found = groupby(range(len(self.parameters)), lambda i: self.parameters[i].grad is not None)
+        for ready, indices in found:
+            places = list(indices) if ready else []
+            for first in range(0, len(places), most):
+                part = places[first : first + most]
+                yield slice(part[0], part[-1] + 1)
+
+    def take_states(self) -> None:
+        """Make the states at the first step, and take those that a checkpoint brought."""
+        if self.momentum is None:
+            local = local_of(self.parameters[0])
+            count = len(self.parameters)
+            self.momentum = local.new_zeros((count, *local.shape), dtype=torch.float32)
+            if self._rows:
+                self.rows = self.momentum.new_zeros((count, self._rows))
+            for index, parameter in enumerate(self.parameters):
+                views = {"momentum": as_parameter(parameter, self.momentum[index])}
+                if self.rows is not None:
+                    views["rows"] = self.rows[index]
+                self._views.append(views)
+        for parameter, views in zip(self.parameters, self._views, strict=True):
+            state = self._state[parameter]
+            for key, view in views.items():
+                given = state.get(key)
+                if given is not view:
+                    if given is not None:
+                        local_of(view).copy_(local_of(given))
+                    state[key] = view
+
+
+class MuonOptimizer(torch.optim.Optimizer):
+    """Run Muon over named matrices, masked by `found_inf` on the device."""
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        cuts: Mapping[str, Cut],
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        rule: Rule = Rule(),
+        now: Callable[[], float | None] = lambda: None,
+        team: Callable[[str], Team | None] = lambda name: None,
+        compiled: bool = False,
+    ) -> None:
+        """Take every matrix of `named`.
+
+        Args:
+            named: matrices by name.
+            cuts: which of them hold several pieces, by the end of their name.
+            lr: length of an update.
+            momentum: share of the old momentum that is kept.
+            weight_decay: decoupled.
+            rule: what an update does beyond that.
+            now: returns the momentum of the step that runs; None where it does not vary.
+            team: name -> the ranks that share the work on it; None where one process has all.
+            compiled: compile the update, once for each shape.
+        """
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(list(named.values()), defaults)
+        self.found_inf: Tensor | None = None
+        self.orthogonalized = 0
+        self.rule, self.compiled = rule, compiled
+        self.graphs: dict[Any, Callable[..., Any]] = {}
+        """compiled functions, by what makes one compile anew"""
+        self._now = now
+        self._names = {p: n for n, p in named.items()}
+        self._batches: list[list[Batch]] = []
+        for group in self.param_groups:
+            alike: dict[Any, list[nn.Parameter]] = {}
+            for p in group["params"]:
+                cut = _cut_of(self._names[p], cuts)
+                alike.setdefault((cut, *_lies(p, team(self._names[p]))), []).append(p)
+            self._batches.append([self._batch(found, key[0], team) for key, found in alike.items()])
+
+    def _batch(
+        self, found: list[nn.Parameter], cut: Cut, team: Callable[[str], Team | None]
+    ) -> Batch:
+        ranks = team(self._names[found[0]])
+        rows = (ranks.layout.shape[0] if ranks else found[0].size(0)) if self.rule.rows else 0
+        return Batch(found, cut, rows, self.state, ranks)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update every matrix; where `found_inf` is 1, matrices and states stay as they are."""
+        now = self._now()
+        for group, batches in zip(self.param_groups, self._batches, strict=True):
+            device = group["params"][0].device
+            number = partial(torch.full, (), device=device)
+            bad = number(0.0) if self.found_inf is None else self.found_inf
+            keep = 1.0 - bad.float()
+            scalars = Scalars(
+                number(float(group["lr"])) * keep,
+                number(float(group["lr"]) * group["weight_decay"]) * keep,
+                number(float(group["momentum"] if now is None else now)),
+                keep,
+            )
+            for batch in batches:
+                for chunk in batch.chunks():
+                    batch.take_states()
+                    self._update(batch, chunk, scalars, group["weight_decay"] != 0)
+
+    def _update(self, batch: Batch, chunk: slice, scalars: Scalars, decays: bool) -> None:
+        """Update the parameters of a chunk, on the ranks of its team."""
+        assert batch.momentum is not None
+        taken = batch.parameters[chunk]
+        weights = [local_of(p).detach() for p in taken]
+        gradients = [local_of(p.grad) for p in taken]  # type: ignore[arg-type]
+        kept = batch.momentum[chunk]
+        rows = None if batch.rows is None else batch.rows[chunk]
+        shrink = scalars.shrink if decays else None
+        cut, rule, team = batch.cut, self.rule, batch.team
+        pieces = sum(count * blocks for count, _, blocks in cut.runs) or 1
+        self.orthogonalized += pieces * len(taken)
+        if team is None:
+            self._run(
+                update_, weights, gradients, kept, rows, scalars.lr, shrink, scalars.momentum,
+                scalars.keep, rule, cut,
+            )  # fmt: skip
+            return
+        directions = self._run(direction_, gradients, kept, scalars.momentum, scalars.keep, rule)
+        if directions.is_cuda:
+            directions = directions.bfloat16()  # the iteration's dtype: half of the traffic
+        whole, mine = team.whole(directions), team.mine(len(taken))
+        own = None if rows is None else rows[mine]
+        updates = whole
+        if len(whole):
+            updates = self._run(polar_, whole, own, scalars.keep, rule, cut)
+        if rows is not None and own is not None:
+            rows.copy_(team.everyones(own, len(taken)))
+        self._run(change_, weights, team.parts(updates, len(taken)), scalars.lr, shrink, rule)
+
+    def _run(self, function: Any, *given: Any) -> Any:
+        """Call a function, compiled for the shapes that it is given where that is asked for."""
+        if not self.compiled:
+            return function(*given)
+        key = (function.__name__, *map(_kind, given))
+        if key not in self.graphs:
+            self.graphs[key] = _own_graph(function, f"muon_{function.__name__}{len(self.graphs)}")
+        return self.graphs[key](*given)
+
+
+def _own_graph(function: FunctionType, name: str) -> Callable[..., Any]:
+    """Return a compiled copy of a function, with a code object of its own.
+
+    A compiler keeps its results by code object, and gives up on one that has many.
+    """
+    code = function.__code__.replace(co_name=name, co_qualname=name)
+    copy = FunctionType(code, function.__globals__, name, function.__defaults__)
+    return torch.compile(copy, fullgraph=True, dynamic=False)
+
+
+def _kind(given: Any) -> Any:
+    """Return what of an argument makes a function compile anew."""
+    if isinstance(given, Tensor):
+        return given.shape, given.dtype
+    if isinstance(given, list):
+        return len(given), _kind(given[0])
+    return given
+
+
+def _cut_of(name: str, cuts: Mapping[str, Cut]) -> Cut:
+    """Return how a parameter is taken apart."""
+    name = name.removesuffix(".weight")
+    return next((cut for end, cut in cuts.items() if name.endswith(end)), WHOLE)
+
+
+def _lies(p: nn.Parameter, team: Team | None) -> tuple[Any, ...]:
+    """Return what parameters of one batch have in common."""
+    if team is None:
+        return p.shape, p.dtype, p.device
+    split = tuple(team.layout.split.items())
+    return tuple(team.layout.shape), p.shape, p.dtype, p.device, is_dtensor(p), split
