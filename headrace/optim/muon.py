@@ -51,6 +51,11 @@ class Cut:
     groups: int
     runs: tuple[tuple[int, int, int], ...]
 
+    @property
+    def pieces(self) -> int:
+        """Return how many matrices one is taken apart into."""
+        return sum(count * blocks for count, _, blocks in self.runs) or 1
+
     def apart(self, batch: Tensor) -> list[Tensor]:
         """Return the pieces of a batch [matrices, rows, columns], a batch for each run."""
         grouped, found, first = batch.unflatten(1, (self.groups, -1)), [], 0
@@ -272,6 +277,8 @@ class MuonOptimizer(torch.optim.Optimizer):
         super().__init__(list(named.values()), defaults)
         self.found_inf: Tensor | None = None
         self.orthogonalized = 0
+        self.momentum: float | None = None
+        """the last step's"""
         self.rule, self.compiled = rule, compiled
         self.graphs: dict[Any, Callable[..., Any]] = {}
         """compiled functions, by what makes one compile anew"""
@@ -281,7 +288,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             alike: dict[Any, list[nn.Parameter]] = {}
             for p in group["params"]:
-                cut = _cut_of(self._names[p], cuts)
+                cut = cut_of(self._names[p], cuts)
                 alike.setdefault((cut, *_lies(p, team(self._names[p]))), []).append(p)
             self._batches.append([self._batch(found, key[0], team) for key, found in alike.items()])
 
@@ -301,10 +308,11 @@ class MuonOptimizer(torch.optim.Optimizer):
             number = partial(torch.full, (), device=device)
             bad = number(0.0) if self.found_inf is None else self.found_inf
             keep = 1.0 - bad.float()
+            self.momentum = float(group["momentum"] if now is None else now)
             scalars = Scalars(
                 number(float(group["lr"])) * keep,
                 number(float(group["lr"]) * group["weight_decay"]) * keep,
-                number(float(group["momentum"] if now is None else now)),
+                number(self.momentum),
                 keep,
             )
             for batch in batches:
@@ -322,8 +330,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         rows = None if batch.rows is None else batch.rows[chunk]
         shrink = scalars.shrink if decays else None
         cut, rule, team = batch.cut, self.rule, batch.team
-        pieces = sum(count * blocks for count, _, blocks in cut.runs) or 1
-        self.orthogonalized += pieces * len(taken)
+        self.orthogonalized += cut.pieces * len(taken)
         if team is None:
             self._run(
                 update_, weights, gradients, kept, rows, scalars.lr, shrink, scalars.momentum,
@@ -371,7 +378,7 @@ def _kind(given: Any) -> Any:
     return given
 
 
-def _cut_of(name: str, cuts: Mapping[str, Cut]) -> Cut:
+def cut_of(name: str, cuts: Mapping[str, Cut]) -> Cut:
     """Return how a parameter is taken apart."""
     name = name.removesuffix(".weight")
     return next((cut for end, cut in cuts.items() if name.endswith(end)), WHOLE)

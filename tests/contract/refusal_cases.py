@@ -298,6 +298,24 @@ CASES: dict[str, Asked] = {
         ("selective_checkpoint",),
     ),
     "techniques/optim/muon:Muon.supports#1": Asked((), ("lora", "muon", "sophia")),
+    "techniques/optim/muon:Muon.supports#2": Asked(
+        ("techniques.muon.compiled=true",), ("muon",), "bare H200"
+    ),
+    "techniques/optim/muon:Muon.supports#3": Asked(
+        ("techniques.muon.compiled=true",), ("muon",), "bare cpu"
+    ),
+    "techniques/optim/muon:Muon.supports#4": Asked(
+        ("techniques.muon.compiled=true",), ("muon",), "mps"
+    ),
+    "techniques/optim/muon:Muon._wrong#1": Asked(
+        ("techniques.muon.momentum_warmup_steps=2", "techniques.muon.momentum=0.5"), ("muon",)
+    ),
+    "techniques/optim/muon:Muon._wrong#2": Asked(
+        ("techniques.muon.momentum_warmup_steps=100000",), ("muon",)
+    ),
+    "techniques/optim/muon:Muon._wrong#3": Asked(
+        ("techniques.muon.head_pairs=true", "model.heads=3", "model.dim=48"), ("muon",)
+    ),
     "techniques/optim/sophia:Sophia.supports#1": Asked(
         ("mesh.pipeline=2", "techniques.sophia.share=0.5"), ("sophia", "pipeline_parallel")
     ),

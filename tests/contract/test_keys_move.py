@@ -48,6 +48,9 @@ ASKED: Mapping[str, Mapping[str, Any]] = {
     "float8_linear.multiple_of": {"multiple_of": 16},
     "gqa.queries_per_key": {"queries_per_key": 4},
     "lora.targets": {"targets": ("mlp.down",)},
+    "muon.cautious_decay": {"weight_decay": 0.1, "cautious_decay": True},
+    "muon.momentum_start": {"momentum_start": 0.5},
+    "muon.momentum_warmup_steps": {"momentum_warmup_steps": 2},
     "muon.weight_decay": {"weight_decay": 0.1},
     "mup.base_dim": {"base_dim": 64},
     "qlora.targets": {"targets": ("mlp.down",)},
@@ -65,6 +68,8 @@ ASKED: Mapping[str, Mapping[str, Any]] = {
 }
 """Other values of knobs that their types do not tell, or that a tiny model does not take."""
 BASE: Mapping[str, Mapping[str, Any]] = {
+    "muon.cautious_decay": {"weight_decay": 0.1},
+    "muon.momentum_start": {"momentum_warmup_steps": 2},
     "torch_compile.mode": {"backend": "inductor"},
     "sequence_length_schedule.until": {"until": 9.0},
     "sparse_attention.stride": {"random": 0},

@@ -17,6 +17,15 @@ SAC: dict[str, Any] = {"selective_checkpoint": {}}
 CHUNKED: dict[str, Any] = {"chunked_cross_entropy": {"chunk_tokens": 7}}
 DEPTH: dict[str, Any] = {"stochastic_depth": {"rate": 0.5}}
 LENGTHS: dict[str, Any] = {"sequence_length_schedule": {"start": 8, "until": 0.1}}
+MUON: dict[str, Any] = {
+    "muon": {
+        "momentum_warmup_steps": 3,
+        "weight_decay": 0.1,
+        "cautious_decay": True,
+        "normalize_rows": True,
+        "head_pairs": True,
+    }
+}
 EXPERTS: dict[str, Any] = {"mixture_of_experts": {"experts": 4}}
 
 
@@ -36,6 +45,7 @@ COMPOSITIONS = [
     case("fsdp-tied-no-reshard", {"fsdp": {"reshard": False}}, data=4, shape="tied"),
     case("fsdp-everything", FSDP, SAC, COMPILE, CHUNKED, data=4, packing=True, micro_rows=1),
     case("fsdp-muon", FSDP, {"muon": {}}, data=4),
+    case("replicas-muon", MUON, data=4),
     case("pp-fsdp", PP, FSDP, pipeline=2, data=2, layers=5, slow=True),
     case("pp-fsdp-checkpoint-compile", PP, FSDP, SAC, COMPILE, pipeline=2, data=2),
     case("pp4-tied", PP, pipeline=4, layers=5, shape="tied", micro_rows=1),
@@ -67,7 +77,7 @@ COMPOSITIONS = [
     ),
     case("tp-pp-tied", TP, PP, tensor=2, pipeline=2, shape="tied"),
     case("tp-no-sequence", {"tensor_parallel": {"sequence": False}}, tensor=2, data=2),
-    case("tp-fsdp-muon", TP, FSDP, {"muon": {}}, tensor=2, data=2),
+    case("tp-fsdp-muon", TP, FSDP, MUON, tensor=2, data=2),
     case("cp-tp", CP, TP, context=2, tensor=2, length=12, packing=True),
     case("cp-fsdp-packing", CP, FSDP, context=2, data=2, length=16, packing=True, slow=True),
     case("cp4-tied", CP, context=4, length=16, shape="tied", packing=True),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headrace.core.model_config import ModelConfig
 from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
-from headrace.optim.muon import MuonOptimizer
+from headrace.optim.muon import MuonOptimizer, Rule
 from headrace.plan.plan import OptimizerConfig
 from headrace.techniques.optim.muon import cuts_of
 
@@ -41,6 +41,13 @@ def muon(named: dict[str, nn.Parameter]) -> Any:
     return MuonOptimizer(taken, cuts_of(CONFIG), lr=0.1, momentum=0.9, weight_decay=0.3)
 
 
+def muon_with_all(named: dict[str, nn.Parameter]) -> Any:
+    taken = {n: p for n, p in named.items() if n.startswith("blocks.")}
+    how: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
+    rule = Rule(nesterov=False, cautious=True, rows=True)
+    return MuonOptimizer(taken, cuts_of(CONFIG, head_pairs=True), rule=rule, **how)
+
+
 def snapshot(named: dict[str, nn.Parameter], optimizer: Any) -> dict[str, Tensor]:
     """Return weights and all of the optimizer's state."""
     found = {n: p.detach().clone() for n, p in named.items()}
@@ -50,7 +57,7 @@ def snapshot(named: dict[str, nn.Parameter], optimizer: Any) -> dict[str, Tensor
     return found
 
 
-@pytest.mark.parametrize("make", [adamw, muon])
+@pytest.mark.parametrize("make", [adamw, muon, muon_with_all])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_found_inf_leaves_weights_and_state_bit_equal(
     make: Callable[[dict[str, nn.Parameter]], Any], bad: float
@@ -71,7 +78,7 @@ def test_found_inf_leaves_weights_and_state_bit_equal(
     assert all(after[name].equal(value) for name, value in before.items())
 
 
-@pytest.mark.parametrize("make", [adamw, muon])
+@pytest.mark.parametrize("make", [adamw, muon, muon_with_all])
 def test_a_masked_first_step_is_no_step(make: Callable[[dict[str, nn.Parameter]], Any]) -> None:
     """What follows a skipped first step is what would have been the first."""
     ends = []

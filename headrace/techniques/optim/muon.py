@@ -29,7 +29,15 @@ from headrace.costs.ledger import DERIVED, Ledger
 from headrace.costs.work import COMPILED, EAGER, Matmul, Stream, Work, collective
 from headrace.kernels.orthogonalize import SEGMENTS, SQUARED, STEPS, Name, is_wide
 from headrace.model.fusion import fusions
-from headrace.optim.muon import CHUNK_MATRICES, CHUNK_NUMBERS, WHOLE, Cut, MuonOptimizer, Rule
+from headrace.optim.muon import (
+    CHUNK_MATRICES,
+    CHUNK_NUMBERS,
+    WHOLE,
+    Cut,
+    MuonOptimizer,
+    Rule,
+    cut_of,
+)
 from headrace.parallel.team import Team
 from headrace.plan.plan import Plan
 from headrace.plan.technique import (
@@ -264,18 +272,41 @@ class Muon(Technique[Build]):
         return self.momentum_start + (self.momentum - self.momentum_start) * done
 
     def active(self, build: Build) -> Evidence:
-        """Report matrices that were orthogonalised, and that AdamW no longer holds."""
+        """Report matrices that were orthogonalised, and that AdamW no longer holds.
+
+        Each parameter is that many matrices a step as its knobs say. Where rows are normalised,
+        each parameter's mean squares are not all 0; where the momentum rises, it is that of a step.
+        """
         optimizer = build.optimizers.get(self.name())
-        done = getattr(optimizer, "orthogonalized", 0)
         taken = build.routed.get(self.name(), {})
+        if not isinstance(optimizer, MuonOptimizer):
+            return Evidence(None if not taken else False, "this rank holds no matrix")
+        done, graphs = optimizer.orthogonalized, len(optimizer.graphs)
         shared = set(taken) & set(build.routed.get("adamw", {}))
-        graphs = len(getattr(optimizer, "graphs", {}))
-        asked = bool(getattr(optimizer, "compiled", False))
+        cuts = cuts_of(build.config, self.head_pairs)
+        pieces = sum(cut_of(name, cuts).pieces for name in taken)
+        states = [optimizer.state[p].get("rows") for p in taken.values()]
+        rows = sum(bool(state.any()) for state in states if state is not None)
+        momentum = optimizer.momentum or 0.0
+        now = build.now.get(VALUE, self.momentum)
         return Evidence(
-            active=done > 0 and not shared and (graphs > 0) == asked,
-            detail=f"orthogonalised {done} matrices of {len(taken)} parameters"
-            + (f" by {graphs} compiled functions" if asked else ""),
-            numbers={"orthogonalized": done, "parameters": len(taken), "graphs": graphs},
+            active=done > 0
+            and done % max(1, pieces) == 0
+            and not shared
+            and (graphs > 0) == optimizer.compiled
+            and (rows > 0) == self.normalize_rows
+            and momentum == now,
+            detail=f"orthogonalised {done} matrices of {len(taken)} parameters, {pieces} a step, "
+            f"with momentum {momentum:.4g}"
+            + (f", by {graphs} compiled functions" if optimizer.compiled else "")
+            + (f"; {rows} parameters have even rows" if self.normalize_rows else ""),
+            numbers={
+                "orthogonalized": done,
+                "parameters": len(taken),
+                "momentum": momentum,
+                "graphs": graphs,
+                "normalized": rows,
+            },
         )
 
 
