@@ -220,8 +220,8 @@ def main() -> None:
             overrides=args.set,
             plan_sha256=receipts.sha256(plan.dump()),
         )
-        told = ", ".join(f"{k} {m['value']:.4g}" for k, m in row["metrics"].items())
-        print(f"{row['shape']}: {told}; {evidence}", flush=True)
+        line = ", ".join(f"{k} {m['value']:.4g}" for k, m in row["metrics"].items())
+        print(f"{row['shape']}: {line}; {evidence}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Odd polynomials of a matrix find the nearest semi-orthogonal one, by matmuls alone.
+"""Compute the nearest semi-orthogonal matrix by odd polynomials, in matmuls alone.
 
 It is Muon's update direction: each iteration is a x + b x^3 + c x^5 of every singular value, which
 pushes all of them towards 1 and leaves the singular vectors as they are. Two sets of coefficients:
@@ -84,11 +84,11 @@ def orthogonalize(
     coefficients, margin = POLYNOMIALS[name]
     tall = matrices.size(-2) > matrices.size(-1)
     steps = iterate_wide if is_wide(matrices.size(-2), matrices.size(-1)) else iterate
-    x = steps(_short(matrices.mT if tall else matrices, margin, dtype), coefficients)
+    x = steps(_normalized(matrices.mT if tall else matrices, margin, dtype), coefficients)
     return x.mT if tall else x
 
 
-def _short(matrices: Tensor, margin: float, dtype: torch.dtype) -> Tensor:
+def _normalized(matrices: Tensor, margin: float, dtype: torch.dtype) -> Tensor:
     """Return matrices divided by their norms times `margin`, so that no value is above 1."""
     x = matrices.to(dtype)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
@@ -108,19 +108,19 @@ def iterate_wide(x: Tensor, coefficients: tuple[tuple[float, float, float], ...]
     """Return the same by iterating on x x^T, with fewer FLOPs where x is wide."""
     left = list(coefficients)
     for count in SEGMENTS:
-        gram, product = torch.bmm(x, x.mT), None
+        gram, factor = torch.bmm(x, x.mT), None
         for index in range(count):
             a, b, c = left.pop(0)
             polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # without its a
-            if product is None:
-                product = _plus(polynomial, a)
+            if factor is None:
+                factor = _plus(polynomial, a)
             else:
-                product = torch.baddbmm(product, polynomial, product, beta=a)
+                factor = torch.baddbmm(factor, polynomial, factor, beta=a)
             if index < count - 1:
                 once = torch.baddbmm(gram, polynomial, gram, beta=a)
                 gram = torch.baddbmm(once, once, polynomial, beta=a)
-        assert product is not None
-        x = torch.bmm(product, x)
+        assert factor is not None
+        x = torch.bmm(factor, x)
     return x
 
 

@@ -58,25 +58,25 @@ class Cut:
 
     def apart(self, batch: Tensor) -> list[Tensor]:
         """Return the pieces of a batch [matrices, rows, columns], a batch for each run."""
-        grouped, found, first = batch.unflatten(1, (self.groups, -1)), [], 0
+        grouped, batches, first = batch.unflatten(1, (self.groups, -1)), [], 0
         for pieces, rows, blocks in self.runs:
             run = grouped.narrow(2, first, pieces * rows).unflatten(2, (pieces, rows))
             height = self.groups * rows // blocks
-            found.append(run.transpose(1, 2).reshape(-1, height, batch.size(-1)))
+            batches.append(run.transpose(1, 2).reshape(-1, height, batch.size(-1)))
             first += pieces * rows
-        return found
+        return batches
 
-    def together(self, found: Sequence[Tensor], count: int) -> Tensor:
+    def together(self, batches: Sequence[Tensor], count: int) -> Tensor:
         """Return `count` matrices of their pieces: the inverse of `apart`."""
         runs = [
             batch.reshape(count, pieces, self.groups, rows, -1).transpose(1, 2).flatten(2, 3)
-            for batch, (pieces, rows, _) in zip(found, self.runs, strict=True)
+            for batch, (pieces, rows, _) in zip(batches, self.runs, strict=True)
         ]
         return (runs[0] if len(runs) == 1 else torch.cat(runs, 2)).flatten(1, 2)
 
 
 WHOLE = Cut(1, ())
-"""Of a matrix that is one piece."""
+"""How a matrix that is one piece is taken apart."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,8 @@ class Batch:
         numbers = max(1, self.parameters[0].numel())
         ranks = self.team.world.size("shard") * self.team.world.size("tensor") if self.team else 1
         most = min(CHUNK_MATRICES, max(ranks, CHUNK_NUMBERS // numbers))
-        found = groupby(range(len(self.parameters)), lambda i: self.parameters[i].grad is not None)
-        for ready, indices in found:
+        runs = groupby(range(len(self.parameters)), lambda i: self.parameters[i].grad is not None)
+        for ready, indices in runs:
             places = list(indices) if ready else []
             for first in range(0, len(places), most):
                 part = places[first : first + most]
@@ -290,14 +290,16 @@ class MuonOptimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 cut = cut_of(self._names[p], cuts)
                 alike.setdefault((cut, *_lies(p, team(self._names[p]))), []).append(p)
-            self._batches.append([self._batch(found, key[0], team) for key, found in alike.items()])
+            self._batches.append(
+                [self._batch(members, key[0], team) for key, members in alike.items()]
+            )
 
     def _batch(
-        self, found: list[nn.Parameter], cut: Cut, team: Callable[[str], Team | None]
+        self, alike: list[nn.Parameter], cut: Cut, team: Callable[[str], Team | None]
     ) -> Batch:
-        ranks = team(self._names[found[0]])
-        rows = (ranks.layout.shape[0] if ranks else found[0].size(0)) if self.rule.rows else 0
-        return Batch(found, cut, rows, self.state, ranks)
+        ranks = team(self._names[alike[0]])
+        rows = (ranks.layout.shape[0] if ranks else alike[0].size(0)) if self.rule.rows else 0
+        return Batch(alike, cut, rows, self.state, ranks)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -138,7 +138,7 @@ def test_three_updates_equal_the_reference(
 def test_batching_changes_nothing(named: dict[str, nn.Parameter]) -> None:
     """All matrices in one optimizer move as each does in one of its own."""
     copies = {n: nn.Parameter(p.detach().clone()) for n, p in named.items()}
-    how = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
+    how: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
     alone = [MuonOptimizer({n: p}, cuts_of(CONFIG), **how) for n, p in copies.items()]
     together = MuonOptimizer(named, cuts_of(CONFIG), **how)
     for name, parameter in named.items():
@@ -197,10 +197,10 @@ def test_two_steps_are_those_that_a_hand_computes(rule: Rule) -> None:
 
 
 def test_a_matrix_without_a_gradient_stays(named: dict[str, nn.Parameter]) -> None:
-    """Those of its shape beside it move as they do without it."""
+    """The matrices of its shape beside it move as they do without it."""
     copies = {n: nn.Parameter(p.detach().clone()) for n, p in named.items()}
     idle = "blocks.0.mlp.down.weight"
-    how = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
+    how: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
     optimizer = MuonOptimizer(named, cuts_of(CONFIG), **how)
     rest = MuonOptimizer({n: p for n, p in copies.items() if n != idle}, cuts_of(CONFIG), **how)
     for name, parameter in named.items():
@@ -227,7 +227,12 @@ def test_one_graph_a_shape_and_none_for_other_numbers(monkeypatch: pytest.Monkey
         named = {
             f"{n}.{copy}": nn.Parameter(torch.ones(n, 5) * n) for n in sizes for copy in (0, 1)
         }
-        how = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, "compiled": compiled}
+        how: dict[str, Any] = {
+            "lr": LR,
+            "momentum": MOMENTUM,
+            "weight_decay": DECAY,
+            "compiled": compiled,
+        }
         sides.append((named, MuonOptimizer(named, {}, rule=Rule(cautious=True), **how)))
     before = counters["stats"]["unique_graphs"]
     for index in range(4):

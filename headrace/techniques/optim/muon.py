@@ -64,7 +64,7 @@ that make a step's scalars. Counted in optim/muon."""
 WIDENED = 6
 """Kernels that add to the diagonals of squares, where X X^T is iterated on; counted."""
 FUSED_MOMENTUM, FUSED_SCALED, FUSED_WRITTEN = (22, 3), (6, 3), (10, 1)
-"""The same where it is compiled: gradients are stacked and read once, the direction is bf16."""
+"""What these are where a compiler fuses them: the direction is bf16 then."""
 
 
 class Muon(Technique[Build]):
@@ -178,8 +178,8 @@ class Muon(Technique[Build]):
         slices = ledger.sizes.get("slices", 1.0)
         mine = sum(m.numbers for m in taken) / slices
         rows = sum(m.shape[0] for m in taken) if self.normalize_rows else 0
-        held = line.bytes - FP32 * mine + FP32 * rows
-        ledger = ledger.with_line("optimizer", replace(line, bytes=held))
+        state_bytes = line.bytes - FP32 * mine + FP32 * rows
+        ledger = ledger.with_line("optimizer", replace(line, bytes=state_bytes))
         if not taken:
             return ledger
         batches = [self._batch(ledger, *one) for one in self._alike(ledger).items()]
@@ -196,11 +196,11 @@ class Muon(Technique[Build]):
 
     def _alike(self, ledger: Ledger) -> dict[tuple[tuple[int, ...], Cut], int]:
         """Return how many matrices of each shape are taken apart in one way."""
-        found: dict[tuple[tuple[int, ...], Cut], int] = {}
+        counts: dict[tuple[tuple[int, ...], Cut], int] = {}
         for name, matrix in ledger.updates(self.name()).items():
             key = matrix.shape, self._predicted_cut(name, matrix.shape, ledger.sizes)
-            found[key] = found.get(key, 0) + 1
-        return found
+            counts[key] = counts.get(key, 0) + 1
+        return counts
 
     def _predicted_cut(self, name: str, shape: tuple[int, ...], sizes: Mapping[str, float]) -> Cut:
         """Return how a matrix is taken apart, as `cuts_of` says of the model's."""
@@ -394,23 +394,29 @@ class _Batch:
             streams = (FUSED_MOMENTUM, FUSED_SCALED, FUSED_WRITTEN)
         momentum, scaled, written = streams
         name, low = "x".join(map(str, self.shape)), BF16 if self.on_gpu else FP32
-        kinds = len(self.runs())
-        found: dict[str, Work] = {
+        run_count = len(self.runs())
+        pieces_of_work: dict[str, Work] = {
             "momentum": self._stream(momentum[0] * numbers / self.slices, momentum[1] * chunks),
-            "scaled": self._stream(scaled[0] * share * numbers, scaled[1] * chunks * kinds),
+            "scaled": self._stream(scaled[0] * share * numbers, scaled[1] * chunks * run_count),
             "written": self._stream(
                 written[0] * numbers / self.slices,
                 chunks * written[1] if self.compiled else chunks * written[1] + self.count,
             ),
         }
-        if self.cut.runs and (kinds > 1 or self.cut.groups > 1):
-            found["apart"] = self._stream(4 * low * share * numbers, chunks * (kinds + 1))
+        if self.cut.runs and (run_count > 1 or self.cut.groups > 1):
+            pieces_of_work["apart"] = self._stream(
+                4 * low * share * numbers, chunks * (run_count + 1)
+            )
         if self.rows:
-            found["rows"] = self._stream(4 * low * share * numbers, 12 * chunks * kinds)
+            pieces_of_work["rows"] = self._stream(
+                4 * low * share * numbers, 12 * chunks * run_count
+            )
         for pieces, rows, columns in self.runs():
-            found |= self._matmuls(self.own * pieces, rows, columns)
-        found |= self._sent(low)
-        return {f"update/muon_{name}{_suffix(self.cut)}/{what}": w for what, w in found.items()}
+            pieces_of_work |= self._matmuls(self.own * pieces, rows, columns)
+        pieces_of_work |= self._sent(low)
+        return {
+            f"update/muon_{name}{_suffix(self.cut)}/{what}": w for what, w in pieces_of_work.items()
+        }
 
     def _stream(self, bytes: float, kernels: float) -> Stream:
         """Return a stream of the update."""
@@ -429,7 +435,7 @@ class _Batch:
             often = {"gram": len(SEGMENTS), "squared": SQUARED, "product": len(SEGMENTS)}
         low = BF16 if self.on_gpu else FP32
         shapes = {"gram": (narrow, long), "squared": (narrow, narrow), "product": (long, narrow)}
-        found: dict[str, Work] = {
+        pieces_of_work: dict[str, Work] = {
             f"{name}/{what}": Matmul(
                 "optimizer",
                 often[what],
@@ -442,8 +448,8 @@ class _Batch:
         sums = often["squared"] * narrow**2 + (0 if wide else STEPS * narrow * long)
         copies = often["squared"] + (0 if wide else STEPS) if self.on_gpu else 0  # within matmuls
         kernels = ceil(self.count / self.chunk) * (copies + wide * WIDENED)
-        found[f"{name}/sums"] = self._stream(2 * low * many * sums, kernels)
-        return found
+        pieces_of_work[f"{name}/sums"] = self._stream(2 * low * many * sums, kernels)
+        return pieces_of_work
 
     def _sent(self, low: int) -> dict[str, Work]:
         """Return what ranks send each other: matrices to their ranks, and results to all."""
@@ -467,13 +473,13 @@ def _suffix(cut: Cut) -> str:
 
 def cuts_of(config: ModelConfig, head_pairs: bool = False) -> dict[str, Cut]:
     """Return how the fused matrices are taken apart, by the end of their name."""
-    found = {}
+    cuts = {}
     for end, fusion in fusions(config).items():
         if end == QKV:
-            found[end] = _heads_cut(fusion.groups, config.heads, fusion.split[1], head_pairs)
+            cuts[end] = _heads_cut(fusion.groups, config.heads, fusion.split[1], head_pairs)
         else:
-            found[end] = Cut(fusion.groups, ((len(fusion.split), fusion.split[0], 1),))
-    return found
+            cuts[end] = Cut(fusion.groups, ((len(fusion.split), fusion.split[0], 1),))
+    return cuts
 
 
 def _heads_cut(groups: int, heads: int, head_dim: int, pairs: bool) -> Cut:
