@@ -49,6 +49,7 @@ ASKED: Mapping[str, Mapping[str, Any]] = {
     "gqa.queries_per_key": {"queries_per_key": 4},
     "lora.targets": {"targets": ("mlp.down",)},
     "muon.cautious_decay": {"weight_decay": 0.1, "cautious_decay": True},
+    "muon.compiled": {"compiled": True},
     "muon.momentum_start": {"momentum_start": 0.5},
     "muon.momentum_warmup_steps": {"momentum_warmup_steps": 2},
     "muon.weight_decay": {"weight_decay": 0.1},
@@ -82,6 +83,7 @@ BASE: Mapping[str, Mapping[str, Any]] = {
 }
 """Other knobs that both sides of a comparison have."""
 KEYS: Mapping[str, Mapping[str, Any]] = {
+    "muon.head_pairs": {"model": {"kv_heads": 2}},
     "selective_checkpoint.wide_every": {"model": {"ffn": 80}},
     "short_convolution.between": {"model": {"layers": 3}},
     "sophia.share": {"micro_rows": 1},
