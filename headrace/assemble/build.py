@@ -218,7 +218,16 @@ def check_weights(plan: Plan) -> None:
             check_tokenizer(used, folder, "model.pretrained", entries_there)
 
 
-NOT_OF_WEIGHTS = {"family", "pretrained", "precision", "init_std", "output_init", "vocab_multiple"}
+NOT_OF_WEIGHTS = {
+    "family",
+    "pretrained",
+    "precision",
+    "init_std",
+    "output_init",
+    "matrix_init",
+    "head_init",
+    "vocab_multiple",
+}
 """Keys of a model that do not describe pretrained weights: names, precision, and how weights are
 drawn where there are none."""
 

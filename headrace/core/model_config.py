@@ -34,8 +34,9 @@ class ModelConfig(Strict):
     """Features of a head; 0 means dim / heads."""
     ffn: int = Field(default=0, ge=0, le=WIDEST)
     """Hidden features of the MLP; 0 means 8/3 dim (swiglu) or 4 dim, rounded up to 32."""
-    norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
-    """Normalisation before attention, before the MLP and at the end."""
+    norm: Literal["rms_norm", "unit_rms_norm", "layer_norm"] = "rms_norm"
+    """Normalisation before attention, before the MLP and at the end; unit_rms_norm has no weights,
+    nor have the norms of queries and keys beside it."""
     norm_eps: float = Field(default=1e-5, gt=0, le=1)
     """Added to the mean square."""
     activation: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
@@ -48,6 +49,15 @@ class ModelConfig(Strict):
     """Most positions that `learned` holds; 0 means data.sequence_length."""
     qk_norm: bool = False
     """RMSNorm on queries and keys, per head, before the rotation (arXiv 2302.05442)."""
+    embedding_norm: bool = False
+    """RMSNorm without weights after the embedding, as in nanochat and modded-nanogpt."""
+    embedding_residual: bool = False
+    """Each block begins with a x + b x0, of the stream x and of what the first block reads, x0; a
+    and b are learned, 1 and 0 at first (modded-nanogpt)."""
+    value_embeddings: int = Field(default=0, ge=0, le=100_000)
+    """Embedding tables that are mixed into attention's values by learned factors, 0.5 each at
+    first: table i in block i, and in the block as far before the last ones' end (modded-nanogpt).
+    At most half of the layers, rounded up."""
     tied_embeddings: bool = False
     """The output matrix is the embedding."""
     logit_cap: float = Field(default=0.0, ge=0, le=1e6)
@@ -57,6 +67,11 @@ class ModelConfig(Strict):
     """Biases in the linears of attention and MLP, as GPT-2 has."""
     output_init: Literal["depth_scaled", "zero", "plain"] = "depth_scaled"
     """How the two projections that write to the residual start."""
+    matrix_init: Literal["normal", "he", "orthogonal"] = "normal"
+    """How the matrices of blocks are drawn: with `init_std`; with sqrt(2 / inputs) of each matrix
+    (arXiv 1502.01852); or orthonormal in rows or columns (arXiv 1312.6120)."""
+    head_init: Literal["normal", "zero"] = "normal"
+    """How the output matrix starts; a tied one is the embedding, and cannot be zero."""
     init_std: float = Field(default=0.02, gt=0, le=1e3)
     """Standard deviation of initial weights."""
     pretrained: Folder = ""
@@ -75,6 +90,18 @@ class ModelConfig(Strict):
                 f"the nearest that fits is model.kv_heads={fit}",
                 mend(f"model.kv_heads={fit}"),
             )
+        if self.value_embeddings > (most := -(-self.layers // 2)):
+            raise Wrong(
+                f"value_embeddings = {self.value_embeddings} tables, and {self.layers} layers have "
+                f"at most {most}: each serves one of the first and one of the last",
+                mend(f"model.value_embeddings={most}"),
+            )
+        if self.tied_embeddings and self.head_init == "zero":
+            raise Wrong(
+                "head_init = 'zero' and tied_embeddings: the output matrix is the embedding, and a "
+                "model of zeros learns nothing",
+                mend("model.tied_embeddings=false") | mend("model.head_init=normal"),
+            )
         if not self.head_dim and self.dim % self.heads:
             unit = self.heads * (2 if self.position == "rope" else 1)  # rope wants an even head_dim
             near = max(unit, round(self.dim / unit) * unit)
@@ -90,6 +117,18 @@ class ModelConfig(Strict):
                 mend(f"model.head_dim={self.resolved_head_dim + 1}"),
             )
         return self
+
+    @property
+    def table_of_layer(self) -> dict[int, int]:
+        """Return layer -> the value embedding that it mixes in; layers without one are left out."""
+        tables, layers = self.value_embeddings, self.layers
+        last = {layers - tables + table: table for table in range(tables)}
+        return {**last, **{table: table for table in range(tables)}}
+
+    @property
+    def has_norm_weights(self) -> bool:
+        """Return whether norms have learned weights."""
+        return self.norm != "unit_rms_norm"
 
     @property
     def resolved_kv_heads(self) -> int:

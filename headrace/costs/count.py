@@ -39,6 +39,8 @@ def block_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def matrices_of(config: ModelConfig) -> dict[str, Matrix]:
     """Return all parameters of two dimensions by name."""
     matrices = {"embed.weight": Matrix((config.vocab, config.dim))}
+    rows = Matrix((config.vocab, config.resolved_kv_heads * config.resolved_head_dim))
+    matrices |= {f"value_embed.{n}.weight": rows for n in range(config.value_embeddings)}
     if config.position == "learned":
         matrices["position.weight"] = Matrix((config.context, config.dim))
     for layer in range(config.layers):
@@ -56,16 +58,36 @@ def total_parameters(config: ModelConfig) -> int:
         count += config.dim * config.vocab
     if config.position == "learned":
         count += config.context * config.dim
-    norm = config.dim * (2 if config.norm == "layer_norm" else 1)
-    count += norm * (2 * config.layers + 1)
-    if config.qk_norm:
-        count += 2 * config.layers * config.resolved_head_dim
+    count += _norm_numbers(config) * (2 * config.layers + 1) + _value_numbers(config)
+    count += _qk_norm_numbers(config) + _factors(config)
     if config.bias:
         heads = config.heads + 2 * config.resolved_kv_heads
         gates = 2 if config.activation == "swiglu" else 1
         per_layer = heads * config.resolved_head_dim + 2 * config.dim + gates * config.resolved_ffn
         count += config.layers * per_layer
     return count
+
+
+def _norm_numbers(config: ModelConfig) -> int:
+    """Return the learned numbers of one norm of the residual stream."""
+    return config.dim * {"rms_norm": 1, "unit_rms_norm": 0, "layer_norm": 2}[config.norm]
+
+
+def _qk_norm_numbers(config: ModelConfig) -> int:
+    """Return the learned numbers of all norms of queries and keys."""
+    learns = config.qk_norm and config.has_norm_weights
+    return 2 * config.layers * config.resolved_head_dim if learns else 0
+
+
+def _value_numbers(config: ModelConfig) -> int:
+    """Return the numbers of all value embeddings."""
+    values = config.resolved_kv_heads * config.resolved_head_dim
+    return config.value_embeddings * config.vocab * values
+
+
+def _factors(config: ModelConfig) -> int:
+    """Return the factors with which blocks read the embedding again: two for each use."""
+    return 2 * (len(config.table_of_layer) + config.embedding_residual * config.layers)
 
 
 def model_flops_per_token(config: ModelConfig, length: int) -> float:
@@ -116,8 +138,15 @@ def baseline_ledger(
         kept = instants_of(layer)
         for name, count in _block_activations(config, tokens, size, device).items():
             memory[f"{layer}/{name}"] = Line(count, kept, layer)
+        if config.embedding_residual:  # the stream, of which the norm keeps a sum
+            stream = FP32 if precision == "fp16" else size
+            memory[f"{layer}/stream"] = Line(stream * tokens * config.dim, kept, layer)
+        if layer in config.table_of_layer:
+            values = config.resolved_kv_heads * config.resolved_head_dim
+            memory[f"{layer}/value"] = Line(size * tokens * values, kept, layer)
         if size != FP32:  # autocast's copies of fp32 weights are kept for the backward pass
             memory[f"{layer}/weight_cast"] = Line(2 * matrices / config.layers, kept, layer)
+    memory |= _from_embedding(config, tokens, size)
     memory["final_norm"] = Line(_final_norm_bytes(config, tokens, size, device), ("loss",))
     memory["logits"] = Line(_logits_bytes(config, tokens), ("loss",))
     if size != FP32:
@@ -137,18 +166,32 @@ def baseline_ledger(
     return Ledger(memory, flops, sizes, matrices=matrices_of(config))
 
 
+def _from_embedding(config: ModelConfig, tokens: int, size: int) -> dict[str, Line]:
+    """Return what is kept of the embedding for all blocks: its norm's input, and rows of values."""
+    kept, lines = ("loss", "turn", "backward"), dict[str, Line]()
+    if config.embedding_norm:
+        lines["embedding_norm"] = Line(FP32 * tokens * config.dim, kept)
+    if config.value_embeddings:
+        rows = config.value_embeddings * config.resolved_kv_heads * config.resolved_head_dim
+        lines["values"] = Line(size * tokens * rows, kept)
+    return lines
+
+
 def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) -> dict[str, float]:
     """Return the facts that techniques make their edits from."""
     tokens, matrices = rows * length, linear_parameters(config) - config.dim * config.vocab
     queries_and_keys = (config.heads + config.resolved_kv_heads) * config.resolved_head_dim
     learned = config.position == "learned"
     host = device != "cuda"  # where an RMS norm is composed of operations
-    composed = host and config.norm == "rms_norm"
+    composed = host and config.norm != "layer_norm"
+    weighed = composed and config.has_norm_weights
+    qk_weighed = host and config.qk_norm and config.has_norm_weights
     hidden = FP32 if host else size
     sizes = {
         "layers": config.layers,
-        "norm_products": 2 * size * tokens * config.dim if composed else 0,
-        "qk_norm_products": FP32 * tokens * queries_and_keys if config.qk_norm and host else 0,
+        "composed_norms": float(composed),
+        "norm_products": 2 * size * tokens * config.dim if weighed else 0,
+        "qk_norm_products": FP32 * tokens * queries_and_keys if qk_weighed else 0,
         "residual": size * tokens * config.dim,
         "logits_per_token": _logits_bytes(config, 1),
         "logits_fused": 3 * size * tokens * config.vocab,
@@ -165,9 +208,11 @@ def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) 
         "ffn": config.resolved_ffn,
         "activation_bytes": size,
         "embedding": config.dim * config.vocab,
-        "tables": config.dim * (config.vocab + (config.context if learned else 0)),
+        "tables": config.dim * (config.vocab + (config.context if learned else 0))
+        + _value_numbers(config),
+        "value_tables": _value_numbers(config),
         "unsplit": _unsplit_parameters(config),
-        "final_norm": config.dim * (2 if config.norm == "layer_norm" else 1),
+        "final_norm": _norm_numbers(config),
         "tied": float(config.tied_embeddings),
         "block_flops": 2.0 * matrices,
         "down_flops": 2.0 * config.layers * config.dim * config.resolved_ffn,
@@ -187,10 +232,9 @@ def _unsplit_parameters(config: ModelConfig) -> int:
 
     They are norms, positions, and biases that are added once.
     """
-    norm = config.dim * (2 if config.norm == "layer_norm" else 1)
-    count = norm * (2 * config.layers + 1)
+    count = _norm_numbers(config) * (2 * config.layers + 1)
     count += config.context * config.dim if config.position == "learned" else 0
-    count += 2 * config.layers * config.resolved_head_dim if config.qk_norm else 0
+    count += _qk_norm_numbers(config) + _factors(config)
     return count + (2 * config.layers * config.dim if config.bias else 0)
 
 
@@ -262,7 +306,7 @@ def _block_activations(
     # An RMS norm is a product of its input, its statistics and its weight: autograd keeps the
     # normalised values beside the result. Layer norm, and on a GPU both, is one kernel that keeps
     # its statistics. Under bf16 both keep an fp32 copy of their input in place of the input.
-    alone = (config.norm == "layer_norm" or device == "cuda") and size == FP32
+    alone = (config.norm != "rms_norm" or device == "cuda") and size == FP32
     norms = 2 * row * config.dim if alone else 4 * row * config.dim
     # A CPU composes an RMS norm of operations, and under bf16 their fp32 product is kept as well.
     composed = FP32 * tokens if device == "cpu" and size != FP32 else 0
@@ -284,5 +328,7 @@ def _block_activations(
         statistics = FP32 * tokens * (config.heads + config.resolved_kv_heads)
         kept_copy = row * copied if size == FP32 else 0
         wide = 0 if device == "cuda" and size == FP32 else FP32 * tokens + composed
+        if not config.has_norm_weights:  # no product with weights needs what it multiplies
+            wide = 0 if size == FP32 else FP32 * tokens
         lines["qk_norm"] = wide * (q + kv) + kept_copy + statistics
     return {name: float(count) for name, count in lines.items()}

@@ -153,6 +153,7 @@ def _streams(
     head_cast = (FP32 + size) * D * V if half else 0.0
     rope = 9 * wide / N * turned + 2 * cast_bytes / N * turned
     gates = 2 if config.activation == "swiglu" else 1
+    residual, mixed = config.embedding_residual, len(config.table_of_layer)
     cap = int(config.logit_cap > 0)  # a quotient, its tanh and a product; and their gradients
     return {
         "norms": (
@@ -173,6 +174,13 @@ def _streams(
             (2 * (cast_bytes + wide) / N * turned, 6 if half else 2, 2 * x * (Q + G)),
             ((2 * cast_bytes + 3 * wide) / N * turned, 8 if half else 4, 3 * x * (Q + G)),
         ),
+        # Two products and their sum; and of each factor's gradient a product that is added up.
+        "stream": (
+            L if residual else 0,
+            (7 * x * D, 3, 3 * x * D),
+            (15 * x * D, 7, 6 * x * D),
+        ),
+        "value": (mixed, (7 * x * G, 3, 3 * x * G), (15 * x * G, 7, 6 * x * G)),
         "queries": (L if grouped else 0, (2 * x * Q, 1, 0.0), (copied, 1, 0.0)),
         "activation": (
             L,
@@ -190,6 +198,16 @@ def _streams(
             1,
             (2 * wide * D + cast_bytes * D, 2, None),
             (FP32 * D * V + wide * D, 2, None),
+        ),
+        "embedding_norm": (
+            int(config.embedding_norm),
+            (2 * wide * D, 1, 2 * x * D),
+            (3 * wide * D, 2, 3 * x * D),
+        ),
+        "embedding_values": (
+            config.value_embeddings,
+            (2 * wide * G + cast_bytes * G, 2, None),
+            (FP32 * G * V + wide * G + cast_bytes * G, 2, None),
         ),
     }
 

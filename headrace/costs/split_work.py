@@ -26,15 +26,17 @@ INSIDE = (
     "rope",
     "qk_norm",
     "queries",
+    "value",
+    "embedding_values",
     "activation",
     "weight_cast",
     "head_cast",
     "loss",
 )
 """Pieces that a rank has a part of, by how their names begin."""
-BETWEEN = ("norms", "residual", "residual_out")
+BETWEEN = ("norms", "residual", "residual_out", "stream")
 """Pieces of the stream, which may be cut along the sequence."""
-WHOLE = ("embedding", "mlp_pieces", "count", "head")
+WHOLE = ("embedding", "embedding_norm", "mlp_pieces", "count", "head")
 """Pieces that every rank has whole, apart from the exceptions in `_part`."""
 RESULT, INPUT, WEIGHT = (1, 2), (2, 1), (0, 1)
 """Place of the size of a linear's matmul that is cut: (where its outputs are cut, where its inputs
@@ -136,7 +138,9 @@ def _partial(ledger: Ledger, sequence: bool) -> float:
     The rank saw its tokens, or its heads.
     """
     sizes = ledger.sizes
-    vectors = FP32 * (sizes["unsplit"] - (sizes["tables"] - sizes["embedding"]))
+    vectors = FP32 * (
+        sizes["unsplit"] - (sizes["tables"] - sizes["embedding"] - sizes["value_tables"])
+    )
     if not sequence:
         normed = any(name.endswith("/qk_norm") for name in ledger.memory)
         vectors = 2 * FP32 * sizes["layers"] * sizes["head_dim"] * normed

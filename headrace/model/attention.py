@@ -22,8 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
+from headrace.model.from_embedding import MixedValues, OwnValues
 from headrace.model.mask import MaskSpec, Rows, dense
-from headrace.model.norm import RMSNorm
+from headrace.model.norm import RMSNorm, UnitRMSNorm
 from headrace.model.position import Rotation, rotate
 
 COMMON = frozenset({"causal", "document", "window"})
@@ -264,10 +265,18 @@ class Shared(NamedTuple):
     cache: KVCache | None = None
     open_mask: object = None
     """of the layers without the window, where some are"""
+    embedded_BTD: Tensor | None = None
+    """what the first block reads, where all blocks do"""
+    values: tuple[Tensor, ...] = ()
+    """of each value embedding, the rows of the tokens, [B, T, G x K]"""
+    value: Tensor | None = None
+    """the one of these that a layer mixes in"""
 
-    def for_layer(self, is_open: bool) -> "Shared":
-        """Return what one layer reads, with one mask."""
-        return self._replace(mask=self.open_mask if is_open else self.mask, open_mask=None)
+    def for_layer(self, is_open: bool, table: int | None = None) -> "Shared":
+        """Return what one layer reads, with one mask and at most one value embedding."""
+        value = None if table is None else self.values[table]
+        mask = self.open_mask if is_open else self.mask
+        return self._replace(mask=mask, open_mask=None, values=(), value=value)
 
 
 class SelfAttention(nn.Module):
@@ -285,7 +294,10 @@ class SelfAttention(nn.Module):
         rows = self.groups * (self.queries + 2) * self.head_dim
         self.qkv = nn.Linear(config.dim, rows, bias=config.bias)
         self.out = nn.Linear(config.heads * self.head_dim, config.dim, bias=config.bias)
-        norm = RMSNorm if config.qk_norm else None
+        norm = None
+        if config.qk_norm:
+            norm = RMSNorm if config.has_norm_weights else UnitRMSNorm
+        self.value = MixedValues() if layer in config.table_of_layer else OwnValues()
         self.q_norm = norm(self.head_dim, config.norm_eps) if norm else nn.Identity()
         self.k_norm = norm(self.head_dim, config.norm_eps) if norm else nn.Identity()
 
@@ -296,7 +308,7 @@ class SelfAttention(nn.Module):
         q, k, v = grouped.split([self.queries, 1, 1], dim=3)
         q_BTHK = rotate(q.reshape(B, T, -1, self.head_dim), shared.rotation, self.q_norm)
         k_BTGK = rotate(k.squeeze(3), shared.rotation, self.k_norm)
-        v_BTGK = v.squeeze(3)
+        v_BTGK = self.value(v.squeeze(3), shared)
         if shared.cache is not None:
             k_BTGK, v_BTGK = shared.cache.extend(self.layer, k_BTGK, v_BTGK)
         mixed = self.attend(q_BTHK, k_BTGK, v_BTGK, shared.mask)

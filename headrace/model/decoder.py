@@ -13,12 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import mend
+from headrace.kernels.autocast import compute_dtype
 from headrace.model.attention import Attend, KVCache, Sdpa, SelfAttention, Shared, check_mask
+from headrace.model.from_embedding import EmbeddingResidual, MixedValues, PlainStream
 from headrace.model.head import Head, Objective
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.mlp import PlainMLP, SwiGLU
-from headrace.model.norm import NORMS, add_then
+from headrace.model.norm import NORMS, UnitRMSNorm, add_then
 from headrace.model.position import POSITIONS
 
 
@@ -65,6 +69,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, parts: Parts) -> None:
         super().__init__()
+        self.stream = EmbeddingResidual() if config.embedding_residual else PlainStream()
         self.mixer_norm = parts.norm(config)
         self.mixer = parts.mixer(config, layer, parts.attend)
         self.mlp_norm = parts.norm(config)
@@ -72,10 +77,27 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, shared: Shared) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
+        x_BTD = self.stream(x_BTD, shared)
         x_BTD, normed_BTD = add_then(
             self.mlp_norm, x_BTD, self.mixer(self.mixer_norm(x_BTD), shared)
         )
         return x_BTD + self.mlp(normed_BTD)
+
+
+def _check_values(config: ModelConfig, blocks: nn.ModuleDict) -> None:
+    """Refuse value embeddings that a mixer would not mix in.
+
+    Raises:
+        ConfigError: a layer that should has another mixer than attention.
+    """
+    for layer in sorted(config.table_of_layer):
+        mixer: Any = blocks[str(layer)].get_submodule("mixer")
+        if not isinstance(getattr(mixer, "value", None), MixedValues):
+            raise ConfigError(
+                f"model.value_embeddings = {config.value_embeddings}, and layer {layer} is a "
+                f"{type(mixer).__name__}, which mixes no value embedding in",
+                mend("model.value_embeddings=0"),
+            )
 
 
 class Decoder(nn.Module):
@@ -89,9 +111,18 @@ class Decoder(nn.Module):
         check_mask(config, parts.attend, mask)
         self.config, self.mask, self.attend = config, mask, parts.attend
         self.embed = nn.Embedding(config.vocab, config.dim)
+        self.embed_norm = (
+            UnitRMSNorm(config.dim, config.norm_eps) if config.embedding_norm else nn.Identity()
+        )
+        values = config.resolved_kv_heads * config.resolved_head_dim
+        self.value_embed = nn.ModuleList(
+            nn.Embedding(config.vocab, values) for _ in range(config.value_embeddings)
+        )
+        self.table_of_layer = config.table_of_layer
         self.position = parts.position(config)
         # A dictionary keeps each block's name when a pipeline drops its neighbours.
         self.blocks = nn.ModuleDict({str(i): Block(config, i, parts) for i in range(config.layers)})
+        _check_values(config, self.blocks)
         self.norm = parts.norm(config)
         self.head = parts.head(config)
         self.residual_dtype = torch.float32
@@ -143,16 +174,26 @@ class Decoder(nn.Module):
     def states(self, x: Tensor, shared: Shared, part: Part = WHOLE) -> Tensor:
         """Run the body: embedding, blocks, norm."""
         if part.first:
-            x = self.enter(x, shared)
+            ids_BT, x = x, self.enter(x, shared)
+            shared = self.carry(ids_BT, x, shared)
         for name, block in self.blocks.items():
             if part.blocks is None or name in part.blocks:
-                x = block(x, shared.for_layer(self.mask.is_open(int(name))))
+                layer = int(name)
+                x = block(x, shared.for_layer(self.mask.is_open(layer), self.table_of_layer.get(layer)))
         return self.leave(x) if part.last else x
 
     def enter(self, ids_BT: Tensor, shared: Shared) -> Tensor:
         """Return what the first block reads, [B, T, D]."""
         x_BTD = self.position.embed(self.embed(ids_BT), shared.positions_BT)
-        return x_BTD.to(self.residual_dtype)
+        return self.embed_norm(x_BTD).to(self.residual_dtype)
+
+    def carry(self, ids_BT: Tensor, x_BTD: Tensor, shared: Shared) -> Shared:
+        """Return `shared` with what blocks read of the embedding: `x_BTD`, and rows of values."""
+        dtype = compute_dtype(x_BTD)
+        return shared._replace(
+            embedded_BTD=x_BTD if self.config.embedding_residual else None,
+            values=tuple(table(ids_BT).to(dtype) for table in self.value_embed),
+        )
 
     def leave(self, x_BTD: Tensor) -> Tensor:
         """Return what the head reads, [B, T, D]."""

@@ -72,11 +72,18 @@ _LLAMA_MODULES: Names = {
     "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": ("mlp.down_proj",),
 }
+_OURS_ALONE: dict[str, tuple[Any, ...]] = {
+    "embedding_norm": (False,),
+    "embedding_residual": (False,),
+    "value_embeddings": (0,),
+}
+"""Keys that no architecture has, and the value at which they do nothing."""
 _LLAMA_PARTS = {
     "norm": ("rms_norm",),
     "activation": ("swiglu",),
     "position": ("rope",),
     "logit_cap": (0.0,),
+    **_OURS_ALONE,
 }
 
 LLAMA = Architecture(
@@ -113,6 +120,7 @@ GPT2 = Architecture(
         "qk_norm": (False,),
         "bias": (True,),
         "logit_cap": (0.0,),
+        **_OURS_ALONE,
     },
     fields={
         "vocab": "vocab_size",

@@ -22,6 +22,18 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).type_as(x)
 
 
+class UnitRMSNorm(nn.Module):
+    """Divide features by their root mean square, and learn nothing."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.dim, self.eps = dim, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return F.rms_norm(x.float(), (self.dim,), None, self.eps).type_as(x)
+
+
 class LayerNorm(nn.Module):
     """Apply layer norm with bias (arXiv 1607.06450)."""
 
@@ -47,4 +59,4 @@ def add_then(norm: nn.Module, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]
     return total, norm(total)
 
 
-NORMS = {"rms_norm": RMSNorm, "layer_norm": LayerNorm}
+NORMS = {"rms_norm": RMSNorm, "unit_rms_norm": UnitRMSNorm, "layer_norm": LayerNorm}

@@ -54,7 +54,7 @@ def _named(ledger: Ledger) -> Mapping[str, Work]:
     those instead.
     """
     sizes = ledger.sizes
-    names = {} if sizes["norm_products"] else {"norms": "layer_norms"}
+    names = {} if sizes["composed_norms"] else {"norms": "layer_norms"}
     names |= {} if "mlp.gate_up/in" in sizes else {"activation": "plain_activation"}
     parts = ((name.partition("/"), piece) for name, piece in ledger.work.items())
     return {f"{names.get(what, what)}/{rest}": piece for (what, _, rest), piece in parts}

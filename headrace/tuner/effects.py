@@ -37,7 +37,12 @@ TIMELESS = {"name", "directory", "seed", "goal", "schedule", "optimizer", "hardw
 ARCHITECTURE_ROOMS = {"adapt", "attention", "design"}
 """Rooms of techniques that make another model: other blocks, attention, shapes or adapters. Only
 those of them count whose `equality` is "learning": kernels compute the same model."""
-SAME_ARCHITECTURE = {"model.init_std"}
+SAME_ARCHITECTURE = {
+    "model.init_std",
+    "model.output_init",
+    "model.matrix_init",
+    "model.head_init",
+}
 """Keys of the plan's table `model` that change what is learned and leave the model's parts."""
 
 

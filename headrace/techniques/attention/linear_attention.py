@@ -144,7 +144,7 @@ class LinearMixer(SelfAttention):
         mixed, state = self.mix.run(
             q_BTHK.unflatten(2, (-1, self.queries)),
             k_BTGK,
-            v.squeeze(3),
+            self.value(v.squeeze(3), shared),
             *self.gates(x_BTD),
             documents,
             state_BGKV=None if cache is None else cache.states.get(self.layer),

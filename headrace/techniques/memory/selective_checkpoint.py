@@ -71,7 +71,15 @@ SAVED = {"matmul+attention": MATMULS | ATTENTION, "matmul": MATMULS, "attention"
 BLOCK_MATMULS = ("qkv", "out", "gate_up", "down")
 """A block's matmuls in order; the second and the last are added to the residual."""
 MATMUL_LINES = ("qkv", "gate_up")
-RECOMPUTED_LINES = ("norm", "attention_input", "qk_norm", "activation", "mask_copy")
+RECOMPUTED_LINES = (
+    "norm",
+    "attention_input",
+    "qk_norm",
+    "value",
+    "stream",
+    "activation",
+    "mask_copy",
+)
 """Ledger lines of a block that are neither a matmul's nor attention's output."""
 
 

@@ -153,7 +153,7 @@ class ContextParallel(Technique[Build]):
         left, tokens = 1 / sizes["context_ranks"], sizes["tokens"]
         ledger = ledger.scaled(
             lambda name: (
-                name in ("final_norm", "rotation", "work")
+                name in ("final_norm", "rotation", "work", "embedding_norm", "values")
                 or ("/" in name and name.split("/")[1] not in (*WEIGHT_LINES, "mask_copy"))
             ),
             left,

@@ -71,6 +71,8 @@ INSIDE_LINES = (
     "qkv",
     "attention",
     "attention_input",
+    "value",
+    "values",
     "qk_norm",
     "gate_up",
     "activation",
@@ -199,7 +201,8 @@ class TensorParallel(Technique[Build]):
             sizes["logits_per_token"] -= less
         stream = sizes["residual"]
         if self.sequence:
-            ledger = ledger.scaled(lambda name: name.endswith("/residual"), 1 / ranks)
+            between = ("/residual", "/stream")
+            ledger = ledger.scaled(lambda name: name.endswith(between), 1 / ranks)
             for name, line in ledger.memory.items():  # what is gathered from a norm is kept whole
                 whole = {"norm": 2 * stream, "final_norm": stream}.get(name.split("/")[-1])
                 if whole is not None:
@@ -262,6 +265,8 @@ class TensorParallel(Technique[Build]):
             place = name.split(".")
             if name in ("embed.weight", "head.weight"):
                 _split(build, name, 0)
+            elif place[0] == "value_embed":  # each rank has the values of its heads
+                _split(build, name, 1)
             elif place[0] == "norm" or (place[0] == "blocks" and place[2] not in ("mixer", "mlp")):
                 if self.sequence:
                     _partial(build, name)

@@ -1,0 +1,68 @@
+"""Let blocks read the embedding again: the residual from it, and embeddings of values.
+
+A block without either has a module of the same signature that passes on what it gets, so that no
+block has a branch. What blocks read is made once, after the embedding, and handed on in `Shared`.
+
+`EmbeddingResidual` begins a block with a x + b x0, where x0 is what the first block reads.
+`MixedValues` makes attention's values v into a v + b e, where e is a token's row of a table of its
+own. The factors are learned, of one dimension each, so that no weight decay falls on them. Source:
+modded-nanogpt (github.com/KellerJordan/modded-nanogpt), whose first values these are too; value
+residuals are from arXiv 2410.17897.
+
+Shapes: B rows, T tokens, D features, G key-value heads, K features of a head.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from headrace.model.attention import Shared
+
+RESIDUAL_FACTORS = (1.0, 0.0)
+"""Factors of the stream and of the embedding that a block starts with."""
+VALUE_FACTORS = (0.5, 0.5)
+"""Factors of attention's own values and of the table's that a block starts with."""
+
+
+class PlainStream(nn.Module):
+    """A block begins with the residual stream as it is."""
+
+    def forward(self, x_BTD: Tensor, shared: "Shared") -> Tensor:
+        """Return `x_BTD`."""
+        return x_BTD
+
+
+class EmbeddingResidual(nn.Module):
+    """A block begins with a x + b x0, of the residual stream and of what the first block reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2))
+
+    def forward(self, x_BTD: Tensor, shared: "Shared") -> Tensor:
+        """Return the sum, in the stream's dtype."""
+        assert shared.embedded_BTD is not None
+        return self.weight[0] * x_BTD + self.weight[1] * shared.embedded_BTD
+
+
+class OwnValues(nn.Module):
+    """Attention mixes the values that its matrix made."""
+
+    def forward(self, v_BTGK: Tensor, shared: "Shared") -> Tensor:
+        """Return `v_BTGK`."""
+        return v_BTGK
+
+
+class MixedValues(nn.Module):
+    """Attention mixes a v + b e, of its own values and of a row of a table for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2))
+
+    def forward(self, v_BTGK: Tensor, shared: "Shared") -> Tensor:
+        """Return the sum, in the dtype of the values."""
+        assert shared.value is not None
+        return self.weight[0] * v_BTGK + self.weight[1] * shared.value.view_as(v_BTGK)
