@@ -43,7 +43,16 @@ from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
 
 PLANS = Path(__file__).parent / "plans"
-SINCE = (("trace",), ("model", "logit_cap"), ("data", "lossy_tokenizer"))
+SINCE = (
+    ("trace",),
+    ("model", "logit_cap"),
+    ("data", "lossy_tokenizer"),
+    ("model", "embedding_norm"),
+    ("model", "embedding_residual"),
+    ("model", "value_embeddings"),
+    ("model", "matrix_init"),
+    ("model", "head_init"),
+)
 """Keys that plans got after rows had been written, the newest last. An older fingerprint is without
 them, and at their defaults they change no kernel."""
 EARLIER = {"matrix_products": "products", "triton": "elementwise", "rest": "other"}

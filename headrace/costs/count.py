@@ -168,7 +168,8 @@ def baseline_ledger(
 
 def _from_embedding(config: ModelConfig, tokens: int, size: int) -> dict[str, Line]:
     """Return what is kept of the embedding for all blocks: its norm's input, and rows of values."""
-    kept, lines = ("loss", "turn", "backward"), dict[str, Line]()
+    kept: tuple[Instant, ...] = ("loss", "turn", "backward")
+    lines: dict[str, Line] = {}
     if config.embedding_norm:
         lines["embedding_norm"] = Line(FP32 * tokens * config.dim, kept)
     if config.value_embeddings:

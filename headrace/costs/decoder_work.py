@@ -153,7 +153,6 @@ def _streams(
     head_cast = (FP32 + size) * D * V if half else 0.0
     rope = 9 * wide / N * turned + 2 * cast_bytes / N * turned
     gates = 2 if config.activation == "swiglu" else 1
-    residual, mixed = config.embedding_residual, len(config.table_of_layer)
     cap = int(config.logit_cap > 0)  # a quotient, its tanh and a product; and their gradients
     return {
         "norms": (
@@ -174,13 +173,6 @@ def _streams(
             (2 * (cast_bytes + wide) / N * turned, 6 if half else 2, 2 * x * (Q + G)),
             ((2 * cast_bytes + 3 * wide) / N * turned, 8 if half else 4, 3 * x * (Q + G)),
         ),
-        # Two products and their sum; and of each factor's gradient a product that is added up.
-        "stream": (
-            L if residual else 0,
-            (7 * x * D, 3, 3 * x * D),
-            (15 * x * D, 7, 6 * x * D),
-        ),
-        "value": (mixed, (7 * x * G, 3, 3 * x * G), (15 * x * G, 7, 6 * x * G)),
         "queries": (L if grouped else 0, (2 * x * Q, 1, 0.0), (copied, 1, 0.0)),
         "activation": (
             L,
@@ -199,6 +191,31 @@ def _streams(
             (2 * wide * D + cast_bytes * D, 2, None),
             (FP32 * D * V + wide * D, 2, None),
         ),
+    } | _reading_streams(config, x, wide, cast_bytes)
+
+
+def _reading_streams(
+    config: ModelConfig, x: float, wide: float, cast_bytes: float
+) -> dict[str, tuple[float, Traffic, Traffic]]:
+    """Return what blocks read and write that read the embedding again, and its norm.
+
+    Args:
+        config: the decoder.
+        x: bytes of one feature of all tokens.
+        wide: such bytes in fp32.
+        cast_bytes: bytes that a cast of one feature between the precisions moves.
+    """
+    D, V = config.dim, config.vocab
+    G = config.resolved_kv_heads * config.resolved_head_dim
+
+    def mixed(count: float, features: int) -> tuple[float, Traffic, Traffic]:
+        """Count two products and their sum, and each factor's gradient as a product and a sum."""
+        moved = x * features
+        return count, (7 * moved, 3, 3 * moved), (15 * moved, 7, 6 * moved)
+
+    return {
+        "stream": mixed(config.layers if config.embedding_residual else 0, D),
+        "value": mixed(len(config.table_of_layer), G),
         "embedding_norm": (
             int(config.embedding_norm),
             (2 * wide * D, 1, 2 * x * D),

@@ -178,8 +178,8 @@ class Decoder(nn.Module):
             shared = self.carry(ids_BT, x, shared)
         for name, block in self.blocks.items():
             if part.blocks is None or name in part.blocks:
-                layer = int(name)
-                x = block(x, shared.for_layer(self.mask.is_open(layer), self.table_of_layer.get(layer)))
+                layer, table = int(name), self.table_of_layer.get(int(name))
+                x = block(x, shared.for_layer(self.mask.is_open(layer), table))
         return self.leave(x) if part.last else x
 
     def enter(self, ids_BT: Tensor, shared: Shared) -> Tensor:

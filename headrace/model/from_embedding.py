@@ -12,13 +12,10 @@ residuals are from arXiv 2410.17897.
 Shapes: B rows, T tokens, D features, G key-value heads, K features of a head.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from headrace.model.attention import Shared
 
 RESIDUAL_FACTORS = (1.0, 0.0)
 """Factors of the stream and of the embedding that a block starts with."""
@@ -29,7 +26,7 @@ VALUE_FACTORS = (0.5, 0.5)
 class PlainStream(nn.Module):
     """A block begins with the residual stream as it is."""
 
-    def forward(self, x_BTD: Tensor, shared: "Shared") -> Tensor:
+    def forward(self, x_BTD: Tensor, shared: Any) -> Tensor:
         """Return `x_BTD`."""
         return x_BTD
 
@@ -41,7 +38,7 @@ class EmbeddingResidual(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(2))
 
-    def forward(self, x_BTD: Tensor, shared: "Shared") -> Tensor:
+    def forward(self, x_BTD: Tensor, shared: Any) -> Tensor:
         """Return the sum, in the stream's dtype."""
         assert shared.embedded_BTD is not None
         return self.weight[0] * x_BTD + self.weight[1] * shared.embedded_BTD
@@ -50,7 +47,7 @@ class EmbeddingResidual(nn.Module):
 class OwnValues(nn.Module):
     """Attention mixes the values that its matrix made."""
 
-    def forward(self, v_BTGK: Tensor, shared: "Shared") -> Tensor:
+    def forward(self, v_BTGK: Tensor, shared: Any) -> Tensor:
         """Return `v_BTGK`."""
         return v_BTGK
 
@@ -62,7 +59,7 @@ class MixedValues(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(2))
 
-    def forward(self, v_BTGK: Tensor, shared: "Shared") -> Tensor:
+    def forward(self, v_BTGK: Tensor, shared: Any) -> Tensor:
         """Return the sum, in the dtype of the values."""
         assert shared.value is not None
         return self.weight[0] * v_BTGK + self.weight[1] * shared.value.view_as(v_BTGK)

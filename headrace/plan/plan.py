@@ -443,7 +443,7 @@ class Plan(Strict):
         Raises:
             ConfigError: a key is given and a technique sets it otherwise, or two techniques do.
         """
-        plan, rewrites = self, {}
+        plan, rewrites, changed = self, {}, {}
         for name, technique in self.techniques.items():
             for key, value in technique.keys(self).items():
                 table, _, leaf = key.partition(".")
@@ -460,11 +460,12 @@ class Plan(Strict):
                         f"{other} makes {key} {other_value!r}, and {name} makes it {value!r}",
                         mend(f"-{other}") | mend(f"-{name}"),
                     )
-                changed = {**getattr(plan, table).model_dump(exclude_unset=True), leaf: value}
-                plan = plan.replaced(**{table: changed})
-        if plan.model.pretrained and "tokenizer" not in plan.data.model_fields_set:
-            data = plan.data.model_dump(exclude_unset=True)
-            plan = plan.replaced(data={**data, "tokenizer": plan.model.pretrained})
+                changed.setdefault(table, {})[leaf] = value
+        if self.model.pretrained and "tokenizer" not in self.data.model_fields_set:
+            changed.setdefault("data", {})["tokenizer"] = self.model.pretrained
+        for table, keys in changed.items():  # together, since one may fit another alone
+            whole = getattr(plan, table).model_dump(exclude_unset=True) | keys
+            plan = plan.replaced(**{table: whole})
         return plan
 
     def replaced(self, **tables: Any) -> "Plan":

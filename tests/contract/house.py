@@ -85,6 +85,9 @@ BESIDE: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
         "sequence_length_schedule": {"until": 9.0},
     },  # all of a test's steps
     ("rope", "any"): {MODEL: {"position": "none"}},  # which it rewrites: the baseline rotates too
+    ("rms_norm", "any"): {MODEL: {"norm": "layer_norm"}},
+    ("swiglu", "any"): {MODEL: {"activation": "gelu"}},
+    ("weight_init", "any"): {MODEL: {"matrix_init": "he", "output_init": "zero"}},  # of no kind
     ("tf32", "cuda"): {MODEL: {"precision": "fp32"}},
 }
 """(technique, device or "any") -> what its plan must have beside it, or there is nothing that it
@@ -93,6 +96,7 @@ TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("activation_offload", "any"): {"min_bytes": 1},
     ("chunked_cross_entropy", "any"): {"chunk_tokens": 7},
     ("chunked_mlp", "any"): {"chunk_tokens": 7},
+    ("deep_thin", "any"): {"base_dim": 32, "base_heads": 4, "base_layers": 1},
     ("linear_attention", "any"): {"chunk_tokens": 4},
     ("lora", "any"): {"rank": 2, "alpha": 4.0},
     ("mixture_of_experts", "any"): {"experts": 4},
@@ -111,6 +115,7 @@ TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("fp16_loss_scaling", "cuda"): {"exponent": 12},  # few targets make large gradients
     ("adamw_8bit", "any"): {"smallest": 256},
     ("torch_compile", "cpu"): {"backend": "aot_eager"},
+    ("value_embeddings", "any"): {"tables": 1},
     ("yarn", "any"): {"factor": 2.0},
 }
 """(technique, device or "any") -> knobs for a tiny model."""

@@ -196,6 +196,27 @@ CASES: dict[str, Asked] = {
     "techniques/fusion/fused_rms_norm:FusedRmsNorm.supports#1": Asked(
         ("model.norm=layer_norm",), ("fused_rms_norm",)
     ),
+    "techniques/design/deep_thin:DeepThin.supports#1": Asked(
+        ("model.pretrained=x",), ("deep_thin",)
+    ),
+    "techniques/design/deep_thin:DeepThin.supports#3": Asked(
+        ("techniques.deep_thin.ratio=40", "techniques.deep_thin.base_heads=2"), ("deep_thin",)
+    ),
+    "techniques/design/deep_thin:DeepThin.supports#2": Asked(
+        ("techniques.deep_thin.base_heads=3",), ("deep_thin",)
+    ),
+    "techniques/design/value_embeddings:ValueEmbeddings.supports#1": Asked(
+        ("model.layers=2",), ("value_embeddings",)
+    ),
+    "techniques/design/value_embeddings:ValueEmbeddings.supports#2": Asked(
+        (), ("value_embeddings", "short_convolution")
+    ),
+    "techniques/design/weight_init:WeightInit.supports#1": Asked(
+        ("model.pretrained=x",), ("weight_init",)
+    ),
+    "techniques/design/weight_init:WeightInit.supports#2": Asked(
+        ("model.tied_embeddings=true", "techniques.weight_init.zero_head=true"), ("weight_init",)
+    ),
     "techniques/fusion/fused_rope:FusedRope.supports#1": Asked(
         ("model.position=none",), ("fused_rope",)
     ),
@@ -347,9 +368,12 @@ CASES: dict[str, Asked] = {
         ("mesh.pipeline=2",), ("pipeline_parallel",), "mps"
     ),
     "techniques/parallel/pipeline_parallel:PipelineParallel.supports#4": Asked(
-        ("mesh.pipeline=8",), ("pipeline_parallel",)
+        ("mesh.pipeline=2", "model.embedding_residual=true"), ("pipeline_parallel",)
     ),
     "techniques/parallel/pipeline_parallel:PipelineParallel.supports#5": Asked(
+        ("mesh.pipeline=8",), ("pipeline_parallel",)
+    ),
+    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#6": Asked(
         (
             "mesh.pipeline=2",
             "techniques.pipeline_parallel.schedule=interleaved",
@@ -448,6 +472,7 @@ EXCUSED = {
     "techniques/memory/kept_memory:KeptMemory.supports#2": "needs another C library",
     "techniques/parallel/cpu_threads:CpuThreads.supports#3": "needs macOS or Windows",
     "techniques/precision/float8_linear:Float8Linear.supports#1": "needs torchao to be away",
+    "assemble/keyed:Keyed.supports#1": "needs a folder of weights; see test_design_keys",
     "techniques/design/rope:Rope.supports#1": "needs a folder of weights; see test_rope_design",
     "techniques/design/rope:Rope.supports#2": "needs a folder of weights; see test_rope_design",
     "techniques/attention/prefix_lm:PrefixLm.supports#2": "that both own a socket is told first",

@@ -55,6 +55,15 @@ TRUNKS: dict[str, dict[str, Any]] = {
     "gelu_tanh": {"activation": "gelu_tanh", "bias": True},
     "wide-heads": {"head_dim": 24, "norm": "layer_norm"},
     "tied": {"tied_embeddings": True, "position": "none"},
+    "speedrun": {
+        "norm": "unit_rms_norm",
+        "qk_norm": True,
+        "kv_heads": 2,
+        "activation": "relu2",
+        "embedding_norm": True,
+        "embedding_residual": True,
+        "value_embeddings": 1,
+    },
 }
 CPU_VARIANTS = [
     v
@@ -198,7 +207,7 @@ def test_the_baselines_memory(model: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("norm", ["rms_norm", "unit_rms_norm", "layer_norm"])
 def test_the_final_norms_memory(norm: str, precision: str) -> None:
     """Check the peak that the final norm sets, to half of a tensor of hidden states."""
     plan = plan_of(layers=2, norm=norm, precision=precision)

@@ -28,6 +28,17 @@ MUON: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = {"mixture_of_experts": {"experts": 4}}
 
+SPEEDRUN: dict[str, Any] = {
+    "relu_squared": {},
+    "rms_norm": {"weight": False},
+    "qk_norm": {},
+    "logit_cap": {"cap": 2.0},
+    "embedding_residual": {},
+    "value_embeddings": {"tables": 2},
+    "weight_init": {"kind": "orthogonal", "zero_head": True},
+}
+"""The recipe of modded-nanogpt's records, but for its optimizer."""
+
 
 def case(name: str, *techniques: dict[str, Any], **more: Any) -> Composition:
     """A composition from tables of techniques; `data` and the like are its mesh."""
@@ -189,6 +200,23 @@ COMPOSITIONS = [
         length=16,
         approximate=True,
     ),
+    case(
+        "speedrun-tp-fsdp-everything",
+        SPEEDRUN,
+        TP,
+        FSDP,
+        SAC,
+        COMPILE,
+        CHUNKED,
+        tensor=2,
+        data=2,
+        packing=True,
+        micro_rows=1,
+        slow=True,
+    ),
+    case("speedrun-tp-fsdp", SPEEDRUN, TP, FSDP, SAC, CHUNKED, tensor=2, data=2, packing=True),
+    case("speedrun-tp-no-sequence", SPEEDRUN, {"tensor_parallel": {"sequence": False}}, tensor=2),
+    case("speedrun-cp-fsdp", SPEEDRUN, CP, FSDP, context=2, data=2, length=12),
     # Eight ranks.
     case("pp-tp-fsdp", PP, TP, FSDP, pipeline=2, tensor=2, data=2, slow=True),
     case(

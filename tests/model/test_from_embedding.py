@@ -1,4 +1,4 @@
-"""The published speedrun's block as keys of a plan, beside the plainest code of the same.
+"""Compare the speed records' block, as keys of a plan, with the plainest code of the same.
 
 The reference is written here: modded-nanogpt's decoder with separate matrices, in one precision,
 without a cache. It reads its weights from the model's own parameters.
@@ -38,7 +38,7 @@ MakeDecoder = Callable[..., Decoder]
 
 
 def unit(x: Tensor) -> Tensor:
-    """The norm without weights."""
+    """Normalise without weights."""
     return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
 
 
@@ -74,9 +74,10 @@ def plain_logits(model: Decoder, ids_BT: Tensor) -> Tensor:
         weights = scores.masked_fill(~past, -torch.inf).softmax(-1)
         mixed = torch.einsum("bhts,bshk->bthk", weights, v.repeat_interleave(each, 2))
         x = x + mixed.reshape(B, T, -1) @ w[f"{at}mixer.out.weight"].t()
-        x = x + F.relu(unit(x) @ w[f"{at}mlp.up.weight"].t()).square() @ w[
-            f"{at}mlp.down.weight"
-        ].t()
+        x = (
+            x
+            + F.relu(unit(x) @ w[f"{at}mlp.up.weight"].t()).square() @ w[f"{at}mlp.down.weight"].t()
+        )
     z = unit(x) @ w["head.weight"].t()
     return config.logit_cap * torch.tanh(z / config.logit_cap)
 
@@ -94,7 +95,8 @@ def batch() -> tuple[Tensor, Tensor]:
 def test_the_recipe_is_the_plainest_code_of_it(make_decoder: MakeDecoder, kv_heads: int) -> None:
     model, (ids, targets) = make_decoder(**RECIPE, kv_heads=kv_heads), batch()
     found = model(ids, targets, places(), objective=cross_entropy, scale=torch.ones(()))
-    wanted = F.cross_entropy(plain_logits(model, ids).flatten(0, 1), targets.flatten(), reduction="sum")
+    logits = plain_logits(model, ids).flatten(0, 1)
+    wanted = F.cross_entropy(logits, targets.flatten(), reduction="sum")
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
     named = dict(model.named_parameters())
     ours = torch.autograd.grad(found, list(named.values()))
@@ -105,7 +107,11 @@ def test_the_recipe_is_the_plainest_code_of_it(make_decoder: MakeDecoder, kv_hea
         assert error < 1e-4, (name, error)
 
 
-@pytest.mark.parametrize("key", ["embedding_norm", "embedding_residual", "value_embeddings", "norm"])
+OURS = ("embedding_norm", "embedding_residual", "value_embeddings", "norm")
+"""Keys of the recipe that no architecture of another project has."""
+
+
+@pytest.mark.parametrize("key", OURS)
 def test_each_part_alone_matters(make_decoder: MakeDecoder, key: str) -> None:
     ids, _ = batch()
     plain, one = make_decoder(), make_decoder(**{key: RECIPE[key] if key == "norm" else 1})
@@ -135,7 +141,9 @@ def test_packed_documents_do_not_leak(make_decoder: MakeDecoder) -> None:
 
 def test_tables_serve_the_first_layers_and_the_last() -> None:
     def tables(layers: int, count: int) -> dict[int, int]:
-        return dict(sorted(ModelConfig(layers=layers, value_embeddings=count).table_of_layer.items()))
+        return dict(
+            sorted(ModelConfig(layers=layers, value_embeddings=count).table_of_layer.items())
+        )
 
     assert tables(8, 2) == {0: 0, 1: 1, 6: 0, 7: 1}
     assert tables(5, 3) == {0: 0, 1: 1, 2: 2, 3: 1, 4: 2}
@@ -152,7 +160,7 @@ def test_bad_keys_are_one_message(make_decoder: MakeDecoder, tiny_plan: Callable
 
 
 def test_no_architecture_of_transformers_has_it() -> None:
-    for key in ("embedding_norm", "embedding_residual", "value_embeddings", "norm"):
+    for key in OURS:
         config = ModelConfig(vocab=67, dim=24, heads=4, **{key: RECIPE[key]})
         with pytest.raises(UnsupportedError, match=f"model.{key} = ") as caught:
             config_to_hf(config, sequence_length=16)

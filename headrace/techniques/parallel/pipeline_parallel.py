@@ -98,6 +98,14 @@ class PipelineParallel(Technique[Build]):
                 mend("device=cpu"),
                 RefusalKind.DEVICE,
             )
+        for key in ("embedding_residual", "value_embeddings"):
+            if value := getattr(plan.model, key):
+                return Unsupported(
+                    f"blocks of every rank would read what model.{key} = {value!r} makes of the "
+                    "embedding, which the first rank alone has",
+                    context.whole(AXIS),
+                    RefusalKind.COMBINATION,
+                )
         ranks, layers = plan.mesh.pipeline, plan.model.layers
         stages = ranks * self.chunks
         if layers < stages and not plan.model.pretrained:
