@@ -195,7 +195,7 @@ def plan_of(shape: str, words: list[str]) -> Plan:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), help="names, or plan files")
-    parser.add_argument("--rounds", type=int, default=4, help="of A B B A, two pairs each")
+    parser.add_argument("--rounds", type=int, default=3, help="of A B B A, two pairs each")
     parser.add_argument("--block_s", type=float, default=1.0, help="seconds of a block, about")
     parser.add_argument("--set", nargs="*", default=[])
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
