@@ -170,7 +170,7 @@ def change_(
         return step + (torch.where(update * weight >= 0, decay, 0.0) if rule.cautious else decay)
 
     steps = [changed(w, u) for w, u in zip(weights, updates.unbind(0), strict=True)]
-    torch._foreach_sub_(list(weights), steps)
+    torch._foreach_sub_(list(weights), steps)  # type: ignore[attr-defined]
 
 
 def update_(

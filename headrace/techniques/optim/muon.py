@@ -352,9 +352,9 @@ class _Batch:
 
     def runs(self) -> list[tuple[int, int, int]]:
         """Return (pieces, rows, columns) of each kind of piece of one matrix."""
-        columns = self.shape[1]
+        height, columns = self.shape
         if not self.cut.runs:
-            return [(1, *self.shape)]
+            return [(1, height, columns)]
         groups = self.cut.groups
         return [(n * blocks, groups * rows // blocks, columns) for n, rows, blocks in self.cut.runs]
 
