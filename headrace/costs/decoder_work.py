@@ -196,7 +196,7 @@ def _streams(
 
 def _reading_streams(
     config: ModelConfig, x: float, wide: float, cast_bytes: float
-) -> dict[str, tuple[float, Traffic, Traffic]]:
+) -> dict[str, tuple[float, StreamTraffic, StreamTraffic]]:
     """Return what blocks read and write that read the embedding again, and its norm.
 
     Args:
@@ -208,7 +208,7 @@ def _reading_streams(
     D, V = config.dim, config.vocab
     G = config.resolved_kv_heads * config.resolved_head_dim
 
-    def mixed(count: float, features: int) -> tuple[float, Traffic, Traffic]:
+    def mixed(count: float, features: int) -> tuple[float, StreamTraffic, StreamTraffic]:
         """Count two products and their sum, and each factor's gradient as a product and a sum."""
         moved = x * features
         return count, (7 * moved, 3, 3 * moved), (15 * moved, 7, 6 * moved)
