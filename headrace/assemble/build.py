@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.assemble.clipping import clip
 from headrace.assemble.context import check_supported, make_context
 from headrace.assemble.filled import fillers, record
 from headrace.assemble.materialize import freeze, materialize
@@ -37,7 +38,7 @@ from headrace.model.adapter import files_left_out, load_pretrained, read_config
 from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.head import with_terms
 from headrace.model.init import adding, random_source
-from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
+from headrace.optim.adamw import make_adamw
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.layout import Layout, local_of
 from headrace.parallel.world import AXES, World
@@ -283,7 +284,7 @@ def _baseline_build(
         sync=lambda build, last: None,
         reduce=_sum_gradients,
         loss_scale=lambda build: None,
-        clip=_clip,
+        clip=clip,
         passes=_one_pass,
         pack=lambda build, shards: Cut(shards, build.plan.data.sequence_length),
         order=lambda build, packer: make_order(
@@ -429,30 +430,6 @@ def _sum_gradients(build: Build) -> None:
     for axis in ("shard", "tensor", "ends"):
         partial = [local_of(p.grad) for layout, p in parameter_layouts if axis in layout.partial]  # type: ignore[arg-type]
         build.world.sum_gradients_(partial, axis)
-
-
-def _clip(build: Build, max_norm: float) -> Tensor:
-    """Clip the gradients by their norm over all ranks and return the norm before clipping.
-
-    Each number counts once. A `max_norm` of 0 only measures. An optimizer with a `gradient_factor`
-    multiplies its gradients as it reads them; the other gradients are multiplied here.
-    """
-    gradients: dict[str, Tensor] = {}
-    copies = []
-    for name, parameter in build.model.named_parameters():
-        if parameter.grad is not None:
-            gradients[name] = local_of(parameter.grad)
-            copies.append(build.layouts[name].copies(build.world, parameter))
-    norm = gradient_norm(list(gradients.values()), copies, build.world)
-    factor = clip_factor(norm, max_norm) if max_norm > 0 else None
-    later: set[str] = set()
-    for route, optimizer in build.optimizers.items():
-        if hasattr(optimizer, "gradient_factor"):
-            optimizer.gradient_factor = factor  # type: ignore[attr-defined]
-            later |= build.routed[route].keys()
-    if factor is not None:
-        scale_gradients([g for name, g in gradients.items() if name not in later], factor)
-    return norm
 
 
 def _one_pass(build: Build, step: int) -> list[Pass]:

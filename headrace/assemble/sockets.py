@@ -24,6 +24,7 @@ from headrace.model.decoder import Decoder, Parts
 from headrace.model.head import Objective, cross_entropy
 from headrace.model.init import Source
 from headrace.model.mask import MaskSpec, Rows
+from headrace.optim.stability import Spike
 from headrace.parallel.layout import Layout
 from headrace.parallel.world import World
 from headrace.plan.plan import Plan
@@ -159,6 +160,8 @@ class RunNotes:
     """the seconds of each part of the time before the end of the first step"""
     validation_targets: int | None = None
     """how many targets an evaluation counts"""
+    spikes: list[Spike] = field(default_factory=list)
+    """what was noticed of spikes in the loss or the gradient norm, the earliest first"""
     frozen: dict[str, str] | None = None
     """the sha256 of the weights that the run trains beside, by the key that names their folder"""
 
@@ -196,8 +199,8 @@ class Build:
     place: Callable[["Build", Micro], MicroBatch]
     """(build, micro-batch on the host) -> this rank's share of it on the device"""
     recover: Callable[["Build", int, Mapping[str, float]], None]
-    """(build, step, its metrics) -> None; called when a step's gradient was not finite and its
-    update was masked; an exception ends the run"""
+    """(build, step, its metrics) -> None; called when a step's update was masked, as its gradient
+    was not finite or a judge refused it; an exception ends the run"""
 
     # Composed sockets, in stage order.
     linear: dict[str, tuple[str, Callable[[nn.Linear], nn.Linear]]] = field(default_factory=dict)
@@ -230,6 +233,11 @@ class Build:
         default_factory=list
     )
     runtime: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+    before_step: list[Callable[["Build"], None]] = field(default_factory=list)
+    """each acts on weights and states before a step's first forward pass"""
+    judges: list[Callable[["Build", Tensor, Tensor], Tensor]] = field(default_factory=list)
+    """(build, loss, gradient norm) -> on the device 1.0 where the step's update may be applied,
+    else 0.0; the answer is the same on every rank"""
     after_update: list[Callable[["Build", Tensor], None]] = field(default_factory=list)
     block_forward: list[str] = field(default_factory=list)
     """names of the wraps around each block's forward pass, innermost first"""
@@ -347,6 +355,8 @@ COMPOSED = (
     "state",
     "weights_for_eval",
     "runtime",
+    "before_step",
+    "judges",
     "after_update",
     "compiled",
 )

@@ -144,6 +144,11 @@ class Loader:
         self.local_hash = (self.local_hash + added) % _HASH_MODULUS
         return StepBatch(micros, wait_s)
 
+    def peek(self, step: int) -> list[Micro]:
+        """Return this rank's micro-batches of any step; the stream stays where it is."""
+        first = step * self._micros_per_step
+        return [Loader._make(self, first + m)[0] for m in range(self._micros_per_step)]
+
     def seek(self, step: int) -> None:
         """Make `step` the next one. Reads nothing."""
         self._drop()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.assemble.filled import LastLook, check_active, last_look, note_own_attention
+from headrace.assemble.nonfinite import because, first_nonfinite, wild_weight
 from headrace.assemble.sockets import Build
 from headrace.core.command import train_command
 from headrace.core.errors import ConfigError, Diverged, HeadraceError, RunError, Stopped
@@ -42,7 +43,7 @@ from headrace.train.track import Trackers, open_trackers
 
 MEASURED = (
     "steady_tokens_per_s", "model_flops_utilization", "peak_memory_bytes", "memory_measured",
-    "input_wait", "techniques", "start_s", "signals",
+    "input_wait", "techniques", "start_s", "signals", "spikes",
 )  # fmt: skip
 """Keys of a report whose values only a process that trained can measure."""
 
@@ -388,10 +389,12 @@ class Session:
             self.counters.saw(row["step"], row["loss"] if self.counted else None)
             if not finite:
                 self.counters.skipped_steps += 1
+                row["masked"] = 1
                 try:
                     self.build.recover(self.build, row["step"], row)
                 except Diverged as error:
-                    texts = {"message": error.message, "other": error.remedy.text}
+                    message = error.message + because(first_nonfinite(self.build, row["step"] - 1))
+                    texts = {"message": message, "other": error.remedy.text}
                     raise self._diverged(at=row["step"] - 1, **texts) from None
 
     def _diverged(self, **facts: Any) -> Diverged:
@@ -426,18 +429,12 @@ class Session:
         counters = self.counters
         if not math.isfinite(score.loss_nats):
             problem = f"the validation loss after step {counters.step} is {score.loss_nats}"
+            problem += because(wild_weight(self.build))
             raise self._diverged(at=counters.step, message=problem)
         counters.wall_s = self._wall_s()
         value = {"loss_nats": score.loss_nats, "bits_per_byte": score.bits_per_byte}
-        counters.val.append(
-            {
-                "step": counters.step,
-                "tokens": counters.tokens,
-                "wall_s": counters.wall_s,
-                **value,
-                "share": score.share,
-            }
-        )
+        when = {"step": counters.step, "tokens": counters.tokens, "wall_s": counters.wall_s}
+        counters.val.append({**when, **value, "share": score.share})
         if self._rows and self._rows[-1]["step"] == counters.step:
             self._rows[-1] |= {f"val_{k}": v for k, v in value.items()}
         self._flush_rows()

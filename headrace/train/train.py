@@ -117,16 +117,19 @@ def run(
 def step(
     build: Build, micros: Sequence[Micro], index: int, inspect: Inspect | None = None
 ) -> Tensor:
-    """Take one optimizer step, and return [loss, norm, finite, targets] on the device.
+    """Take one optimizer step, and return [loss, norm, good, targets] on the device.
 
     The same line of events serves plain training, accumulation, second-order passes and loss
-    scaling: values -> micro-batches -> for each pass {enrich, count, zero, engine, reduce, clip,
-    absorb if finite} -> after-update. `inspect` reads the gradients of the first pass.
+    scaling: values -> before-step -> micro-batches -> for each pass {enrich, count, zero, engine,
+    reduce, clip, judge, absorb if good} -> after-update. `inspect` reads the gradients of the first
+    pass. A step is good where all is finite and no judge refuses it; `good` is 1.0 or 0.0.
     """
     build.now = {name: value(index) for name, value in build.values.items()}
     for optimizer in build.optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * build.now["lr"]
+    for begin in build.before_step:
+        begin(build)
     build.phases.mark("copy")
     work = []
     for micro in micros:
@@ -135,7 +138,7 @@ def step(
         work.append(build.place(build, micro))
     build.phases.mark("prepare")
     numbers: list[Tensor] = []
-    finite = torch.ones((), device=build.device)
+    good = torch.ones((), device=build.device)
     for sweep in build.passes(build, index):
         taken = sweep.micros(work)
         for enrich in build.enrich:
@@ -160,17 +163,18 @@ def step(
             loss = loss / factor
             divide_gradients(build, factor)
         norm = build.clip(build, sweep.max_norm)
-        good = torch.isfinite(norm + loss).float()
-        finite = finite * good
+        good = good * torch.isfinite(norm + loss)
         if not numbers:
             numbers = [loss, norm, targets]
+            for judge in build.judges:
+                good = good * judge(build, loss, norm)
             if inspect is not None and not inspect(build, loss, norm):
                 break
         sweep.absorb(build, good)
     for update in build.after_update:
-        update(build, finite)
+        update(build, good)
     loss, norm, targets = numbers
-    return torch.stack([n.detach().float() for n in (loss, norm, finite, targets)])
+    return torch.stack([n.detach().float() for n in (loss, norm, good, targets)])
 
 
 def divide_gradients(build: Build, factor: Tensor) -> None:

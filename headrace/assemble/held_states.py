@@ -1,0 +1,112 @@
+"""Keep copies of a run's state in the host's memory, and return to one of them.
+
+A state is what a checkpoint saves of tensors: the weights that are trained, the optimizers' states,
+and what techniques keep. Each rank copies its own parts, so nothing is communicated. From a GPU the
+copies go to page-locked memory behind the work that was issued before, and the host waits for
+nothing; a return is ordered behind them in the same way.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.assemble.sockets import Build
+from headrace.parallel.layout import local_of
+
+
+@dataclass
+class HeldState:
+    """A held state is what a run was after a number of steps.
+
+    Args:
+        step: how many steps had been taken.
+        tensors: copies on the host by global name.
+        values: the JSON values of techniques by name.
+    """
+
+    step: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the copies."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class HeldStates:
+    """Hold the newest states of a run, the earliest first.
+
+    Args:
+        most: how many are held.
+        owner: the technique that holds them, whose own state is left out.
+    """
+
+    def __init__(self, most: int, owner: str) -> None:
+        self.most, self.owner = most, owner
+        self.states: list[HeldState] = []
+
+    def take(self, build: Build, step: int, sound: int) -> None:
+        """Copy the state after `step` steps; where there is no room, one state makes way.
+
+        The newest state that is known to be sound stays: the earliest other one makes way.
+
+        Args:
+            build: the run.
+            step: how many steps were taken.
+            sound: the newest step whose state is known to be sound.
+        """
+        self.states = [held for held in self.states if held.step != step]
+        spare: dict[str, Tensor] = {}
+        if len(self.states) >= self.most:
+            kept = max((held.step for held in self.states if held.step <= sound), default=-1)
+            loses = next((held for held in self.states if held.step != kept), self.states[0])
+            self.states.remove(loses)
+            spare = loses.tensors
+        cuda = build.device.type == "cuda"
+        tensors = {}
+        with torch.no_grad():
+            for name, tensor in self._live(build):
+                copy = spare.get(name)
+                if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=cuda)
+                tensors[name] = copy.copy_(tensor, non_blocking=cuda)
+        values = {who: keeper.values() for who, keeper in build.state.items() if who != self.owner}
+        self.states.append(HeldState(step, tensors, values))
+
+    def restore(self, build: Build, held: HeldState) -> None:
+        """Make the run's state what `held` is, and forget the states after it.
+
+        States that an optimizer did not have by then are removed, so that it begins them anew.
+        """
+        with torch.no_grad():
+            for name, tensor in self._live(build):
+                if name in held.tensors:
+                    tensor.copy_(held.tensors[name], non_blocking=True)
+        for route, optimizer in build.optimizers.items():
+            for name, parameter in build.routed[route].items():
+                state = optimizer.state.get(parameter, {})
+                for key in [key for key, value in state.items() if isinstance(value, Tensor)]:
+                    if f"optimizer/{name}/{key}" not in held.tensors:
+                        del state[key]
+        for who, values in held.values.items():
+            build.state[who].load_values(values)
+        self.states = [other for other in self.states if other.step <= held.step]
+
+    def _live(self, build: Build) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's part of every tensor of the state, by global name."""
+        for name, parameter in build.model.named_parameters():
+            if parameter.requires_grad:
+                yield f"model/{name}", local_of(parameter.detach())
+        for route, optimizer in build.optimizers.items():
+            for name, parameter in build.routed[route].items():
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        yield f"optimizer/{name}/{key}", local_of(value.detach())
+        for who, keeper in build.state.items():
+            if who != self.owner:
+                for name, tensor in keeper.tensors().items():
+                    yield f"technique/{who}/{name}", local_of(tensor.detach())

@@ -1,0 +1,1 @@
+"""Hold the techniques that keep a run stable, or bring it back."""
