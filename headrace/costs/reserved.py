@@ -29,6 +29,9 @@ from headrace.costs.work import Attention, Stream
 MIB = 2**20
 WORKSPACE = "library workspaces"
 """Name of the libraries' workspaces as an owner of memory."""
+HELD = "held states"
+"""Name of the copies of earlier states in the host's memory as an owner of memory, and of the size
+of the ledger that is their bytes; 0 where the device has a memory of its own."""
 RESTS = "rests of blocks"
 """How the bytes of the allocator's blocks beyond their tensors are called as an owner of memory: a
 rest of up to 1 MiB is not cut off. Of the small recipe on an H100 they are 11 of 940 MiB."""
@@ -160,7 +163,9 @@ class Footprint:
     def beside(self) -> dict[str, float]:
         """Return the bytes by owner that count as allocated, and that no line of the ledger has."""
         rests = self.free.spare if self.free else 0.0
-        return {n: float(b) for n, b in ((WORKSPACE, self.workspace), (RESTS, rests)) if b}
+        held = self.ledger.sizes.get(HELD, 0.0)
+        owners = (WORKSPACE, self.workspace), (RESTS, rests), (HELD, held)
+        return {name: float(bytes) for name, bytes in owners if bytes}
 
     def replayed(self, capacity: float) -> Reserved:
         """Return what the allocator does with the tensors in so much memory."""

@@ -162,6 +162,20 @@ class FirstStep(Table):
     band: Number = None
 
 
+class SpikeRecord(Table):
+    """Hold a run of steps whose update was masked, and what was done about it."""
+
+    step: Count
+    masked: Count = None
+    loss: Number = None
+    grad_norm: Number = None
+    loss_limit: Number = None
+    norm_limit: Number = None
+    rewound_to: tuple[Count, ...] = ()
+    recovered: Count = None
+    source: str = ""
+
+
 class BottleneckRecord(Table):
     """Hold the doctor's verdict, with the remedy to try first where one is known."""
 
@@ -231,6 +245,7 @@ class Report(Table):
     parent: ParentRecord | None = None
     restarts: Count
     skipped_steps: Count
+    spikes: tuple[SpikeRecord, ...] = ()
     techniques: dict[str, TechniqueRecord]
     guard: FirstStep | None = None
     attention: Attended | None = None

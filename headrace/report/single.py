@@ -20,7 +20,7 @@ from headrace.report.page import (
     write_page,
 )
 from headrace.report.parts import memory, step_time, techniques
-from headrace.report.run_files import Report, RunFiles, read_run
+from headrace.report.run_files import Report, RunFiles, SpikeRecord, read_run
 from headrace.report.words import (
     NOT_MEASURED,
     bits,
@@ -59,6 +59,7 @@ def write_report(run_directory: Path, output: Path | None = None) -> Path:
         f"{report.name} - Headrace report",
         _header(report),
         *_doubts(report),
+        *_spikes(report),
         section("Key figures", cards(_figures(report))),
         _bottleneck(report),
         remedies(run.directory),
@@ -121,6 +122,34 @@ def _figures(report: Report) -> list[tuple[str, str, str]]:
 def _part(share: float | None) -> str:
     """Render how much of the validation text was read; "" where that was not noted."""
     return f"; {part_of_text(share)}" if share is not None else ""
+
+
+def _spikes(report: Report) -> list[Safe]:
+    """Render each spike in the loss or the gradient norm, and what was done about it."""
+    if not report.spikes:
+        return []
+    return [section("Spikes", *(tag("p", _spike(spike)) for spike in report.spikes))]
+
+
+def _spike(spike: SpikeRecord) -> str:
+    """Render one spike as a sentence or two."""
+    states = " and ".join(whole(step) for step in spike.rewound_to)
+    back = f", the weights went back to those after step {states}" if states else ""
+    words = (
+        f"Step {whole(spike.step)}: loss {_or_wild(spike.loss)} (limit {_or_wild(spike.loss_limit)}"
+        f"), gradient norm {_or_wild(spike.grad_norm)} (limit {_or_wild(spike.norm_limit)}). "
+        f"{whole(spike.masked)} updates were masked{back}; "
+    )
+    again = spike.recovered
+    words += (
+        "it did not recover." if again is None else f"in its band again from {whole(again)} on."
+    )
+    return words + f" {spike.source[:1].upper()}{spike.source[1:]}." * bool(spike.source)
+
+
+def _or_wild(value: float | None) -> str:
+    """Render a number of a spike; None stands for one that was not finite."""
+    return "not finite" if value is None else f"{value:.3g}"
 
 
 def _doubts(report: Report) -> list[Safe]:

@@ -7,14 +7,14 @@ Ranks add up their verdicts, so that all do the same. The host waits for nothing
 a step later, where it reads the loss.
 
 **Rewind.** A bad batch is over with that: the weights never saw it. Where `patience` steps in a row
-are refused, or one is not finite, the weights themselves may be bad (a flipped bit, a step that was
-too long). They, the optimizers' states and what techniques keep then return to the newest state
-that is known to be sound: one from which a later step was computed that was in the band. The clock
-and the data go on: steps, the learning rate and the stream's place are never set back. So the data
-between is the window that is skipped, metrics stay one row a step, and the steps that were undone
-are paid for openly. After a rewind up to `skip` refused steps are let pass (PaLM skipped 200 to 500
-batches), then an earlier state is tried. After `most` rewinds within `within` steps, or where no
-earlier state is held, the run ends with one error.
+are refused, or one is not finite or the last before a checkpoint, the weights themselves may be bad
+(a flipped bit, a step that was too long). They, the optimizers' states and what techniques keep
+then return to the newest state that is known to be sound: one from which a later step was computed
+that was in the band. The clock and the data go on: steps, the learning rate and the stream's place
+are never set back. So the data between is the window that is skipped, metrics stay one row a step,
+and the steps that were undone are paid for openly. After a rewind up to `skip` refused steps are
+let pass (PaLM skipped 200 to 500 batches), then an earlier state is tried. After `most` rewinds
+within `within` steps, or where no earlier state is held, the run ends with one error.
 
 **Recover.** It is over when `PROVE` steps in a row are in the band. What was noticed and done is in
 report.json (`spikes`), on the run's page, and in metrics.jsonl (`masked`).
@@ -22,7 +22,9 @@ report.json (`spikes`), on the run's page, and in metrics.jsonl (`masked`).
 **Resume.** Band, open spikes and past rewinds are in the checkpoint; the held states are not, since
 they would double it or more. Checkpoints fall on steps at which a state is held, and a resumed run
 holds the one that it begins at. So a run that is killed after a rewind repeats it to the bit,
-unless the first step after the checkpoint is refused already.
+unless the first step after the checkpoint is refused already. A signal that stops a run within the
+few steps between a fault and its rewind saves the faulty weights: resumed, it ends with the error
+that names an earlier checkpoint.
 
 Cost: `states` copies of weights and optimizer state in the host's memory (24 bytes a weight with
 AdamW), one copy to it every `every` steps, and about 30 kernels on single numbers a step. Left out:
@@ -44,7 +46,8 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import Diverged
 from headrace.core.remedy import mend
 from headrace.core.units import divisors
-from headrace.costs.ledger import Ledger, Line
+from headrace.costs.ledger import Ledger
+from headrace.costs.reserved import HELD
 from headrace.costs.work import HostCopy, Stream
 from headrace.optim.stability import Band, Spike
 from headrace.plan.plan import Plan
@@ -163,7 +166,8 @@ class SpikeWatch:
             if wild and not build.auxiliary and (source := first_nonfinite(build, step - 1)):
                 self.spikes[-1].source = source.sentence
         self.spikes[-1].masked += 1
-        patience = self.knobs.skip if self.on_probation else 1 if wild else self.knobs.patience
+        at_once = wild or self._drained(build.plan, step)  # bad weights are not saved
+        patience = self.knobs.skip if self.on_probation else 1 if at_once else self.knobs.patience
         if self.streak >= patience and not self.hopeless:
             self._rewind(build, step)
 
@@ -321,9 +325,8 @@ class SpikeRewind(Technique[Build]):
             work["spike_rewind/copy"] = HostCopy("forward", often, state)
         else:
             work["spike_rewind/copy"] = Stream("forward", often, 2 * state)
-            line = Line(self.states * state, ("always",))
-            ledger = ledger.with_line(self.name(), line)
-        return replace(ledger, work={**ledger.work, **work})
+        held = 0.0 if ledger.sizes["on_gpu"] else self.states * state
+        return replace(ledger, work={**ledger.work, **work}, sizes={**ledger.sizes, HELD: held})
 
     def apply(self, build: Build) -> None:
         """Judge every step, hold states, and take over what follows a masked update."""
