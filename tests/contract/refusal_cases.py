@@ -453,6 +453,9 @@ CASES: dict[str, Asked] = {
         ("sequence_length_schedule",),
         base=("goal.minutes=1", "device=cpu", "model.vocab=512", "schedule.kind=constant"),
     ),
+    "techniques/stability/spike_rewind:SpikeRewind.supports#1": Asked(
+        ("techniques.spike_rewind.every=60", "checkpoint.every_steps=100")
+    ),
 }
 """By the site of the refusal."""
 HUB, FLA = "techniques/attention/flash_attention_3", "techniques/attention/linear_attention"

@@ -86,7 +86,7 @@ class SpikeWatch:
         )
         self.held = HeldStates(knobs.states, self.name)
         self.judged = 0
-        self.refused: dict[int, tuple[float | None, float | None]] = {}
+        self.flagged: dict[int, tuple[float | None, float | None]] = {}
         """loss and norm of refused steps that were not acted on yet"""
         self.decided = self.streak = self.calm = 0
         """the last step that was acted on; refused and good steps in a row up to it"""
@@ -126,7 +126,7 @@ class SpikeWatch:
             Diverged: earlier rewinds did not help.
         """
         loss, norm = (_finite(metrics[key]) for key in ("loss", "grad_norm"))
-        self.refused[step] = loss, norm
+        self.flagged[step] = loss, norm
         done = int(build.now["step"]) + 1
         self._decide(build, step if self._drained(build.plan, done) else min(step, done - 1))
         if self.hopeless:
@@ -140,8 +140,8 @@ class SpikeWatch:
     def _decide(self, build: Build, last: int) -> None:
         """Act on the flags of all steps up to `last`, in order."""
         for step in range(self.decided + 1, last + 1):
-            if step in self.refused:
-                self._see_refused(build, step, *self.refused.pop(step))
+            if step in self.flagged:
+                self._see_refused(build, step, *self.flagged.pop(step))
             else:
                 self._see_good(build, step)
         self.decided = max(self.decided, last)
@@ -224,15 +224,15 @@ class SpikeWatch:
     def values(self) -> dict[str, Any]:
         """Return what is saved as JSON."""
         kept = {name: getattr(self, name) for name in self.HOST}
-        refused = [[step, *numbers] for step, numbers in self.refused.items()]
+        flagged = [[step, *numbers] for step, numbers in self.flagged.items()]
         spikes = [spike.to_dict() for spike in self.spikes]
-        return {**kept, "rewinds": [*self.rewinds], "refused": refused, "spikes": spikes}
+        return {**kept, "rewinds": [*self.rewinds], "flagged": flagged, "spikes": spikes}
 
     def load_values(self, values: Mapping[str, Any]) -> None:
         """Take back what `values` gave."""
         for name in self.HOST:
             setattr(self, name, values[name])
-        self.refused = {step: (loss, norm) for step, loss, norm in values["refused"]}
+        self.flagged = {step: (loss, norm) for step, loss, norm in values["flagged"]}
         self.spikes = [
             Spike(**{**spike, "rewound_to": tuple(spike["rewound_to"])})
             for spike in values["spikes"]
