@@ -5,10 +5,10 @@
 
 Each run is `headrace.train.train.run` of a decoder of two layers on generated text, on the CPU. A
 fault falls on a step that the seed draws, in the second half of the run. A faulty run has
-**recovered** where it ends, every spike that was noticed is over by its own proof (three steps in a
-row in the band), and its last validation loss is within `BAND` nats of the healthy run's of the same
-seed. The same fault without the technique is run too: `unaided` is the share of those that end as
-well, so that a fault that does nothing is seen as such. A healthy run has a false rewind where
+**recovered** where it ends, every spike that was noticed is over by its own proof (three steps in
+a row in the band), and its last validation loss is within `BAND` nats of the healthy run's of the
+same seed. The same fault without the technique is run too: `unaided` is the share of those that
+end as well, so that a fault that does nothing is seen as such. A healthy run has a false rewind where
 `spike_rewind` went back, and a false mask where it refused a step.
 
 Rows go to `learning.jsonl`, kind "spike_rewind": one for each fault, one for the healthy runs.
@@ -55,23 +55,11 @@ schedule = {{kind = "constant", warmup_steps = 5}}
 eval = {{every_steps = 20, tokens = 2048}}
 checkpoint = {{every_steps = 20}}
 """
-WORDS = [
-    "the",
-    "mill",
-    "turns",
-    "when",
-    "water",
-    "runs",
-    "down",
-    "and",
-    "stones",
-    "grind",
-    "grain",
-    "into",
-    "flour",
-    "for",
-    "bread",
-]
+WORDS = (
+    *("the", "mill", "turns", "when", "water", "runs", "down", "and"),
+    *("stones", "grind", "grain", "into", "flour", "for", "bread"),
+)
+
 
 Plant = Callable[[Build, list[Micro], random.Random], None]
 

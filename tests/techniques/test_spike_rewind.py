@@ -220,8 +220,8 @@ def test_a_band_by_hand() -> None:
     limit = mean + 2 * deviation
     assert stands_out(limit + 0.01) and not stands_out(limit - 0.01)
     assert float(band.limits[0]) == pytest.approx(limit, rel=1e-5)
-    assert stands_out(4.0, 1.51), "a norm of a window without spread has a quarter of its mean"
-    assert not stands_out(0.0, 0.0) and float(band.count) == 7, "no target: not taken in"
+    assert stands_out(4.0, 4.01) and not stands_out(4.0, 3.99), "without spread, 1.5 of the mean"
+    assert not stands_out(0.0, 0.0) and float(band.count) == 8, "no target: not taken in"
 
 
 def test_the_newest_sound_state_stays(make_tiny: Callable[..., Build]) -> None:
