@@ -8,8 +8,8 @@ fault falls on a step that the seed draws, in the second half of the run. A faul
 **recovered** where it ends, every spike that was noticed is over by its own proof (three steps in
 a row in the band), and its last validation loss is within `BAND` nats of the healthy run's of the
 same seed. The same fault without the technique is run too: `unaided` is the share of those that
-end as well, so that a fault that does nothing is seen as such. A healthy run has a false rewind where
-`spike_rewind` went back, and a false mask where it refused a step.
+end as well, so that a fault that does nothing is seen as such. A healthy run has a false rewind
+where `spike_rewind` went back, and a false mask where it refused a step.
 
 Rows go to `learning.jsonl`, kind "spike_rewind": one for each fault, one for the healthy runs.
 """
@@ -73,18 +73,18 @@ def _weight(build: Build, chance: random.Random) -> Tensor:
 
 
 def flipped_bit(build: Build, micros: list[Micro], chance: random.Random) -> None:
-    """Flip the highest bit of a weight's exponent."""
+    """Change the highest bit of a weight's exponent."""
     _weight(build, chance).view(torch.int32).bitwise_xor_(1 << 30)
 
 
 def flipped_sign_and_size(build: Build, micros: list[Micro], chance: random.Random) -> None:
-    """Flip a weight's sign, and a bit of its exponent that makes it 2^32 times as large."""
+    """Change a weight's sign, and a bit of its exponent that makes it 2^32 times as large."""
     weight = _weight(build, chance)
     weight.copy_(-weight * 2.0**32)
 
 
 def nan_in_a_weight(build: Build, micros: list[Micro], chance: random.Random) -> None:
-    """Plant a NaN in a weight."""
+    """Set a weight to NaN."""
     _weight(build, chance).fill_(float("nan"))
 
 
@@ -157,7 +157,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of a case: the last validation loss, None where it failed, and its spikes."""
+    """Hold what came of a case: the last validation loss, None where it failed, and its spikes."""
 
     loss: float | None
     spikes: Sequence[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""Clipping by a fixed and by a moving limit: ZClip's numbers by hand, and what an update sees."""
+"""Test clipping by a fixed and by a moving limit: ZClip by hand, and what an update sees."""
 
 from collections.abc import Callable
 from typing import Any

@@ -84,7 +84,7 @@ class SpikeWatch:
         self.band = Band(
             build.device, window=knobs.window, sigmas=knobs.sigmas, warmup=max(2, knobs.window // 4)
         )
-        self.held = HeldStates(knobs.states, self.name)
+        self.copies = HeldStates(knobs.states, self.name)
         self.judged = 0
         self.flagged: dict[int, tuple[float | None, float | None]] = {}
         """loss and norm of refused steps that were not acted on yet"""
@@ -116,8 +116,8 @@ class SpikeWatch:
         build.run_notes.spikes = self.spikes
         done = int(build.now["step"])
         self._decide(build, done if self._drained(build.plan, done) else done - 1)
-        if done % self.every == 0 or not self.held.states:
-            self.held.take(build, done, self.sound)
+        if done % self.every == 0 or not self.copies.states:
+            self.copies.take(build, done, self.sound)
 
     def recover(self, build: Build, step: int, metrics: Mapping[str, float]) -> None:
         """Note a refused step; this fills the `recover` socket.
@@ -138,7 +138,7 @@ class SpikeWatch:
         return any(every and done % every == 0 for every in often)
 
     def _decide(self, build: Build, last: int) -> None:
-        """Act on the flags of all steps up to `last`, in order."""
+        """Take the flags of all steps up to `last` into account, in order."""
         for step in range(self.decided + 1, last + 1):
             if step in self.flagged:
                 self._see_refused(build, step, *self.flagged.pop(step))
@@ -179,7 +179,7 @@ class SpikeWatch:
         if target is None or len(self.rewinds) >= self.knobs.most:
             self.hopeless = True
             return
-        self.held.restore(build, target)
+        self.copies.restore(build, target)
         self.rewinds.append(step)
         spike.rewound_to = (*spike.rewound_to, target.step)
         self.streak, self.on_probation = 0, True
@@ -195,8 +195,8 @@ class SpikeWatch:
         A state that this spike went back to already is not tried again.
         """
         tried = min(spike.rewound_to, default=math.inf)
-        left = [held for held in self.held.states if held.step < tried]
-        sound = [held for held in left if held.step <= self.sound]
+        left = [one for one in self.copies.states if one.step < tried]
+        sound = [one for one in left if one.step <= self.sound]
         return sound[-1] if sound else left[0] if left else None
 
     def _gives_up(self) -> Diverged:
@@ -325,8 +325,8 @@ class SpikeRewind(Technique[Build]):
             work["spike_rewind/copy"] = HostCopy("forward", often, state)
         else:
             work["spike_rewind/copy"] = Stream("forward", often, 2 * state)
-        held = 0.0 if ledger.sizes["on_gpu"] else self.states * state
-        return replace(ledger, work={**ledger.work, **work}, sizes={**ledger.sizes, HELD: held})
+        copies = 0.0 if ledger.sizes["on_gpu"] else self.states * state
+        return replace(ledger, work={**ledger.work, **work}, sizes={**ledger.sizes, HELD: copies})
 
     def apply(self, build: Build) -> None:
         """Judge every step, hold states, and take over what follows a masked update."""
@@ -339,18 +339,18 @@ class SpikeRewind(Technique[Build]):
     def active(self, build: Build) -> Evidence:
         """Report the steps that were judged, the limits that stand now, and the held states."""
         watch: SpikeWatch = build.notes[self.name()]
-        taken, held = float(watch.band.count), watch.held.states
+        taken, copies = float(watch.band.count), watch.copies.states
         limit, norm_limit = watch.band.limits.tolist()
         masked = sum(spike.masked for spike in watch.spikes)
-        held_bytes = sum(state.nbytes for state in held)
-        steps = " and ".join(str(state.step) for state in held) or "none"
+        copied_bytes = sum(state.nbytes for state in copies)
+        steps = " and ".join(str(state.step) for state in copies) or "none"
         limits = (
             f"limits are {limit:.3g} nats and a norm of {norm_limit:.3g}"
             if math.isfinite(limit)
             else "no limits yet"
         )
         return Evidence(
-            active=watch.judged > 0 and held_bytes > 0 and watch.judge in build.judges,
+            active=watch.judged > 0 and copied_bytes > 0 and watch.judge in build.judges,
             detail=f"judged {watch.judged} steps, {limits}; masked {masked}, went back "
             f"{len(watch.rewinds)} times; holds the states after steps {steps}",
             numbers={
@@ -358,7 +358,7 @@ class SpikeRewind(Technique[Build]):
                 "usual": taken,
                 "masked": masked,
                 "rewinds": sum(len(spike.rewound_to) for spike in watch.spikes),
-                "held_bytes": held_bytes,
+                "held_bytes": copied_bytes,
             },
         )
 
