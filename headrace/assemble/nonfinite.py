@@ -55,8 +55,8 @@ class Source:
     def sentence(self) -> str:
         """Return the source in words, without a full stop."""
         if self.where is Where.WEIGHT:
-            found = f"the weight {self.name} ({self.dtype}) holds a number that is not finite"
-            return f"{found}; its largest finite one is {self.largest:.3g}"
+            words = f"the weight {self.name} ({self.dtype}) holds a number that is not finite"
+            return f"{words}; its largest finite one is {self.largest:.3g}"
         if self.where is Where.GRADIENT:
             return (
                 f"the first gradient that is not finite is that of {self.name} ({self.dtype}), "

@@ -29,7 +29,7 @@ from headrace.costs.work import Attention, Stream
 MIB = 2**20
 WORKSPACE = "library workspaces"
 """Name of the libraries' workspaces as an owner of memory."""
-HELD = "held states"
+KEPT_STATES = "kept states"
 """Name of the copies of earlier states in the host's memory as an owner of memory, and of the size
 of the ledger that is their bytes; 0 where the device has a memory of its own."""
 RESTS = "rests of blocks"
@@ -163,8 +163,8 @@ class Footprint:
     def beside(self) -> dict[str, float]:
         """Return the bytes by owner that count as allocated, and that no line of the ledger has."""
         rests = self.free.spare if self.free else 0.0
-        held = self.ledger.sizes.get(HELD, 0.0)
-        owners = (WORKSPACE, self.workspace), (RESTS, rests), (HELD, held)
+        copies = self.ledger.sizes.get(KEPT_STATES, 0.0)
+        owners = (WORKSPACE, self.workspace), (RESTS, rests), (KEPT_STATES, copies)
         return {name: float(bytes) for name, bytes in owners if bytes}
 
     def replayed(self, capacity: float) -> Reserved:

@@ -140,9 +140,9 @@ def _spike(spike: SpikeRecord) -> str:
         f"), gradient norm {_or_wild(spike.grad_norm)} (limit {_or_wild(spike.norm_limit)}). "
         f"{whole(spike.masked)} updates were masked{back}; "
     )
-    again = spike.recovered
+    since = spike.recovered
     words += (
-        "it did not recover." if again is None else f"in its band again from {whole(again)} on."
+        "it did not recover." if since is None else f"in its band again from {whole(since)} on."
     )
     return words + f" {spike.source[:1].upper()}{spike.source[1:]}." * bool(spike.source)
 

@@ -16,7 +16,7 @@ STEPS, AT = 14, 10
 
 
 def both_go_back(corpus: str, prepared: str) -> None:
-    """Check that all ranks mask the same steps, return to the same state, and end with the same weights."""
+    """Check that all ranks mask the same steps, return to one state and end with equal weights."""
     torch.set_num_threads(1)
     house.put_data_in(corpus, prepared)
     for names in ((), ("fsdp",)):

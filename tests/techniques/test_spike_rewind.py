@@ -10,11 +10,11 @@ import torch
 from tiny import assert_same_run, losses, metrics, report
 from torch import nn
 
-from headrace.assemble.held_states import HeldStates
+from headrace.assemble.kept_states import KeptStates
 from headrace.assemble.nonfinite import Where, first_nonfinite
 from headrace.assemble.sockets import Build
 from headrace.core.errors import Diverged
-from headrace.costs.reserved import HELD
+from headrace.costs.reserved import KEPT_STATES
 from headrace.data.loader import Micro
 from headrace.optim.stability import Band
 from headrace.train import state
@@ -111,7 +111,7 @@ def test_a_fault_is_undone(
     assert not page or "Spikes" in page
     numbers = report(run)["techniques"]["spike_rewind"]["numbers"]
     assert numbers["rewinds"] == undone and numbers["masked"] == len(masked)
-    assert numbers["held_bytes"] > 0
+    assert numbers["kept_bytes"] > 0
 
 
 @pytest.mark.parametrize("beside", [(), ("techniques.sophia.every=1",)])
@@ -175,7 +175,7 @@ def test_no_checkpoint_holds_what_was_refused(train: Train, plant: Callable[...,
 
 
 def test_it_gives_up_with_one_error(train: Train, plant: Callable[..., None]) -> None:
-    """Data that stays bad is no spike: after the states that are held there is one error."""
+    """Data that stays bad is no spike: after the states that are kept there is one error."""
     plant(repeat_a_token, *range(20, 100))
     with pytest.raises(Diverged) as told:
         train(*ON, "techniques.spike_rewind.skip=3", "goal.steps=60", "directory=given_up")
@@ -227,15 +227,15 @@ def test_a_band_by_hand() -> None:
 def test_the_newest_sound_state_stays(make_tiny: Callable[..., Build]) -> None:
     """Room is made by the earliest other state; a return is exact, and forgets what came after."""
     build = make_tiny()
-    held = HeldStates(2, "spike_rewind")
+    kept = KeptStates(2, "spike_rewind")
     weight = next(build.model.parameters())
     for step in range(4):
         with torch.no_grad():
             weight.fill_(step)
-        held.take(build, step, sound=1)
-    assert [state.step for state in held.states] == [1, 3]
-    held.restore(build, held.states[0])
-    assert bool((weight == 1).all()) and [state.step for state in held.states] == [1]
+        kept.take(build, step, sound=1)
+    assert [state.step for state in kept.states] == [1, 3]
+    kept.restore(build, kept.states[0])
+    assert bool((weight == 1).all()) and [state.step for state in kept.states] == [1]
 
 
 def test_what_is_held_is_predicted(
@@ -246,7 +246,7 @@ def test_what_is_held_is_predicted(
         trainer.step(build, batch(build), index)
     watch = build.notes["spike_rewind"]
     measured = sum(state.nbytes for state in watch.copies.states)
-    predicted = build.predicted(build.plan).sizes[HELD]
+    predicted = build.predicted(build.plan).sizes[KEPT_STATES]
     assert predicted == pytest.approx(measured, rel=0.01)
 
 

@@ -14,13 +14,13 @@ that was in the band. The clock and the data go on: steps, the learning rate and
 are never set back. So the data between is the window that is skipped, metrics stay one row a step,
 and the steps that were undone are paid for openly. After a rewind up to `skip` refused steps are
 let pass (PaLM skipped 200 to 500 batches), then an earlier state is tried. After `most` rewinds
-within `within` steps, or where no earlier state is held, the run ends with one error.
+within `within` steps, or where no earlier state is kept, the run ends with one error.
 
 **Recover.** It is over when `PROVE` steps in a row are in the band. What was noticed and done is in
 report.json (`spikes`), on the run's page, and in metrics.jsonl (`masked`).
 
-**Resume.** Band, open spikes and past rewinds are in the checkpoint; the held states are not, since
-they would double it or more. Checkpoints fall on steps at which a state is held, and a resumed run
+**Resume.** Band, open spikes and past rewinds are in the checkpoint; the kept states are not, since
+they would double it or more. Checkpoints fall on steps at which a state is kept, and a resumed run
 holds the one that it begins at. So a run that is killed after a rewind repeats it to the bit,
 unless the first step after the checkpoint is refused already. A signal that stops a run within the
 few steps between a fault and its rewind saves the faulty weights: resumed, it ends with the error
@@ -40,14 +40,14 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from headrace.assemble.held_states import HeldState, HeldStates
+from headrace.assemble.kept_states import KeptState, KeptStates
 from headrace.assemble.nonfinite import first_nonfinite
 from headrace.assemble.sockets import Build
 from headrace.core.errors import Diverged
 from headrace.core.remedy import mend
 from headrace.core.units import divisors
 from headrace.costs.ledger import Ledger
-from headrace.costs.reserved import HELD
+from headrace.costs.reserved import KEPT_STATES
 from headrace.costs.work import HostCopy, Stream
 from headrace.optim.stability import Band, Spike
 from headrace.plan.plan import Plan
@@ -62,7 +62,7 @@ from headrace.plan.technique import (
 )
 
 USUAL_EVERY = 50
-"""Steps between two held states where the plan does not say it, at most: with copies of 12 bytes a
+"""Steps between two kept states where the plan does not say it, at most: with copies of 12 bytes a
 weight over a link of 25 GB/s, that is 10 ms a step at a billion weights (derived)."""
 PROVE = 3
 """Steps in a row in the band after which a spike is over. The limits are those from before it."""
@@ -84,7 +84,7 @@ class SpikeWatch:
         self.band = Band(
             build.device, window=knobs.window, sigmas=knobs.sigmas, warmup=max(2, knobs.window // 4)
         )
-        self.copies = HeldStates(knobs.states, self.name)
+        self.copies = KeptStates(knobs.states, self.name)
         self.judged = 0
         self.flagged: dict[int, tuple[float | None, float | None]] = {}
         """loss and norm of refused steps that were not acted on yet"""
@@ -112,7 +112,7 @@ class SpikeWatch:
     # --- on the host ---
 
     def before_step(self, build: Build) -> None:
-        """Act on flags that are known by now, and hold the state where that is due."""
+        """Take known flags into account, and copy the state where that is due."""
         build.run_notes.spikes = self.spikes
         done = int(build.now["step"])
         self._decide(build, done if self._drained(build.plan, done) else done - 1)
@@ -189,8 +189,8 @@ class SpikeWatch:
             f"as after step {target.step}, and the data goes on"
         )
 
-    def _target(self, spike: Spike) -> HeldState | None:
-        """Return the state to go back to: the newest sound one, else the earliest that is held.
+    def _target(self, spike: Spike) -> KeptState | None:
+        """Return the state to go back to: the newest sound one, else the earliest that is kept.
 
         A state that this spike went back to already is not tried again.
         """
@@ -252,10 +252,10 @@ class SpikeRewind(Technique[Build]):
     skip: int = Field(default=16, ge=1, le=10**6)
     """Refused steps in a row that are let pass after a rewind, before an earlier state is tried."""
     every: int | None = Field(default=None, ge=2, le=10**9)
-    """Steps between two held states; it must divide checkpoint.every_steps. Left open: the largest
+    """Steps between two kept states; it must divide checkpoint.every_steps. Left open: the largest
     number up to 50 that does."""
     states: int = Field(default=2, ge=2, le=16)
-    """States that are held in the host's memory."""
+    """States that are kept in the host's memory."""
     most: int = Field(default=3, ge=1, le=1000)
     """Rewinds within `within` steps after which the next one ends the run."""
     within: int = Field(default=1000, ge=1, le=10**12)
@@ -290,7 +290,7 @@ class SpikeRewind(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Require that checkpoints fall on steps at which a state is held."""
+        """Require that checkpoints fall on steps at which a state is kept."""
         plan = context.plan
         saves = plan.checkpoint.every_steps if plan is not None else 0
         if self.every is None or not saves or saves % self.every == 0:
@@ -314,7 +314,7 @@ class SpikeRewind(Technique[Build]):
         return self.every or max(fits, default=saves if saves > 1 else USUAL_EVERY)
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Add the held states where the host's memory is the device's, and the copies to it."""
+        """Add the kept states where the host's memory is the device's, and the copies to it."""
         learns = sum(m.numbers * m.stored for m in ledger.updates().values())
         every_weight = sum(m.numbers * m.stored for m in ledger.matrices.values())
         share = learns / every_weight if every_weight else 1.0
@@ -326,7 +326,9 @@ class SpikeRewind(Technique[Build]):
         else:
             work["spike_rewind/copy"] = Stream("forward", often, 2 * state)
         copies = 0.0 if ledger.sizes["on_gpu"] else self.states * state
-        return replace(ledger, work={**ledger.work, **work}, sizes={**ledger.sizes, HELD: copies})
+        return replace(
+            ledger, work={**ledger.work, **work}, sizes={**ledger.sizes, KEPT_STATES: copies}
+        )
 
     def apply(self, build: Build) -> None:
         """Judge every step, hold states, and take over what follows a masked update."""
@@ -337,7 +339,7 @@ class SpikeRewind(Technique[Build]):
         build.recover = watch.recover
 
     def active(self, build: Build) -> Evidence:
-        """Report the steps that were judged, the limits that stand now, and the held states."""
+        """Report the steps that were judged, the limits that stand now, and the kept states."""
         watch: SpikeWatch = build.notes[self.name()]
         taken, copies = float(watch.band.count), watch.copies.states
         limit, norm_limit = watch.band.limits.tolist()
@@ -358,7 +360,7 @@ class SpikeRewind(Technique[Build]):
                 "usual": taken,
                 "masked": masked,
                 "rewinds": sum(len(spike.rewound_to) for spike in watch.spikes),
-                "held_bytes": copied_bytes,
+                "kept_bytes": copied_bytes,
             },
         )
 

@@ -18,8 +18,8 @@ from headrace.parallel.layout import local_of
 
 
 @dataclass
-class HeldState:
-    """A held state is what a run was after a number of steps.
+class KeptState:
+    """A kept state is what a run was after a number of steps.
 
     Args:
         step: how many steps had been taken.
@@ -37,17 +37,17 @@ class HeldState:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-class HeldStates:
+class KeptStates:
     """Hold the newest states of a run, the earliest first.
 
     Args:
-        most: how many are held.
+        most: how many are kept.
         owner: the technique that holds them, whose own state is left out.
     """
 
     def __init__(self, most: int, owner: str) -> None:
         self.most, self.owner = most, owner
-        self.states: list[HeldState] = []
+        self.states: list[KeptState] = []
 
     def take(self, build: Build, step: int, sound: int) -> None:
         """Copy the state after `step` steps; where there is no room, one state makes way.
@@ -59,11 +59,11 @@ class HeldStates:
             step: how many steps were taken.
             sound: the newest step whose state is known to be sound.
         """
-        self.states = [held for held in self.states if held.step != step]
+        self.states = [kept for kept in self.states if kept.step != step]
         spare: dict[str, Tensor] = {}
         if len(self.states) >= self.most:
-            kept = max((held.step for held in self.states if held.step <= sound), default=-1)
-            loses = next((held for held in self.states if held.step != kept), self.states[0])
+            kept = max((kept.step for kept in self.states if kept.step <= sound), default=-1)
+            loses = next((kept for kept in self.states if kept.step != kept), self.states[0])
             self.states.remove(loses)
             spare = loses.tensors
         cuda = build.device.type == "cuda"
@@ -75,26 +75,26 @@ class HeldStates:
                     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=cuda)
                 tensors[name] = copy.copy_(tensor, non_blocking=cuda)
         values = {who: keeper.values() for who, keeper in build.state.items() if who != self.owner}
-        self.states.append(HeldState(step, tensors, values))
+        self.states.append(KeptState(step, tensors, values))
 
-    def restore(self, build: Build, held: HeldState) -> None:
-        """Make the run's state what `held` is, and forget the states after it.
+    def restore(self, build: Build, kept: KeptState) -> None:
+        """Make the run's state what `kept` is, and forget the states after it.
 
         States that an optimizer did not have by then are removed, so that it begins them anew.
         """
         with torch.no_grad():
             for name, tensor in self._live(build):
-                if name in held.tensors:
-                    tensor.copy_(held.tensors[name], non_blocking=True)
+                if name in kept.tensors:
+                    tensor.copy_(kept.tensors[name], non_blocking=True)
         for route, optimizer in build.optimizers.items():
             for name, parameter in build.routed[route].items():
                 state = optimizer.state.get(parameter, {})
                 for key in [key for key, value in state.items() if isinstance(value, Tensor)]:
-                    if f"optimizer/{name}/{key}" not in held.tensors:
+                    if f"optimizer/{name}/{key}" not in kept.tensors:
                         del state[key]
-        for who, values in held.values.items():
+        for who, values in kept.values.items():
             build.state[who].load_values(values)
-        self.states = [other for other in self.states if other.step <= held.step]
+        self.states = [other for other in self.states if other.step <= kept.step]
 
     def _live(self, build: Build) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's part of every tensor of the state, by global name."""
