@@ -62,8 +62,8 @@ class KeptStates:
         self.states = [kept for kept in self.states if kept.step != step]
         spare: dict[str, Tensor] = {}
         if len(self.states) >= self.most:
-            kept = max((kept.step for kept in self.states if kept.step <= sound), default=-1)
-            loses = next((kept for kept in self.states if kept.step != kept), self.states[0])
+            stays = max((kept.step for kept in self.states if kept.step <= sound), default=-1)
+            loses = next((kept for kept in self.states if kept.step != stays), self.states[0])
             self.states.remove(loses)
             spare = loses.tensors
         cuda = build.device.type == "cuda"
