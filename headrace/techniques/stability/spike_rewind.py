@@ -48,7 +48,7 @@ from headrace.core.remedy import mend
 from headrace.core.units import divisors
 from headrace.costs.ledger import Ledger
 from headrace.costs.reserved import KEPT_STATES
-from headrace.costs.work import HostCopy, Stream
+from headrace.costs.work import HostCopy, Stream, Work
 from headrace.optim.stability import Band, Spike
 from headrace.plan.plan import Plan
 from headrace.plan.technique import (
@@ -161,8 +161,8 @@ class SpikeWatch:
         wild = loss is None or norm is None
         if not self.open:
             self.open = True
-            limits = map(_finite, self.band.limits.tolist())
-            self.spikes.append(Spike(step, 0, loss, norm, *limits))
+            most_loss, most_norm = map(_finite, self.band.limits.tolist())
+            self.spikes.append(Spike(step, 0, loss, norm, most_loss, most_norm))
             if wild and not build.auxiliary and (source := first_nonfinite(build, step - 1)):
                 self.spikes[-1].source = source.sentence
         self.spikes[-1].masked += 1
@@ -320,7 +320,7 @@ class SpikeRewind(Technique[Build]):
         share = learns / every_weight if every_weight else 1.0
         state = share * ledger.memory["parameters"].bytes + ledger.memory["optimizer"].bytes
         often = 1 / (self.every or USUAL_EVERY)
-        work = {"spike_rewind/flag": Stream("optimizer", 1, 0.0, SMALL_KERNELS)}
+        work: dict[str, Work] = {"spike_rewind/flag": Stream("optimizer", 1, 0.0, SMALL_KERNELS)}
         if ledger.sizes["on_gpu"]:
             work["spike_rewind/copy"] = HostCopy("forward", often, state)
         else:
