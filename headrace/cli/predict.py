@@ -1,42 +1,72 @@
 """This module holds the verb `plan`, which predicts a run, and `probe`, which measures rates."""
 
+import re
+import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headrace.cli.arguments import DeviceName, Json, Overrides, PlanName, With, Without
+from headrace.cli.arguments import Json, Overrides, With, Without
 from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import exit_codes, make_progress, show_json, show_table
-from headrace.core.errors import UnsupportedError
+from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.limits import SweepAim
 from headrace.core.loading import loading
 
+if TYPE_CHECKING:
+    from headrace.plan.plan import Plan
+    from headrace.predict.prediction import Prediction
+
+KEY = re.compile(r"[a-z_.]+=")
+"""How an override begins."""
+
 
 def plan(
-    plan: PlanName,
+    plan: Annotated[
+        str, typer.Argument(help="A recipe's name or a TOML file; --budget goes without.")
+    ] = "",
     overrides: Overrides = None,
     *,
     with_: With = None,
     without: Without = None,
-    device_name: DeviceName = "",
+    device_name: Annotated[
+        str,
+        typer.Option(
+            "--device-name", "--gpu", help="A GPU that is not here, as NVIDIA H200; rates assumed."
+        ),
+    ] = "",
     sweep_: Annotated[bool, typer.Option("--sweep", help="Rank what the plan could be.")] = False,
     aim: Annotated[SweepAim, typer.Option("--for", help="What a sweep ranks by.")] = "time",
     after_: Annotated[
         Path | None, typer.Option("--after", help="A run here whose steps correct the prediction.")
     ] = None,
+    budget: Annotated[
+        str, typer.Option(help="Choose the model for 100usd, 8gpu-hours or 3e19flops.")
+    ] = "",
+    data: Annotated[str, typer.Option(help="Different tokens that there are, as 1.5B.")] = "",
+    output: Annotated[
+        Path | None, typer.Option("--out", help="Where the plan of a budget goes, as TOML.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Predict a run: whether it fits, where its step goes, how long and how much."""
     with exit_codes(json):
+        if budget and KEY.match(plan):  # a budget goes without a plan, and its place has a key
+            plan, overrides = "", [plan, *(overrides or [])]
+        _check(plan, budget, data=data, output=output, near=sweep_ or after_ is not None)
+        if budget:
+            from headrace.cli.budget import plan_budget
+
+            words = (overrides, with_, without)
+            plan_budget(budget, plan, words, device_name, data, output, as_json=json)
+            return
         with loading():
             from headrace.cli.plans import named_plan, place
-            from headrace.inference.load import read_recorded_plan, resolve_run, run_of
-            from headrace.plan.doubts import doubts_of
-            from headrace.predict import page, sweep
+            from headrace.inference.load import read_recorded_plan, resolve_run
+            from headrace.predict import sweep
             from headrace.predict.ending import Curve
             from headrace.predict.prediction import after, predict
-            from headrace.train.run_folder import RunFolder
             from headrace.tuner.effects import learns_otherwise, runs_otherwise
         wanted = named_plan(plan, overrides, with_, without, verb="plan")
         context, machine = place(wanted, device_name)
@@ -52,17 +82,7 @@ def plan(
             if wanted.goal.bits_per_byte is not None or measured is None:
                 curve = Curve.of(run, learns_otherwise(ran, wanted), runs_otherwise(ran, wanted))
         if not sweep_:
-            prediction = predict(wanted, context, machine, measured, curve)
-            parent = RunFolder(run).parent if (run := run_of(plan)) else None
-            doubts = doubts_of(wanted)
-            if json:
-                more = {"parent": parent, "doubts": [doubt.to_dict() for doubt in doubts]}
-                show_json({**prediction.to_dict(), **more})
-            else:
-                notes = [f"note: {doubt.line}" for doubt in doubts]
-                print(page.format_prediction(wanted, prediction), *notes, sep="\n")
-                if parent:
-                    print(f"it begins at step {parent['step']} of {parent['run']}")
+            _show(plan, wanted, predict(wanted, context, machine, measured, curve), as_json=json)
             return
         ranked = sweep.sweep(wanted, context, machine, catalogue(), aim, calibration=measured)
         if json:
@@ -72,6 +92,56 @@ def plan(
             print(sweep.format_summary(ranked))
             if more := sweep.command(ranked, plan, overrides or (), with_ or (), without or ()):
                 print(f"next: {more}{f'  # on {device_name}' if device_name else ''}")
+
+
+def _check(plan: str, budget: str, *, data: str, output: Path | None, near: bool) -> None:
+    """Refuse words that do not go together.
+
+    Args:
+        plan: the plan's name; "" where none was typed.
+        budget: what may be spent; "" where nothing was typed.
+        data: the number of different tokens; "" where none was typed.
+        output: where the plan of a budget goes; None where nothing was typed.
+        near: whether --sweep or --after was typed.
+
+    Raises:
+        ConfigError: there is neither a plan nor a budget, or options of one beside the other.
+    """
+    if not plan and not budget:
+        raise ConfigError(
+            "plan takes a recipe or a plan file, or --budget, which goes without",
+            "headrace plan demo; headrace plan --budget 8gpu-hours",
+        )
+    if budget and near:
+        raise ConfigError(
+            "--budget chooses a plan, and --sweep and --after are about one that is there",
+            f"headrace plan --budget {shlex.quote(budget)} --out plan.toml; "
+            "headrace plan plan.toml --sweep",
+        )
+    if not budget and (data or output is not None):
+        raise ConfigError(
+            "--data and --out are about the plan that a budget buys",
+            "--budget 8gpu-hours",
+        )
+
+
+def _show(name: str, wanted: "Plan", prediction: "Prediction", *, as_json: bool) -> None:
+    """Print the prediction of a plan, with what may be a mistake in it and where it begins."""
+    from headrace.inference.load import run_of
+    from headrace.plan.doubts import doubts_of
+    from headrace.predict import page
+    from headrace.train.run_folder import RunFolder
+
+    parent = RunFolder(run).parent if (run := run_of(name)) else None
+    doubts = doubts_of(wanted)
+    if as_json:
+        more = {"parent": parent, "doubts": [doubt.to_dict() for doubt in doubts]}
+        show_json({**prediction.to_dict(), **more})
+        return
+    notes = [f"note: {doubt.line}" for doubt in doubts]
+    print(page.format_prediction(wanted, prediction), *notes, sep="\n")
+    if parent:
+        print(f"it begins at step {parent['step']} of {parent['run']}")
 
 
 def probe(

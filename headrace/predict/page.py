@@ -1,12 +1,18 @@
-"""Format a prediction for a reader, as `headrace plan` prints it."""
+"""Format a prediction, or what a budget buys, for a reader, as `headrace plan` prints it."""
+
+import math
 
 from headrace.core.units import format_bytes, format_count, format_seconds
 from headrace.costs.ledger import WORDS
 from headrace.plan.plan import Plan
+from headrace.predict.budget import Bought
 from headrace.predict.intervals import STEP, Widening
 from headrace.predict.prediction import MemoryPrediction, Prediction
+from headrace.predict.scaling import CHINCHILLA, compute_optimal, is_fitted, is_swept
 
 FITS = {"yes": "it fits", "tight": "it fits tightly", "no": "it does not fit"}
+MANY_EPOCHS = 40
+"""Epochs from which a further one is worth next to nothing (arXiv 2305.16264, section 6)."""
 SOURCES = {
     "datasheet": "rates assumed from its datasheet; `headrace probe` measures them",
     "probes": "rates measured by probes",
@@ -24,6 +30,63 @@ def format_prediction(plan: Plan, prediction: Prediction) -> str:
     if prediction.rates.between_ranks:
         lines.append(prediction.rates.between_ranks)
     return "\n".join([*lines, *_format_time(prediction), *_format_end(plan, prediction)])
+
+
+def format_bought(bought: Bought) -> str:
+    """Return what a budget buys as text for a reader."""
+    plan, loss, ends = bought.plan, bought.loss, bought.loss.between
+    model, rate = plan.model, plan.optimizer.lr
+    lines = [
+        f"{bought.budget} buy {format_count(bought.parameters)} parameters and "
+        f"{format_count(bought.tokens)} tokens, {bought.tokens_per_parameter:.3g} a parameter "
+        f"(Chinchilla: {CHINCHILLA:g}), {bought.flops:.3g} FLOPs",
+        f"shape: {model.layers} layers of {model.dim}, {model.heads} heads of "
+        f"{model.resolved_head_dim}, ffn {model.resolved_ffn}, "
+        f"vocabulary {model.vocab or plan.data.vocab}, sequences of {plan.data.sequence_length}",
+        f"batch: {format_count(plan.batch.tokens)} tokens in {plan.rows_per_step} sequences, "
+        f"{bought.steps} steps, learning rate {rate:g} after {plan.schedule.warmup_steps} steps of "
+        "warmup (Step Law, AdamW)",
+        _format_data(bought),
+        f"expected loss: {loss.nats:.3f} nats a token ({ends.low:.2f} to {ends.high:.2f}): the "
+        "law's, for its corpus and tokenizer, not for yours; it ranks shapes",
+        f"  {loss.by_parameters:.2f} of it a larger model could take away, "
+        f"{loss.by_tokens:.2f} more tokens",
+    ]
+    guess = math.log(model.vocab or plan.data.vocab)
+    if loss.nats > guess:
+        lines.append(
+            f"  a guess at random has {guess:.2f}: the law does not reach so small a model"
+        )
+    if not is_fitted(bought.parameters, bought.tokens):
+        lines.append(
+            "  extrapolated: the law was fitted to 57M to 16B parameters, from 245M tokens"
+        )
+    if not is_swept(bought.in_blocks, bought.tokens):
+        lines.append(
+            "  Step Law is extrapolated: it was swept over 60M to 1.1B parameters in "
+            "blocks, from 2B tokens; `headrace lr-find` measures the rate here"
+        )
+    if bought.too_large is not None:
+        parameters, tokens = compute_optimal(bought.flops)
+        lines.append(
+            f"memory holds it down: {format_count(bought.too_large)} parameters would have a lower "
+            f"loss and do not fit; the law alone takes {format_count(parameters)} and "
+            f"{format_count(tokens)} tokens"
+        )
+    return "\n".join([*lines, "", format_prediction(plan, bought.prediction)])
+
+
+def _format_data(bought: Bought) -> str:
+    """Return the line about how often the tokens repeat, and what they are worth."""
+    if bought.fresh_tokens is None:
+        return "data: every token is taken to be fresh; --data TOKENS says how many there are"
+    epochs = bought.tokens / bought.fresh_tokens
+    line = f"data: {epochs:.3g} epochs of {format_count(bought.fresh_tokens)} tokens"
+    if epochs <= 1:
+        return line
+    worth = bought.loss.effective_tokens
+    line += f", worth {format_count(worth)} fresh ones (arXiv 2305.16264)"
+    return line if epochs < MANY_EPOCHS else f"{line}: so many repeats add next to nothing"
 
 
 def _format_memory(memory: MemoryPrediction) -> list[str]:

@@ -20,7 +20,20 @@ def nothing(run: Path) -> None:
     """What a remedy says in words is in the next command line."""
 
 
+BUDGET = "plan demo --device-name H200 --budget"
 PLANS = {
+    "cli/predict:_check#1": Case("plan"),
+    "cli/predict:_check#2": Case(f"{BUDGET} 1e11flops --sweep"),
+    "cli/predict:_check#3": Case("plan demo --data 1M --device-name H200"),
+    "cli/budget:_write#1": Case(f"{BUDGET} 1e11flops --out nowhere/plan.toml"),
+    "predict/budget:Budget.read#1": Case(f"{BUDGET} 1e11flips"),
+    "predict/budget:Budget.seconds#1": Case(f"{BUDGET} 0.001usd"),
+    "predict/budget:read_tokens#1": Case(f"{BUDGET} 1e11flops --data many"),
+    "predict/budget:_Search.bought#1": Case(f"{BUDGET} 1gpu-hours --with logit_soft_cap"),
+    "predict/budget:_Offers.nothing#1": Case(
+        f"{BUDGET} 1e18flops data.sequence_length=16777216 batch.tokens=16777216"
+    ),
+    "predict/budget:_Offers.nothing#2": Case(f"{BUDGET} 3e5flops"),
     "plan/plan:Plan._check#1": Case(f"{PLAN} batch.tokens=1000"),
     "plan/plan:Plan._check#2": Case(f"{PLAN} batch.micro_sequences=7"),
     "plan/plan:Plan._check#3": Case(f"{PLAN} 'data.weights=[1,2]'"),

@@ -1,0 +1,492 @@
+"""Choose the model, tokens, batch and learning rate that a budget buys, as a plan.
+
+A budget is money, GPU hours or FLOPs. Each shape of a ladder is given the tokens that the budget
+leaves it: money and hours by the speed that is predicted of its plan, FLOPs by what a token takes.
+The scaling law then says which shape and length would have the lowest loss, and Step Law gives
+their batch and learning rate (predict/scaling.py). Shapes that do not fit into the device's memory
+are left out. All else is as the plan says that the budget is given to.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from headrace.assemble.build import make_ledger
+from headrace.core.errors import ConfigError, HeadraceError, UnsupportedError, alike
+from headrace.core.limits import MOST
+from headrace.core.model_config import ModelConfig
+from headrace.core.units import format_count
+from headrace.costs.count import model_flops_per_token, total_parameters
+from headrace.costs.machine import Machine
+from headrace.data.tokenizer import entries
+from headrace.plan.plan import Plan
+from headrace.plan.technique import Context
+from headrace.predict.prediction import Prediction, at, predict
+from headrace.predict.scaling import (
+    CHINCHILLA,
+    ExpectedLoss,
+    expected_loss,
+    is_fitted,
+    is_swept,
+    step_law_batch,
+    step_law_rate,
+)
+
+Unit = Literal["usd", "gpu-hours", "flops"]
+WRITTEN = re.compile(r"\$?\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z -]*)", re.IGNORECASE)
+UNITS: dict[str, tuple[Unit, float]] = {
+    "usd": ("usd", 1),
+    "dollars": ("usd", 1),
+    "gpu-hours": ("gpu-hours", 1),
+    "gpu-hour": ("gpu-hours", 1),
+    "gpu-minutes": ("gpu-hours", 1 / 60),
+    "gpu-days": ("gpu-hours", 24),
+    "flops": ("flops", 1),
+    "flop": ("flops", 1),
+}
+"""Word behind the number of a budget -> its unit, and how many of that unit it is."""
+SCALES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+"""Letter behind a number of tokens -> its factor."""
+DIMS = (
+    *(64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792),
+    *(2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 16384, 20480, 24576),
+)
+"""Widths of the ladder: parameters grow by a factor of about 1.3 to 2 from one to the next."""
+GPT2_DIM, GPT2_ASPECT = 768, 64
+FLATTEST, DEEPEST = 128, 32
+"""Features a layer, at most and at least. GPT-2 small has 64 and Llama 3 8B 128; between them it
+grows with the root of the width."""
+WIDE_HEADS = 2048
+"""Width from which heads have 128 features, as in the Llama families; narrower ones have 64."""
+WORDS = (4096, 65_536)
+"""Smallest and largest vocabulary where the plan leaves it open."""
+TABLE_SHARE = 0.25
+"""Most parameters in both tables, as a share of those in blocks, where the vocabulary is open:
+larger models deserve larger ones (arXiv 2407.13623)."""
+MICRO_TOKENS = 32_768
+"""Most tokens of a rank's micro-batch. Longer ones were hardly faster on H200s (limits.jsonl)."""
+WARMUP_SHARE, WARMUP_STEPS = 0.05, 2000
+"""Warmup of the recipes here as a share of the steps, and Step Law's own, which is the longest."""
+EVALUATIONS, CHECKPOINTS = 20, 10
+"""How often a run is evaluated and saved on its way."""
+ROUNDS = 4
+"""How often speed, tokens and batch are computed from each other; two suffice for most shapes."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Hold what may be spent: an amount in its unit."""
+
+    amount: float
+    unit: Unit
+
+    @classmethod
+    def read(cls, text: str) -> "Budget":
+        """Return the budget that a text names, as in 100usd, 8gpu-hours or 3e19flops.
+
+        Raises:
+            ConfigError: it names none, with the nearest that is one.
+        """
+        written = WRITTEN.fullmatch(text.strip())
+        word = re.sub(r"[ -]+", "-", written[2].strip().lower()) if written else ""
+        amount = _number(written[1]) if written else 0.0
+        if not word and text.strip()[:1] == "$":
+            word = "usd"
+        if word not in UNITS or not 0 < amount < math.inf:
+            near = alike(word, UNITS) or "gpu-hours"
+            kept = f"{amount:g}".replace("e+", "e") if 0 < amount < math.inf else "1"
+            raise ConfigError(
+                f"--budget {text!r} is no amount of money, GPU hours or FLOPs, such as 100usd, "
+                "8gpu-hours or 3e19flops",
+                f"--budget {kept}{near}",
+            )
+        unit, factor = UNITS[word]
+        return cls(amount * factor, unit)
+
+    def __str__(self) -> str:
+        """Return the budget as it is typed."""
+        return f"{self.amount:.6g}{self.unit}".replace("e+0", "e").replace("e+", "e")
+
+    def seconds(self, plan: Plan) -> float:
+        """Return the seconds on the clock that it buys; endless where it is FLOPs.
+
+        Raises:
+            ConfigError: it is money, and the plan has no price.
+        """
+        if self.unit == "flops":
+            return math.inf
+        if self.unit == "gpu-hours":
+            return 3600 * self.amount / plan.mesh.ranks
+        if not (price := plan.hardware.dollars_per_hour):
+            raise ConfigError(
+                f"a budget of {self} buys hours by the price of an hour of all devices, and the "
+                "plan has no hardware.dollars_per_hour",
+                "hardware.dollars_per_hour=2",
+            )
+        return 3600 * self.amount / price
+
+
+def read_tokens(text: str) -> float:
+    """Return the number of tokens that a text names, as in 300M, 2e9 or 1.5B.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    written = WRITTEN.fullmatch(text.strip())
+    count = _number(written[1]) * SCALES.get(written[2].strip().lower(), 0) if written else 0.0
+    if not 1 <= count <= MOST:
+        raise ConfigError(
+            f"--data {text!r} is no number of tokens from 1 to {MOST:.0e}, such as 300M or 1.5B",
+            "--data 1B",
+        )
+    return count
+
+
+def _number(text: str) -> float:
+    """Return a number, or 0 where the text is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Bought:
+    """Hold the plan that a budget buys, and what is expected of it.
+
+    Args:
+        budget: what may be spent.
+        plan: the plan.
+        parameters: all parameters of its model.
+        in_blocks: those without the embedding and the output matrix, which Step Law counts.
+        flops: FLOPs of its model over the whole run.
+        tokens: tokens that it is trained on.
+        fresh_tokens: how many of them are different; None where that was not said.
+        loss: the loss that the scaling law expects.
+        prediction: memory, time and money of the plan.
+        too_large: parameters of the shape that the law would take if it fitted into the memory;
+            None where it does.
+    """
+
+    budget: Budget
+    plan: Plan
+    parameters: int
+    in_blocks: int
+    flops: float
+    tokens: int
+    fresh_tokens: float | None
+    loss: ExpectedLoss
+    prediction: Prediction
+    too_large: int | None = None
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        """Return the tokens of the run for each parameter."""
+        return self.tokens / self.parameters
+
+    @property
+    def steps(self) -> int:
+        """Return the optimizer steps of the run."""
+        return self.tokens // self.plan.batch.tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every number, the prediction and the plan as JSON values, in one table."""
+        own = {
+            "budget": str(self.budget),
+            "parameters": self.parameters,
+            "parameters_in_blocks": self.in_blocks,
+            "tokens": self.tokens,
+            "tokens_per_parameter": self.tokens_per_parameter,
+            "fresh_tokens": self.fresh_tokens,
+            "flops": self.flops,
+            "steps": self.steps,
+            "batch_tokens": self.plan.batch.tokens,
+            "lr": self.plan.optimizer.lr,
+            "expected_loss": asdict(self.loss),
+            "extrapolates_loss": not is_fitted(self.parameters, self.tokens),
+            "extrapolates_step_law": not is_swept(self.in_blocks, self.tokens),
+            "too_large": self.too_large,
+        }
+        return {**own, "prediction": self.prediction.to_dict(), "plan": self.plan.dump()}
+
+
+def buy(
+    budget: Budget,
+    base: Plan,
+    context: Context,
+    machine: Machine,
+    *,
+    fresh_tokens: float | None = None,
+    open_vocab: bool = False,
+) -> Bought:
+    """Return the plan of lowest expected loss that a budget buys.
+
+    Args:
+        budget: what may be spent.
+        base: the plan whose data, techniques, mesh and prices are kept.
+        context: where it would run.
+        machine: the rates of the device there.
+        fresh_tokens: different tokens that there are; None takes as many as the run reads.
+        open_vocab: choose the vocabulary too.
+
+    Raises:
+        ConfigError: the budget buys no step, or money has no price.
+        UnsupportedError: no shape of the ladder can run there, or no time is predicted.
+    """
+    offers = _Offers(budget, budget.seconds(base), base, context, machine, fresh_tokens, open_vocab)
+    low, high = 0, len(offers.shapes) - 1
+    while low < high:  # the loss falls along the ladder, and then rises
+        middle = (low + high) // 2
+        rises = offers.nats(middle + 1) >= offers.nats(middle)
+        low, high = (low, middle) if rises else (middle + 1, high)
+    if offers.nats(low) == math.inf:
+        raise offers.nothing()
+    best = offers.at(low)
+    assert isinstance(best, Bought)
+    prediction = predict(best.plan, at(context, best.plan), machine)
+    return replace(best, prediction=prediction, too_large=offers.too_large(best))
+
+
+@dataclass
+class _Offers:
+    """Hold what a budget buys of each shape of the ladder, found when it is asked for."""
+
+    budget: Budget
+    seconds: float
+    base: Plan
+    context: Context
+    machine: Machine
+    fresh_tokens: float | None
+    open_vocab: bool
+    known: dict[int, "Bought | HeadraceError | None"] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """List the shapes."""
+        self.shapes = [*_ladder(self.base, self.open_vocab)]
+
+    def search(self, index: int) -> "_Search":
+        """Return the search over a shape's tokens and batch."""
+        model, vocab = self.shapes[index]
+        data = {**self.base.data.model_dump(exclude_unset=True), "vocab": vocab}
+        shape = self.base.replaced(model=model, data=data)
+        places = self.context, self.machine
+        return _Search(self.budget, self.seconds, shape, *places, self.fresh_tokens)
+
+    def at(self, index: int) -> "Bought | HeadraceError | None":
+        """Return what is bought of a shape, why it cannot run, or None where that is no step."""
+        if index not in self.known:
+            try:
+                self.known[index] = self.search(index).offer()
+            except (ConfigError, UnsupportedError) as error:
+                self.known[index] = error
+        return self.known[index]
+
+    def nats(self, index: int) -> float:
+        """Return a shape's expected loss; endless where it does not fit or nothing is bought."""
+        offer = self.at(index)
+        fits = isinstance(offer, Bought) and offer.prediction.memory.fits != "no"
+        return offer.loss.nats if isinstance(offer, Bought) and fits else math.inf
+
+    def too_large(self, best: Bought) -> int | None:
+        """Return the parameters of a shape of lower loss that does not fit; None without one."""
+        each = [offer for offer in self.known.values() if isinstance(offer, Bought)]
+        better = [o.parameters for o in each if o.loss.nats < best.loss.nats]
+        return min((n for n in better if n > best.parameters), default=None)
+
+    def nothing(self) -> HeadraceError:
+        """Return the error of a budget that buys no plan, with the nearest that buys one."""
+        first = self.at(0)
+        if isinstance(first, HeadraceError):
+            return first
+        search, length = self.search(0), self.base.data.sequence_length
+        size = format_count(total_parameters(search.model))
+        if first is not None:
+            return UnsupportedError(
+                f"not even the smallest model, of {size} parameters, fits into the memory of "
+                f"{self.machine.name} with sequences of {length} tokens",
+                f"data.sequence_length={max(2, length // 16)}",
+            )
+        plan, prediction = search.planned(search.least)
+        needs = plan.batch.tokens * model_flops_per_token(search.model, length)
+        if self.budget.unit != "flops":
+            needs = (prediction.time.step_s or 0.0) / search.budget.seconds(plan)
+            needs *= self.budget.amount
+        nearest = Budget(float(f"{1.05 * needs:.2g}"), self.budget.unit)
+        return ConfigError(
+            f"{self.budget} buy no step: one of {plan.batch.tokens} tokens of the smallest model, "
+            f"of {size} parameters, takes {needs:.3g} {self.budget.unit}",
+            f"--budget {nearest}",
+        )
+
+
+def _ladder(base: Plan, open_vocab: bool) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the tables of models, from small to large, each with its tokenizer's size.
+
+    A plan that starts from given weights has their shape alone. Widths whose heads its groups of
+    queries do not divide are left out.
+    """
+    own = base.model.model_dump(exclude_unset=True)
+    if base.model.pretrained:
+        yield own, base.data.vocab
+        return
+    own = {k: v for k, v in own.items() if not (open_vocab and k == "vocab")}
+    group = base.model.heads // base.model.resolved_kv_heads
+    for dim in DIMS:
+        aspect = min(FLATTEST, max(DEEPEST, GPT2_ASPECT * math.sqrt(dim / GPT2_DIM)))
+        width = 128 if dim >= WIDE_HEADS else 64
+        heads, layers = dim // width, max(1, round(dim / aspect))
+        if heads % group:
+            continue
+        wide = (8 / 3 if base.model.activation == "swiglu" else 4) * dim
+        multiple = 256 if dim >= 1024 else 64
+        sizes = {
+            "dim": dim,
+            "layers": layers,
+            "heads": heads,
+            "kv_heads": heads // group if group > 1 else 0,
+            "head_dim": width,
+            "ffn": multiple * max(1, round(wide / multiple)),
+        }
+        vocab = base.data.vocab
+        if open_vocab and base.data.tokenizer == "bpe":
+            most = TABLE_SHARE * 12 * layers * dim / 2
+            vocab = 2 ** int(math.log2(min(WORDS[1], max(WORDS[0], most))))
+        yield {**own, **sizes}, vocab
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Find the tokens, batch and micro-batch of one shape."""
+
+    budget: Budget
+    seconds: float
+    shape: Plan
+    context: Context
+    machine: Machine
+    fresh_tokens: float | None
+    tried: dict[int, tuple[Plan, Prediction]] = field(default_factory=dict)
+    """Sequences of a batch and rank -> the plan with it, and its prediction for one step."""
+
+    @property
+    def least(self) -> int:
+        """Return the tokens of the smallest batch: one sequence a rank that reads data."""
+        return self.shape.data.sequence_length * self.shape.mesh.data
+
+    @property
+    def model(self) -> ModelConfig:
+        """Return the model with its vocabulary and positions filled in."""
+        model, length = self.shape.model, self.shape.data.sequence_length
+        words = -(-entries(self.shape.data) // model.vocab_multiple) * model.vocab_multiple
+        known = {"vocab": model.vocab or words, "context": model.context or length}
+        return model.model_copy(update=known)
+
+    def offer(self) -> Bought | None:
+        """Return what the budget buys of this shape; None where that is no step."""
+        model, length = self.model, self.shape.data.sequence_length
+        a_token, parameters = model_flops_per_token(model, length), total_parameters(model)
+        tables = (1 if model.tied_embeddings else 2) * model.vocab * model.dim
+        in_blocks = parameters - tables
+        plan, prediction, tokens = None, None, 0.0
+        if self.budget.unit == "flops":
+            tokens = self.budget.amount / a_token
+        else:
+            plan, prediction = self.planned(CHINCHILLA * parameters)
+            tokens = self.bought(plan, prediction)
+        for _ in range(ROUNDS):
+            if tokens < self.least:
+                return None
+            before = None if plan is None else plan.batch.tokens
+            plan, prediction = self.planned(tokens)
+            if self.budget.unit == "flops":
+                break
+            tokens = self.bought(plan, prediction)
+            if plan.batch.tokens == before:
+                break
+        assert plan is not None and prediction is not None
+        batch = plan.batch.tokens
+        if tokens < batch:
+            return None
+        steps = int(tokens // batch)
+        plan = self.finished(plan, steps, in_blocks)
+        whole = steps * batch
+        return Bought(
+            budget=self.budget,
+            plan=plan,
+            parameters=parameters,
+            in_blocks=in_blocks,
+            flops=whole * a_token,
+            tokens=whole,
+            fresh_tokens=self.fresh_tokens,
+            loss=expected_loss(parameters, whole, self.fresh_tokens),
+            prediction=prediction,
+        )
+
+    def bought(self, plan: Plan, prediction: Prediction) -> float:
+        """Return the tokens that the seconds suffice for.
+
+        Raises:
+            UnsupportedError: no time is predicted.
+        """
+        rate = prediction.time.tokens_per_s
+        if rate is None:
+            raise UnsupportedError(
+                f"what {self.budget} buy is told by the time of a step, and that is not predicted: "
+                f"{prediction.time.unknown}",
+                "--budget 1e18flops",
+            )
+        return self.seconds * rate
+
+    def planned(self, tokens: float) -> tuple[Plan, Prediction]:
+        """Return the plan with the batch of so many tokens, and its micro-batch that fits."""
+        wanted = min(step_law_batch(tokens), tokens) / self.least
+        rows = 2 ** max(0, round(math.log2(max(1.0, wanted))))
+        if rows * self.least > tokens:
+            rows = max(1, rows // 2)
+        if rows not in self.tried:
+            self.tried[rows] = self.fitting(rows)
+        return self.tried[rows]
+
+    def fitting(self, rows: int) -> tuple[Plan, Prediction]:
+        """Return the plan with so many sequences a rank, in the largest micro-batch that fits."""
+        left = self.machine.memory_bytes - self.machine.context_bytes
+        micro = rows
+        while micro > 1 and micro * self.shape.data.sequence_length > MICRO_TOKENS:
+            micro //= 2
+        while True:
+            batch = {"tokens": rows * self.least, "micro_sequences": micro}
+            plan = self.shape.replaced(batch=batch, goal={"steps": 1}, schedule=self.schedule(1))
+            context = at(self.context, plan)
+            if micro > 1 and make_ledger(plan, context).peak()[1] > left:  # sooner than a replay
+                micro //= 2
+                continue
+            prediction = predict(plan, context, self.machine)
+            if micro == 1 or prediction.memory.fits == "yes":
+                return plan, prediction
+            micro //= 2
+
+    def schedule(self, steps: int) -> dict[str, Any]:
+        """Return the plan's own curve, with its end and warmup at `steps`."""
+        own = self.shape.schedule.model_dump(exclude_unset=True)
+        warmup = min(WARMUP_STEPS, round(WARMUP_SHARE * steps))
+        return {**own, "steps": steps, "warmup_steps": warmup}
+
+    def finished(self, plan: Plan, steps: int, in_blocks: int) -> Plan:
+        """Return the plan with its length, learning rate, evaluations and checkpoints."""
+        rate = step_law_rate(in_blocks, steps * plan.batch.tokens)
+        evaluation, saved = (
+            table.model_dump(exclude_unset=True) for table in (plan.eval, plan.checkpoint)
+        )
+        evaluation["every_steps"] = -(-steps // EVALUATIONS)
+        if plan.checkpoint.every_steps:
+            saved["every_steps"] = -(-steps // CHECKPOINTS)
+        optimizer = {**plan.optimizer.model_dump(exclude_unset=True), "lr": float(f"{rate:.3g}")}
+        return plan.replaced(
+            name=f"budget-{self.budget}",
+            goal={"steps": steps},
+            schedule=self.schedule(steps),
+            optimizer=optimizer,
+            eval=evaluation,
+            checkpoint=saved,
+        )

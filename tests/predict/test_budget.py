@@ -1,0 +1,143 @@
+"""A budget buys the plan of lowest expected loss, which trains and is explained as any other."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from facts import tells
+from typer.testing import CliRunner
+
+from headrace.assemble.context import elsewhere, make_context
+from headrace.cli.app import app
+from headrace.cli.budget import BARE
+from headrace.cli.catalogue import catalogue
+from headrace.core.errors import ConfigError
+from headrace.costs.machine import Machine
+from headrace.plan.plan import Plan
+from headrace.predict.budget import DIMS, Bought, Budget, buy, read_tokens
+from headrace.predict.page import format_bought
+
+H100 = "NVIDIA H100"
+
+
+def bought(text: str, *overrides: str, base: str = BARE, **how: Any) -> Bought:
+    """What a budget buys on an H100."""
+    plan = Plan.read(base, catalogue(), overrides=list(overrides))
+    there = elsewhere(make_context(plan, torch.device("cpu")), H100)
+    return buy(Budget.read(text), plan, there, Machine.assumed(H100), **how)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "unit"),
+    [
+        ("100usd", 100, "usd"),
+        ("$2.5", 2.5, "usd"),
+        ("8gpu-hours", 8, "gpu-hours"),
+        ("8 GPU hours", 8, "gpu-hours"),
+        ("30gpu-minutes", 0.5, "gpu-hours"),
+        ("3e19flops", 3e19, "flops"),
+        ("3E19 FLOPs", 3e19, "flops"),
+    ],
+)
+def test_a_budget_is_read(text: str, amount: float, unit: str) -> None:
+    budget = Budget.read(text)
+    assert (budget.amount, budget.unit) == (pytest.approx(amount), unit)
+    assert Budget.read(str(budget)) == budget
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("100", "100gpu-hours"),
+        ("8gpu", "8gpu-hours"),
+        ("3e19flip", "3e19flop"),
+        ("-3usd", "1gpu"),
+    ],
+)
+def test_no_budget_is_refused_with_the_nearest(text: str, near: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Budget.read(text)
+    assert near in caught.value.remedy.text
+    assert Budget.read(caught.value.remedy.text.removeprefix("--budget "))
+
+
+def test_tokens_are_read() -> None:
+    assert [read_tokens(t) for t in ("300M", "1.5B", "2e9", "5k")] == [3e8, 1.5e9, 2e9, 5e3]
+    for wrong in ("many", "3q", "0", "1e30"):
+        with pytest.raises(ConfigError):
+            read_tokens(wrong)
+
+
+def test_more_buys_a_lower_loss_and_a_larger_model() -> None:
+    each = [bought(f"{amount}gpu-hours") for amount in (0.02, 0.5, 8)]
+    assert all(a.loss.nats > b.loss.nats for a, b in pairwise(each))
+    assert all(a.parameters < b.parameters for a, b in pairwise(each))
+    for one in each:
+        plan, model = one.plan, one.plan.model
+        assert one.prediction.memory.fits == "yes" and one.too_large is None
+        assert model.dim in DIMS and model.dim % 64 == 0 and model.resolved_ffn % 64 == 0
+        assert model.resolved_head_dim in (64, 128) and model.heads * model.head_dim == model.dim
+        assert plan.goal.steps == plan.schedule.steps == one.steps and one.steps > 100
+        assert one.tokens == one.steps * plan.batch.tokens and plan.batch.tokens % 1024 == 0
+        assert one.plan.optimizer.lr <= 2**-7 and 0 < plan.schedule.warmup_steps <= one.steps / 10
+    # The hours that are predicted of the plan are those of the budget, less a part of a step.
+    hours = each[1].prediction.run.hours
+    assert hours is not None and 0.49 < hours <= 0.5
+    assert tells(format_bought(each[1]), "parameters", "681M tokens", "(Chinchilla: 20)")
+
+
+def test_flops_buy_what_the_law_takes_where_memory_allows_it() -> None:
+    one = bought("3e19flops")
+    assert one.flops == pytest.approx(3e19, rel=1e-3)
+    assert 10 < one.tokens_per_parameter < 40  # compute-optimal, on a ladder of shapes
+    repeated = bought("3e19flops", fresh_tokens=1e9)
+    assert repeated.loss.nats > one.loss.nats and repeated.parameters < one.parameters
+    assert repeated.loss.effective_tokens < repeated.tokens
+    assert tells(format_bought(repeated), "epochs of 1B")
+    held = bought("3e24flops")
+    assert held.too_large is not None and held.too_large > held.parameters
+    assert tells(format_bought(held), "memory holds it down")
+
+
+def test_money_and_ranks_buy_hours() -> None:
+    price = "hardware.dollars_per_hour=2"
+    money, hours = bought("4usd", price), bought("2gpu-hours", price)
+    assert money.tokens == hours.tokens and money.parameters == hours.parameters
+    assert money.prediction.run.dollars == pytest.approx(4, rel=0.02)
+    two = Plan.read(BARE, catalogue(), overrides=["mesh.data=2"])
+    assert Budget.read("2gpu-hours").seconds(two) == 3600
+
+
+def test_a_plan_keeps_all_that_a_budget_does_not_choose() -> None:
+    base = Plan.read(
+        '[goal]\nsteps = 9\n[model]\nactivation = "relu2"\nheads = 4\nkv_heads = 2\n[data]\n'
+        "vocab = 512\nsequence_length = 256\n[batch]\ntokens = 256\n[techniques.z_loss]\n",
+        catalogue(),
+    )
+    one = bought("4e15flops", base=base.to_toml())
+    plan = one.plan
+    assert plan.techniques == base.techniques and plan.data == base.data
+    assert plan.model.activation == "relu2" and plan.model.resolved_ffn == 4 * plan.model.dim
+    assert plan.model.heads == 2 * plan.model.resolved_kv_heads
+
+
+def test_the_plan_is_written_explained_and_trained(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = [f"data.sources='{corpus}'", "data.vocab=300", "data.sequence_length=16"]
+    words = ["plan", "--budget", "1e11flops", *keys, "device=cpu", "batch.tokens=64"]
+    told = CliRunner().invoke(app, [*words, "--data", "1M", "--out", "bought.toml", "--json"])
+    assert told.exit_code == 0, told.output
+    said = json.loads(told.stdout)
+    plan = Plan.read(Path("bought.toml").read_text(), catalogue())
+    assert plan.dump() == said["plan"] and plan.goal.steps == said["steps"]
+    assert "tokens a parameter (Chinchilla: 20)" in " ".join(
+        Path("bought.toml").read_text().split()
+    )
+    for more in (["explain", "bought.toml"], ["train", "bought.toml", "goal.steps=2"]):
+        ended = CliRunner().invoke(app, more)
+        assert ended.exit_code == 0, ended.output
