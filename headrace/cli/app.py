@@ -59,6 +59,11 @@ class Headrace(Verbs):
             "Try what is predicted to help, measure it beside the best so far, keep what won.",
         ),
         Verb(
+            "lr-find",
+            "tune.lr_find",
+            "Let the learning rate grow in a short scratch run, and suggest one.",
+        ),
+        Verb(
             "ablate",
             "tune.ablate",
             "Measure what each technique of a plan is worth: left out, alone, and in pairs.",

@@ -1,4 +1,4 @@
-"""This module holds the verbs that measure changes of a plan: tune and ablate."""
+"""This module holds the verbs that measure changes of a plan: tune, lr-find and ablate."""
 
 import math
 from pathlib import Path
@@ -8,8 +8,22 @@ import typer
 
 from headrace.cli.arguments import Json, Overrides, PlanName, With, Without
 from headrace.cli.catalogue import catalogue
-from headrace.cli.terminal import console, exit_codes, make_progress, show_json, show_table
-from headrace.core.limits import MOST, TUNE_MINUTES, TUNE_SEEDS, TuneAim
+from headrace.cli.terminal import (
+    console,
+    exit_codes,
+    is_first,
+    make_progress,
+    show_json,
+    show_table,
+)
+from headrace.core.limits import (
+    FEWEST_LR_STEPS,
+    LR_STEPS,
+    MOST,
+    TUNE_MINUTES,
+    TUNE_SEEDS,
+    TuneAim,
+)
 from headrace.core.loading import loading
 
 
@@ -66,6 +80,48 @@ def tune(
             show_json(tuned.to_dict())
         else:
             print(format_end(tuned, folder_of(wanted)))
+
+
+def lr_find(
+    plan: PlanName,
+    overrides: Overrides = None,
+    *,
+    with_: With = None,
+    without: Without = None,
+    steps: Annotated[
+        int, typer.Option(min=FEWEST_LR_STEPS, max=100_000, help="Steps of the test, at most.")
+    ] = LR_STEPS,
+    low: Annotated[
+        float, typer.Option(min=1e-12, max=1e12, help="AdamW's rate at its first step.")
+    ] = 1e-5,
+    high: Annotated[
+        float, typer.Option(min=1e-12, max=1e12, help="AdamW's rate at its last step.")
+    ] = 1.0,
+    output: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the curve, as a page and as JSON.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Let the learning rate grow in a short scratch run, and suggest one."""
+    with exit_codes(json, together=True):
+        with loading():
+            from headrace.cli.plans import named_plan
+            from headrace.tuner.lr_find import find_rate, format_test, write_curve
+        wanted = named_plan(plan, overrides, with_, without, verb="lr-find")
+        progress = make_progress(json)
+        try:
+            test = find_rate(wanted, steps=steps, low=low, high=high, progress=progress)
+        finally:
+            progress.close()
+        if not is_first():  # the first rank prints the result
+            return
+        page = None if output is None else write_curve(test, output)
+        if json:
+            show_json({**test.to_dict(), "page": None if page is None else str(page)})
+            return
+        print(format_test(test))
+        if page is not None:
+            print(f"curve: {page}")
 
 
 def ablate(

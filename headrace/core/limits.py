@@ -18,3 +18,7 @@ TUNE_MINUTES = 8.0
 TUNE_SEEDS = 7
 """Seeds over which a change of learning is tried at most. If all of them favor the change, their
 signs alone suffice."""
+LR_STEPS = 150
+"""Steps of a range test of the learning rate, unless it is asked for others."""
+FEWEST_LR_STEPS = 20
+"""Fewest steps of a range test: with fewer the rate grows by half or more from one to the next."""

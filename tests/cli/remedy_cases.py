@@ -26,6 +26,8 @@ PLANS = {
     "cli/predict:_check#2": Case(f"{BUDGET} 1e11flops --sweep"),
     "cli/predict:_check#3": Case("plan demo --data 1M --device-name H200"),
     "cli/budget:_write#1": Case(f"{BUDGET} 1e11flops --out nowhere/plan.toml"),
+    "tuner/lr_find:find_rate#1": Case("lr-find {tiny} --steps 20 --low 2"),
+    "tuner/lr_find:write_curve#1": Case("lr-find {tiny} --steps 20 --out /proc/curve"),
     "predict/budget:Budget.read#1": Case(f"{BUDGET} 1e11flips"),
     "predict/budget:Budget.seconds#1": Case(f"{BUDGET} 0.001usd"),
     "predict/budget:read_tokens#1": Case(f"{BUDGET} 1e11flops --data many"),

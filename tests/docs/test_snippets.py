@@ -23,7 +23,7 @@ from headrace.recipes import recipes
 TINY = (
     "device=cpu",
     *("model.dim=16", "model.layers=1", "model.heads=2", "model.ffn=32"),
-    *("data.vocab=300", "data.sequence_length=16", "batch.tokens=128"),
+    *("data.vocab=300", "data.sequence_length=16", "batch.tokens=128", "batch.micro_sequences=0"),
     *("goal.steps=4", "schedule.steps=40", "schedule.warmup_steps=0"),
     *("eval.every_steps=2", "eval.tokens=512", "checkpoint.every_steps=2"),
 )
@@ -33,7 +33,7 @@ NOT_RUN = {
     "source .venv/bin/activate": "tests run in the environment that they are given",
     "python -m pytest -m gpu": "it needs a GPU, and is a test run of its own",
 }
-TAKES_PLAN = ("train", "explain", "ingest", "plan", "tune", "ablate")
+TAKES_PLAN = ("train", "explain", "ingest", "plan", "tune", "ablate", "lr-find")
 MINUTES = "0.05"
 """What `--minutes` becomes: tuning ends in the middle of its first trial, as it may."""
 

@@ -1,0 +1,286 @@
+"""Find a learning rate by one short run in which it grows: the range test (arXiv 1506.01186).
+
+The plan's own step is taken for a hundred or two batches while the learning rate grows
+exponentially. The loss falls slowly, then fast, then no more, and rises where the rate is too high.
+The factor grows for all parameter groups alike, so that several optimizers keep the ratios of their
+rates, and the answer names each. The run is a scratch one: it has no folder, its model and
+optimizers are dropped, and torch's random numbers go on as if it had not been.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.assemble.build import make_build
+from headrace.assemble.context import check_supported, choose_device, make_context
+from headrace.core.errors import ConfigError
+from headrace.core.files import write_whole
+from headrace.core.limits import LR_STEPS
+from headrace.core.progress import Progress
+from headrace.core.units import format_count
+from headrace.costs.count import total_parameters
+from headrace.parallel.world import open_world
+from headrace.plan.plan import Plan
+from headrace.predict.scaling import is_swept, step_law_rate
+from headrace.report.chart import ChartAxis, ChartLine, line_chart
+from headrace.report.page import Safe, figure, legend, page, swatch, tag, write_page
+from headrace.train.train import prepare_together, step
+
+LOWEST, HIGHEST = 1e-5, 1.0
+"""Learning rates between which the test runs, as a rule: AdamW learns little below, and diverges
+above."""
+SMOOTHED = 0.9
+"""Share of the old loss in the smoothed one, per step."""
+RISEN = 0.5
+"""Share of the fall of the smoothed loss that it may rise again before the test ends."""
+WINDOW = 0.15
+"""Share of the test's steps that a slope is taken over."""
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """Hold the curve of a range test, and the rate that it suggests.
+
+    Args:
+        plan: the plan that was tested.
+        rates: [N] the learning rate of AdamW at each step.
+        losses: [N] the training loss of each step, in nats a token; the last may not be finite.
+        parameters: parameters of the model without the embedding and the output matrix.
+    """
+
+    plan: Plan
+    rates: list[float]
+    losses: list[float]
+    parameters: int
+
+    @property
+    def smoothed(self) -> list[float]:
+        """Return the smoothed losses, [N]."""
+        return smooth(self.losses)
+
+    @property
+    def pick(self) -> float:
+        """Return the suggested learning rate of AdamW."""
+        return steepest(self.rates, self.losses)
+
+    @property
+    def tokens(self) -> int | None:
+        """Return the tokens of the plan's whole run; None where it has no horizon."""
+        steps = self.plan.horizon_steps
+        return None if steps is None else steps * self.plan.batch.tokens
+
+    @property
+    def step_law(self) -> float | None:
+        """Return Step Law's learning rate of AdamW; None where the plan has no horizon."""
+        return None if self.tokens is None else step_law_rate(self.parameters, self.tokens)
+
+    @property
+    def words(self) -> list[str]:
+        """Return the overrides of the suggestion."""
+        return self.at(self.pick)
+
+    def at(self, lr: float) -> list[str]:
+        """Return the overrides of a learning rate of AdamW: all optimizers by one factor."""
+        factor = lr / self.plan.optimizer.lr
+        rates = {"optimizer.lr": self.plan.optimizer.lr} | {
+            f"techniques.{name}.lr": dict(technique)["lr"]
+            for name, technique in self.plan.techniques.items()
+            if "routes" in technique.composes and "lr" in type(technique).model_fields
+        }
+        return [f"{key}={factor * rate:.3g}" for key, rate in rates.items()]
+
+    @property
+    def diverged_at(self) -> float | None:
+        """Return the rate at which the test ended early; None where it reached the last one."""
+        ended = not math.isfinite(self.losses[-1]) or has_diverged(self.smoothed)
+        return self.rates[-1] if ended else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the curve and what follows from it as JSON values."""
+        law = self.step_law
+        swept = self.tokens is not None and is_swept(self.parameters, self.tokens)
+        finite = [loss if math.isfinite(loss) else None for loss in self.losses]
+        return {
+            "name": self.plan.name,
+            "lr": self.pick,
+            "overrides": self.words,
+            "step_law_lr": law,
+            "step_law_extrapolated": None if law is None else not swept,
+            "planned_lr": self.plan.optimizer.lr,
+            "diverged_at": self.diverged_at,
+            "rates": self.rates,
+            "losses": finite,
+            "smoothed": [x if math.isfinite(x) else None for x in self.smoothed],
+        }
+
+
+def smooth(losses: Sequence[float], share: float = SMOOTHED) -> list[float]:
+    """Return running means of losses; the first ones are of as many as there are."""
+    smoothed, total, weight = [], 0.0, 0.0
+    for loss in losses:
+        total, weight = share * total + (1 - share) * loss, share * weight + 1 - share
+        smoothed.append(total / weight)
+    return smoothed
+
+
+def growing(low: float, high: float, steps: int) -> list[float]:
+    """Return `steps` rates from `low` to `high`, each the same number of times the one before."""
+    return [low * (high / low) ** (index / (steps - 1)) for index in range(steps)]
+
+
+def steepest(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """Return the rate at which the loss falls fastest, per factor of the rate.
+
+    The slope at each step is that of a straight line through the `WINDOW` of the steps around it,
+    which unlike a running mean does not lag behind.
+
+    Args:
+        rates: [N] exponentially growing rates.
+        losses: [N] their losses; one that is not finite ends the curve.
+    """
+    known = list(losses)
+    while known and not math.isfinite(known[-1]):
+        known.pop()
+    half = max(2, round(WINDOW * len(known) / 2))
+    slopes = {}
+    for middle in range(half, len(known) - half):
+        around = known[middle - half : middle + half + 1]
+        slopes[middle] = sum((k - half) * loss for k, loss in enumerate(around))
+    if not slopes or min(slopes.values()) >= 0:
+        return rates[len(known) // 2]
+    return rates[min(slopes, key=lambda middle: slopes[middle])]
+
+
+def has_diverged(smoothed: Sequence[float]) -> bool:
+    """Return whether a smoothed loss has risen so far that the test may end."""
+    lowest = min(smoothed)
+    return not smoothed[-1] <= lowest + RISEN * max(0.0, smoothed[0] - lowest)
+
+
+def find_rate(
+    plan: Plan,
+    *,
+    steps: int = LR_STEPS,
+    low: float = LOWEST,
+    high: float = HIGHEST,
+    progress: Progress | None = None,
+) -> RangeTest:
+    """Take the plan's own step on a scratch run whose learning rate grows.
+
+    Args:
+        plan: the run; its schedule is not used.
+        steps: steps of the test, unless it diverges before.
+        low: AdamW's learning rate at the first step.
+        high: its learning rate at the last one.
+        progress: shows how far the test is.
+
+    Raises:
+        ConfigError: there are too few steps, or `low` is not below `high`.
+        ConfigError, UnsupportedError: the plan cannot run.
+    """
+    if not low < high:
+        raise ConfigError(
+            f"the rate grows from --low {low:g} to --high {high:g}, which is not higher",
+            f"--high {max(HIGHEST, 1000 * low):g}",
+        )
+    progress = progress or Progress()
+    plan = plan.with_keys(plan.model_dump(exclude_unset=True, exclude={"techniques"}))
+    device = choose_device(plan)
+    rates, losses = growing(low, high, steps), list[float]()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        world = stack.enter_context(open_world(plan.mesh, device))
+        techniques = list(plan.techniques.values())
+        checked = check_supported(techniques, make_context(plan, device))
+        prepared = prepare_together(plan, world, progress)
+        torch.manual_seed(plan.seed + world.rank)
+        build = make_build(plan, prepared, world, device, checked=checked)
+        stack.callback(build.loader.close)
+        for flags in build.runtime:
+            stack.enter_context(flags())
+        build.values["lr"] = lambda index: rates[index] / plan.optimizer.lr
+        for index in range(steps):
+            losses.append(float(step(build, build.loader.step(index).micros, index)[0]))
+            progress.task("range test", index + 1, steps)
+            if not math.isfinite(losses[-1]) or has_diverged(smooth(losses)):
+                break
+        model = build.config
+    tables = (1 if model.tied_embeddings else 2) * model.vocab * model.dim
+    in_blocks = total_parameters(model) - tables
+    return RangeTest(plan, rates[: len(losses)], losses, in_blocks)
+
+
+def format_test(test: RangeTest) -> str:
+    """Return the suggestion as text for a reader."""
+    planned, law, end = test.plan.optimizer.lr, test.step_law, test.diverged_at
+    lines = [
+        f"learning rate {test.pick:.3g}: where the loss of {len(test.rates)} steps fell fastest as "
+        f"the rate grew from {test.rates[0]:.0e} to {test.rates[-1]:.2g}",
+        f"the plan says {planned:g}",
+    ]
+    if law is not None and test.tokens is not None:
+        fits = "" if is_swept(test.parameters, test.tokens) else ", extrapolated"
+        lines.append(
+            f"Step Law says {law:.3g} for AdamW, {format_count(test.parameters)} parameters in "
+            f"blocks and {format_count(test.tokens)} tokens{fits}"
+        )
+    if end is not None:
+        lines.append(f"it diverged at {end:.2g}")
+    return "\n".join([*lines, f"overrides: {' '.join(test.words)}"])
+
+
+def write_curve(test: RangeTest, folder: Path) -> Path:
+    """Write the curve as a page with its picture, and as JSON beside it; return the page's path.
+
+    Raises:
+        ConfigError, RunError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "lr-find.json", json.dumps(test.to_dict(), indent=1, allow_nan=False))
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written: {error.strerror or error}", "--out lr-find"
+        ) from None
+    title = f"{test.plan.name} - learning rate"
+    lines = [tag("p", line) for line in format_test(test).splitlines()]
+    entries = [
+        (swatch("c0", "line"), "smoothed loss"),
+        (swatch("soft", "line"), "loss of a step"),
+        (swatch("goal", "dot"), f"suggested: {test.pick:.3g}"),
+    ]
+    if test.step_law is not None:
+        entries.append((swatch("c1", "line"), f"Step Law: {test.step_law:.3g}"))
+    picture = figure("Loss as the learning rate grows", _chart(test))
+    return write_page(
+        folder / "lr-find.html", page(title, tag("h1", title), *lines, picture, legend(entries))
+    )
+
+
+def _chart(test: RangeTest) -> Safe:
+    """Draw the losses over the logarithm of the rate, and where the suggestions lie."""
+    first = test.rates[0]
+    places = np.log10(np.array(test.rates) / first)
+    raw, smoothed = np.array(test.losses), np.array(test.smoothed)
+    raw[~np.isfinite(raw)], smoothed[~np.isfinite(smoothed)] = np.nan, np.nan
+    low, high = float(np.nanmin(raw)), float(np.nanmax(smoothed))
+    lines = [ChartLine(places, raw, "soft", faint=True), ChartLine(places, smoothed, "c0")]
+    if (law := test.step_law) is not None and first <= law <= test.rates[-1]:
+        place = math.log10(law / first)
+        lines.insert(0, ChartLine(np.array([place, place]), np.array([low, high]), "c1"))
+    return line_chart(
+        "lr-find",
+        lines,
+        label=f"Training loss over the learning rate; the suggestion is {test.pick:.3g}",
+        axis=ChartAxis("learning rate", lambda place: f"{first * 10**place:.1e}"),
+        y_label="nats per token",
+        top=high + 0.1 * (high - low),
+        limit=math.log10(test.pick / first),
+    )

@@ -1,0 +1,102 @@
+"""A range test suggests a rate near the best one, shows its curve, and leaves nothing behind."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from facts import tells
+from tiny import PLAN
+from typer.testing import CliRunner
+
+from headrace.cli.app import app
+from headrace.cli.catalogue import catalogue
+from headrace.plan.plan import Plan
+from headrace.predict.scaling import step_law_rate
+from headrace.tuner.lr_find import (
+    RangeTest,
+    find_rate,
+    format_test,
+    growing,
+    has_diverged,
+    smooth,
+    steepest,
+    write_curve,
+)
+
+
+def test_the_pure_parts() -> None:
+    rates = growing(1e-4, 1.0, 101)
+    assert rates[0] == 1e-4 and rates[-1] == pytest.approx(1.0)
+    assert rates[51] / rates[50] == pytest.approx(10**0.04)
+    # The first running mean is the loss, and a constant stays itself.
+    assert smooth([3.0]) == [pytest.approx(3)] and smooth([2.0] * 9)[-1] == pytest.approx(2)
+    assert smooth([4.0, 2.0], 0.5) == [4, pytest.approx(8 / 3)]  # (0.5 x 2 + 0.25 x 4) / 0.75
+    # A sigmoid falls fastest in its middle, here at 1e-2, whatever comes after it.
+    losses = [7 - 3 / (1 + math.exp(-4 * (math.log10(rate) + 2))) for rate in rates]
+    assert steepest(rates, losses) == pytest.approx(1e-2)
+    assert steepest(rates, [*losses[:-1], math.nan]) == pytest.approx(1e-2, rel=0.1)
+    assert not has_diverged(losses) and has_diverged([7, 4, 6]) and has_diverged([7, math.nan])
+
+
+@pytest.fixture(scope="module")
+def tested(
+    corpus: Path, prepared_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Plan, RangeTest, Any, Any]:
+    """Return a test of the tiny plan with Muon, and torch's random numbers around it."""
+    runs = f"directory={tmp_path_factory.mktemp('lr-find') / 'runs'}"
+    text = PLAN.format(corpus=corpus, prepared=prepared_folder)
+    plan = Plan.read(text, catalogue(), overrides=[runs], with_=["muon"])
+    before = torch.get_rng_state()
+    return plan, find_rate(plan, steps=24, high=30.0), before, torch.get_rng_state()
+
+
+def test_it_tests_the_plans_own_step(tested: tuple[Plan, RangeTest, Any, Any]) -> None:
+    plan, test, before, after = tested
+    assert torch.equal(before, after)
+    assert not Path(plan.directory).exists()
+    assert test.rates == growing(1e-5, 30.0, 24)[: len(test.rates)]
+    assert 1e-5 < test.pick < 30 and test.losses[0] == pytest.approx(math.log(320), rel=0.1)
+    assert find_rate(plan, steps=24, high=30.0).losses == test.losses
+
+
+def test_it_suggests_every_optimizers_rate_by_one_factor(
+    tested: tuple[Plan, RangeTest, Any, Any], tmp_path: Path
+) -> None:
+    plan, test, *_ = tested
+    words = dict(word.split("=") for word in test.words)
+    assert {*words} == {"optimizer.lr", "techniques.muon.lr"}
+    factor = float(words["optimizer.lr"]) / plan.optimizer.lr
+    assert float(words["techniques.muon.lr"]) == pytest.approx(factor * 0.02, rel=0.01)
+    assert test.tokens == 40 * 128  # to the schedule's end
+    assert test.step_law == step_law_rate(test.parameters, test.tokens or 0)
+    text = format_test(test)
+    assert tells(text, "Step Law", "extrapolated") and test.words[1] in text
+    shown = write_curve(test, tmp_path / "curve").read_text()
+    assert "<svg" in shown and f"{test.pick:.3g}" in shown
+    kept = json.loads((tmp_path / "curve" / "lr-find.json").read_text())
+    assert kept["lr"] == test.pick and len(kept["losses"]) == len(kept["rates"])
+
+
+def test_the_verb_leaves_a_run_as_it_is(plan_file: Path, tmp_path: Path) -> None:
+    folder, runs = tmp_path / "runs" / "tiny", f"directory={tmp_path / 'runs'}"
+    run = CliRunner().invoke(app, ["train", str(plan_file), runs, "goal.steps=2"])
+    assert run.exit_code == 0 and (folder / "report.json").is_file(), run.output
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    words = [
+        "lr-find",
+        str(plan_file),
+        runs,
+        "--steps",
+        "20",
+        "--json",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    told = CliRunner().invoke(app, words)
+    assert told.exit_code == 0, told.output
+    said = json.loads(told.stdout)
+    assert said["overrides"] == [f"optimizer.lr={said['lr']:.3g}"] and Path(said["page"]).is_file()
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
