@@ -68,6 +68,7 @@ class Headrace(Verbs):
             "tune.ablate",
             "Measure what each technique of a plan is worth: left out, alone, and in pairs.",
         ),
+        Verb("check", "check.check", "Check whether what a plan relies on holds."),
         Verb("data", "data.data", "Prepare data."),
     )
 

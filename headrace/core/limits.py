@@ -22,3 +22,5 @@ LR_STEPS = 150
 """Steps of a range test of the learning rate, unless it is asked for others."""
 FEWEST_LR_STEPS = 20
 """Fewest steps of a range test: with fewer the rate grows by half or more from one to the next."""
+WIDEST_CHECKED = 512
+"""Widest model of a coordinate check, in features, unless it is asked for another."""

@@ -1,0 +1,49 @@
+"""The coordinate check passes with muP, fails without its rates, and draws what it saw."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from facts import tells
+from typer.testing import CliRunner
+
+from headrace.cli.app import app
+from headrace.core.errors import ConfigError
+from headrace.plan.plan import Plan
+from headrace.techniques.design.mup import Mup
+from headrace.tuner.mup_check import STEEPEST, STEPS, check_mup, format_check, write_check
+
+ON = "techniques.mup.base_dim=32"
+KEYS = ("model.heads=2", "model.head_dim=8", "optimizer.lr=0.02", "model.init_std=0.1")
+
+
+def test_it_passes_with_mup_and_sees_rates_that_do_not_carry_over(
+    tiny_plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tiny_plan(ON, *KEYS)
+    check = check_mup(plan, widest=256)
+    assert check.widths == [32, 64, 128, 256] and {*check.moved} == {"block 0", "logits"}
+    assert all(len(moves) == STEPS for each in check.moved.values() for moves in each)
+    assert check.passes, check.slopes()
+    page = write_check(check, tmp_path / "seen").read_text()
+    assert "<svg" in page and tells(format_check(check), "passes", "32", "256")
+    assert json.loads((tmp_path / "seen" / "mup.json").read_text())["passes"] is True
+    # The same with every weight and rate as at the base: the usual parametrization.
+    monkeypatch.setattr(Mup, "apply", lambda self, build: None)
+    usual = check_mup(plan, widest=256)
+    assert not usual.passes and min(usual.slopes().values()) > STEEPEST, usual.slopes()
+    assert tells(format_check(usual), "fails")
+
+
+def test_a_plan_without_mup_and_widths_without_whole_heads_are_refused(
+    tiny_plan: Callable[..., Plan], plan_file: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_mup(tiny_plan())
+    assert caught.value.remedy.changes == (("+mup",),)
+    with pytest.raises(ConfigError) as caught:
+        check_mup(tiny_plan(ON, *KEYS), widest=100)
+    assert caught.value.remedy.text == "--widest 128"
+    told = CliRunner().invoke(app, ["check", "mup", str(plan_file), "--json"])
+    assert told.exit_code == 2 and "mup" in json.loads(told.stdout)["error"]
