@@ -2,6 +2,7 @@
 
 The plan's own step is taken for a hundred or two batches while the learning rate grows
 exponentially. The loss falls slowly, then fast, then no more, and rises where the rate is too high.
+The suggestion is where it has made somewhat more than half of its fall.
 The factor grows for all parameter groups alike, so that several optimizers keep the ratios of their
 rates, and the answer names each. The run is a scratch one: it has no folder, its model and
 optimizers are dropped, and torch's random numbers go on as if it had not been.
@@ -36,12 +37,15 @@ from headrace.train.train import prepare_together, step
 LOWEST, HIGHEST = 1e-5, 1.0
 """Learning rates between which the test runs, as a rule: AdamW learns little below, and diverges
 above."""
-SMOOTHED = 0.9
-"""Share of the old loss in the smoothed one, per step."""
-RISEN = 0.5
-"""Share of the fall of the smoothed loss that it may rise again before the test ends."""
-WINDOW = 0.15
-"""Share of the test's steps that a slope is taken over."""
+LAG = 1 / 3
+"""Decades of the rate that the smoothed loss lags behind: ten steps of 150 over five decades."""
+FALLEN = 0.55
+"""Share of its whole fall that the smoothed loss has made at the suggestion. It was chosen by sweeps
+of two tiny decoders, one with Muon: where the loss falls fastest is too low for Muon, and a tenth
+of the rate at which it diverges too high for AdamW. benchmarks/lr_find.py measures it."""
+RISEN, NOISE = 0.5, 0.2
+"""Share of its fall that the smoothed loss may rise again before the test ends, and how many nats
+it may in any case."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,17 @@ class RangeTest:
     @property
     def smoothed(self) -> list[float]:
         """Return the smoothed losses, [N]."""
-        return smooth(self.losses)
+        return smooth(self.losses, math.log10(self.rates[1] / self.rates[0]))
+
+    @property
+    def fall(self) -> float:
+        """Return the nats that the smoothed loss fell by."""
+        return self.smoothed[0] - min(filter(math.isfinite, self.smoothed))
 
     @property
     def pick(self) -> float:
         """Return the suggested learning rate of AdamW."""
-        return steepest(self.rates, self.losses)
+        return fallen(self.rates, self.smoothed)
 
     @property
     def tokens(self) -> int | None:
@@ -113,6 +122,7 @@ class RangeTest:
             "overrides": self.words,
             "step_law_lr": law,
             "step_law_extrapolated": None if law is None else not swept,
+            "fall": self.fall,
             "planned_lr": self.plan.optimizer.lr,
             "diverged_at": self.diverged_at,
             "rates": self.rates,
@@ -121,9 +131,15 @@ class RangeTest:
         }
 
 
-def smooth(losses: Sequence[float], share: float = SMOOTHED) -> list[float]:
-    """Return running means of losses; the first ones are of as many as there are."""
-    smoothed, total, weight = [], 0.0, 0.0
+def smooth(losses: Sequence[float], growth: float) -> list[float]:
+    """Return running means of losses that lag by `LAG`; the first ones are of as many as there are.
+
+    Args:
+        losses: [N] losses.
+        growth: decades that the rate grows by from one step to the next.
+    """
+    share = max(0.0, 1 - growth / LAG)
+    smoothed, total, weight = list[float](), 0.0, 0.0
     for loss in losses:
         total, weight = share * total + (1 - share) * loss, share * weight + 1 - share
         smoothed.append(total / weight)
@@ -135,33 +151,22 @@ def growing(low: float, high: float, steps: int) -> list[float]:
     return [low * (high / low) ** (index / (steps - 1)) for index in range(steps)]
 
 
-def steepest(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Return the rate at which the loss falls fastest, per factor of the rate.
-
-    The slope at each step is that of a straight line through the `WINDOW` of the steps around it,
-    which unlike a running mean does not lag behind.
+def fallen(rates: Sequence[float], smoothed: Sequence[float]) -> float:
+    """Return the rate at which a smoothed loss has made `FALLEN` of its whole fall.
 
     Args:
-        rates: [N] exponentially growing rates.
-        losses: [N] their losses; one that is not finite ends the curve.
+        rates: [N] growing rates.
+        smoothed: [N] their smoothed losses; what is not finite counts for nothing.
     """
-    known = list(losses)
-    while known and not math.isfinite(known[-1]):
-        known.pop()
-    half = max(2, round(WINDOW * len(known) / 2))
-    slopes = {}
-    for middle in range(half, len(known) - half):
-        around = known[middle - half : middle + half + 1]
-        slopes[middle] = sum((k - half) * loss for k, loss in enumerate(around))
-    if not slopes or min(slopes.values()) >= 0:
-        return rates[len(known) // 2]
-    return rates[min(slopes, key=lambda middle: slopes[middle])]
+    lowest = min(filter(math.isfinite, smoothed), default=smoothed[0])
+    level = smoothed[0] - FALLEN * (smoothed[0] - lowest)
+    return next((r for r, loss in zip(rates, smoothed, strict=True) if loss <= level), rates[0])
 
 
 def has_diverged(smoothed: Sequence[float]) -> bool:
     """Return whether a smoothed loss has risen so far that the test may end."""
     lowest = min(smoothed)
-    return not smoothed[-1] <= lowest + RISEN * max(0.0, smoothed[0] - lowest)
+    return not smoothed[-1] <= lowest + max(NOISE, RISEN * (smoothed[0] - lowest))
 
 
 def find_rate(
@@ -194,6 +199,7 @@ def find_rate(
     plan = plan.with_keys(plan.model_dump(exclude_unset=True, exclude={"techniques"}))
     device = choose_device(plan)
     rates, losses = growing(low, high, steps), list[float]()
+    growth = math.log10(rates[1] / rates[0])
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         world = stack.enter_context(open_world(plan.mesh, device))
@@ -209,7 +215,7 @@ def find_rate(
         for index in range(steps):
             losses.append(float(step(build, build.loader.step(index).micros, index)[0]))
             progress.task("range test", index + 1, steps)
-            if not math.isfinite(losses[-1]) or has_diverged(smooth(losses)):
+            if not math.isfinite(losses[-1]) or has_diverged(smooth(losses, growth)):
                 break
         model = build.config
     tables = (1 if model.tied_embeddings else 2) * model.vocab * model.dim
@@ -221,8 +227,9 @@ def format_test(test: RangeTest) -> str:
     """Return the suggestion as text for a reader."""
     planned, law, end = test.plan.optimizer.lr, test.step_law, test.diverged_at
     lines = [
-        f"learning rate {test.pick:.3g}: where the loss of {len(test.rates)} steps fell fastest as "
-        f"the rate grew from {test.rates[0]:.0e} to {test.rates[-1]:.2g}",
+        f"learning rate {test.pick:.3g}: where the loss had made {FALLEN:.0%} of its fall of "
+        f"{test.fall:.2f} nats, in {len(test.rates)} steps from {test.rates[0]:.0e} to "
+        f"{test.rates[-1]:.2g}",
         f"the plan says {planned:g}",
     ]
     if law is not None and test.tokens is not None:

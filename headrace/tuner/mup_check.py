@@ -35,7 +35,7 @@ from headrace.train.train import prepare_together, step
 
 TECHNIQUE = "mup"
 DOUBLINGS = 3
-"""Doublings from the narrowest width to the widest."""
+"""Doublings from the least width to the widest."""
 STEPS = 4
 """Steps that each width takes. A rate that is wrong shows after a few."""
 STEEPEST = 0.2
@@ -221,7 +221,7 @@ def _colour(index: int) -> str:
 
 
 def _chart(check: CoordinateCheck) -> Safe:
-    """Draw each part's move after the last step over the width, relative to the narrowest."""
+    """Draw each part's move after the last step over the width, relative to the first."""
     places = np.log2(np.array(check.widths, dtype=float) / check.widths[0])
     lines = [
         ChartLine(places, np.array([m[-1] / each[0][-1] for m in each]), _colour(i), marks=True)
@@ -232,6 +232,6 @@ def _chart(check: CoordinateCheck) -> Safe:
         lines,
         label=f"Moves of activations over the width; muP {'passes' if check.passes else 'fails'}",
         axis=ChartAxis("features", lambda place: f"{check.widths[0] * 2**place:.0f}"),
-        y_label="times the narrowest's move",
+        y_label="times the first width's move",
         goal=math.pow(check.widths[-1] / check.widths[0], STEEPEST),
     )

@@ -20,9 +20,9 @@ from headrace.tuner.lr_find import (
     find_rate,
     format_test,
     growing,
+    fallen,
     has_diverged,
     smooth,
-    steepest,
     write_curve,
 )
 
@@ -32,13 +32,15 @@ def test_the_pure_parts() -> None:
     assert rates[0] == 1e-4 and rates[-1] == pytest.approx(1.0)
     assert rates[51] / rates[50] == pytest.approx(10**0.04)
     # The first running mean is the loss, and a constant stays itself.
-    assert smooth([3.0]) == [pytest.approx(3)] and smooth([2.0] * 9)[-1] == pytest.approx(2)
-    assert smooth([4.0, 2.0], 0.5) == [4, pytest.approx(8 / 3)]  # (0.5 x 2 + 0.25 x 4) / 0.75
-    # A sigmoid falls fastest in its middle, here at 1e-2, whatever comes after it.
+    assert smooth([3.0], 0.1) == [pytest.approx(3)]
+    assert smooth([2.0] * 9, 0.01)[-1] == pytest.approx(2)
+    assert smooth([4.0, 2.0], 1 / 6) == [4, pytest.approx(8 / 3)]  # (0.5 x 2 + 0.25 x 4) / 0.75
+    # A sigmoid has made half of its fall in its middle, at 1e-2, and 55% soon after, whatever comes after it.
     losses = [7 - 3 / (1 + math.exp(-4 * (math.log10(rate) + 2))) for rate in rates]
-    assert steepest(rates, losses) == pytest.approx(1e-2)
-    assert steepest(rates, [*losses[:-1], math.nan]) == pytest.approx(1e-2, rel=0.1)
+    assert fallen(rates, losses) == pytest.approx(1e-2, rel=0.2)
+    assert fallen(rates, [*losses[:-1], math.nan]) == pytest.approx(1e-2, rel=0.2)
     assert not has_diverged(losses) and has_diverged([7, 4, 6]) and has_diverged([7, math.nan])
+    assert not has_diverged([7, 6.99, 7.1])  # the noise of a loss that has not fallen yet
 
 
 @pytest.fixture(scope="module")
