@@ -40,8 +40,8 @@ above."""
 LAG = 1 / 3
 """Decades of the rate that the smoothed loss lags behind: ten steps of 150 over five decades."""
 FALLEN = 0.55
-"""Share of its whole fall that the smoothed loss has made at the suggestion. It was chosen by sweeps
-of two tiny decoders, one with Muon: where the loss falls fastest is too low for Muon, and a tenth
+"""Share of its whole fall that the smoothed loss has made at the suggestion, chosen by sweeps of
+two tiny decoders, one with Muon: where the loss falls fastest is too low for Muon, and a tenth
 of the rate at which it diverges too high for AdamW. benchmarks/lr_find.py measures it."""
 RISEN, NOISE = 0.5, 0.2
 """Share of its fall that the smoothed loss may rise again before the test ends, and how many nats
@@ -99,7 +99,7 @@ class RangeTest:
         """Return the overrides of a learning rate of AdamW: all optimizers by one factor."""
         factor = lr / self.plan.optimizer.lr
         rates = {"optimizer.lr": self.plan.optimizer.lr} | {
-            f"techniques.{name}.lr": dict(technique)["lr"]
+            f"techniques.{name}.lr": technique.model_dump()["lr"]
             for name, technique in self.plan.techniques.items()
             if "routes" in technique.composes and "lr" in type(technique).model_fields
         }

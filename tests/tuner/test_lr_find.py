@@ -17,10 +17,10 @@ from headrace.plan.plan import Plan
 from headrace.predict.scaling import step_law_rate
 from headrace.tuner.lr_find import (
     RangeTest,
+    fallen,
     find_rate,
     format_test,
     growing,
-    fallen,
     has_diverged,
     smooth,
     write_curve,
@@ -37,8 +37,8 @@ def test_the_pure_parts() -> None:
     assert smooth([4.0, 2.0], 1 / 6) == [4, pytest.approx(8 / 3)]  # (0.5 x 2 + 0.25 x 4) / 0.75
     # A sigmoid has made half of its fall in its middle, at 1e-2, and 55% soon after, whatever comes after it.
     losses = [7 - 3 / (1 + math.exp(-4 * (math.log10(rate) + 2))) for rate in rates]
-    assert fallen(rates, losses) == pytest.approx(1e-2, rel=0.2)
-    assert fallen(rates, [*losses[:-1], math.nan]) == pytest.approx(1e-2, rel=0.2)
+    assert fallen(rates, losses) == pytest.approx(1e-2, rel=0.25)
+    assert fallen(rates, [*losses[:-1], math.nan]) == pytest.approx(1e-2, rel=0.25)
     assert not has_diverged(losses) and has_diverged([7, 4, 6]) and has_diverged([7, math.nan])
     assert not has_diverged([7, 6.99, 7.1])  # the noise of a loss that has not fallen yet
 
