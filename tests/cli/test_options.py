@@ -48,6 +48,7 @@ def numbers() -> Iterator[str]:
         (("lr-find", "demo"), "--steps"),
         (("lr-find", "demo"), "--low"),
         (("lr-find", "demo"), "--high"),
+        (("check", "mup", "demo"), "--widest"),
         (("ablate", "demo", "--with", "z_loss"), "--loss-steps"),
         (("ablate", "demo", "--with", "z_loss"), "--minutes"),
     ],

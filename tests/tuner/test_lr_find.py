@@ -35,7 +35,7 @@ def test_the_pure_parts() -> None:
     assert smooth([3.0], 0.1) == [pytest.approx(3)]
     assert smooth([2.0] * 9, 0.01)[-1] == pytest.approx(2)
     assert smooth([4.0, 2.0], 1 / 6) == [4, pytest.approx(8 / 3)]  # (0.5 x 2 + 0.25 x 4) / 0.75
-    # A sigmoid has made half of its fall in its middle, at 1e-2, and 55% soon after, whatever comes after it.
+    # A sigmoid has made half of its fall at 1e-2 and 55% soon after, whatever comes then.
     losses = [7 - 3 / (1 + math.exp(-4 * (math.log10(rate) + 2))) for rate in rates]
     assert fallen(rates, losses) == pytest.approx(1e-2, rel=0.25)
     assert fallen(rates, [*losses[:-1], math.nan]) == pytest.approx(1e-2, rel=0.25)
