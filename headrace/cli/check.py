@@ -19,7 +19,7 @@ def _before_verbs() -> None:
     """Check whether what a plan relies on holds."""
 
 
-@check.command()
+@check.command("mup")
 def mup(
     plan: PlanName,
     overrides: Overrides = None,

@@ -9,6 +9,7 @@ wider models' activations move as far as the narrow one's; where it does not the
 
 import json
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,12 +164,12 @@ def _moves(plan: Plan, progress: Progress) -> dict[str, list[float]]:
 def _outputs(build: Build, ids_BT: Tensor) -> dict[str, Tensor]:
     """Return the output of each block [B, T, D] and the logits [B, T, V], in fp32, by name."""
     seen: dict[str, Tensor] = {}
-    hooks = [
-        block.register_forward_hook(
-            lambda _module, _given, out, name=f"block {name}": seen.update({name: out.float()})
-        )
-        for name, block in build.model.blocks.items()
-    ]
+
+    def keep(name: str) -> Callable[[Any, Any, Tensor], None]:
+        return lambda _module, _given, out: seen.update({name: out.float()})
+
+    blocks = build.model.blocks.items()
+    hooks = [block.register_forward_hook(keep(f"block {name}")) for name, block in blocks]
     places = torch.arange(ids_BT.size(1), device=ids_BT.device)[None]
     try:
         with build.autocast():

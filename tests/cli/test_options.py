@@ -188,6 +188,10 @@ def test_every_number_that_an_option_takes_is_looked_at() -> None:
         "probe seconds",
         "tune seeds",
         "tune minutes",
+        "lr-find steps",
+        "lr-find low",
+        "lr-find high",
+        "check mup widest",
         "ablate minutes",
         "ablate loss_steps",
     }
