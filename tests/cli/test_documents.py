@@ -40,6 +40,8 @@ VERBS: dict[str, tuple[str, ...]] = {
     "probe": ("--device", "cpu", "--seconds", "1"),
     "doctor": (RUN,),
     "tune": ("TINY", "--for", "time"),
+    "lr-find": ("TINY", "--steps", "20"),
+    "check mup": ("TINY", "--with", "mup", "techniques.mup.base_dim=32", "--widest", "128"),
     "ablate": ("TINY", "--with", "z_loss", "--out", "OUT"),
 }
 """Words after each verb with which it succeeds."""
