@@ -18,7 +18,7 @@ from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
 from headrace.kernels.autocast import compute_dtype
 from headrace.model.attention import Attend, KVCache, Sdpa, SelfAttention, Shared, check_mask
-from headrace.model.from_embedding import EmbeddingResidual, MixedValues, PlainStream
+from headrace.model.from_embedding import MixedValues, PlainStream, ResidualFromEmbedding
 from headrace.model.head import Head, Objective
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.mlp import PlainMLP, SwiGLU
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, parts: Parts) -> None:
         super().__init__()
-        self.stream = EmbeddingResidual() if config.embedding_residual else PlainStream()
+        self.stream = ResidualFromEmbedding() if config.embedding_residual else PlainStream()
         self.mixer_norm = parts.norm(config)
         self.mixer = parts.mixer(config, layer, parts.attend)
         self.mlp_norm = parts.norm(config)

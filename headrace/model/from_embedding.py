@@ -3,7 +3,7 @@
 A block without either has a module of the same signature that passes on what it gets, so that no
 block has a branch. What blocks read is made once, after the embedding, and handed on in `Shared`.
 
-`EmbeddingResidual` begins a block with a x + b x0, where x0 is what the first block reads.
+`ResidualFromEmbedding` begins a block with a x + b x0, where x0 is what the first block reads.
 `MixedValues` makes attention's values v into a v + b e, where e is a token's row of a table of its
 own. The factors are learned, of one dimension each, so that no weight decay falls on them. Source:
 modded-nanogpt (github.com/KellerJordan/modded-nanogpt), whose first values these are too; value
@@ -31,7 +31,7 @@ class PlainStream(nn.Module):
         return x_BTD
 
 
-class EmbeddingResidual(nn.Module):
+class ResidualFromEmbedding(nn.Module):
     """A block begins with a x + b x0, of the residual stream and of what the first block reads."""
 
     def __init__(self) -> None:

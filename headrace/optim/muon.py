@@ -11,7 +11,7 @@ compiled again. A large batch is updated in chunks, so only one chunk's directio
 
 Options: `rows` divides each row by the root of its running mean square and gives the matrix its
 norm back (NorMuon, arXiv 2510.05491); `cautious` decays a weight only where update and decay have
-one sign (arXiv 2510.12402); a `Cut` takes fused matrices apart, heads too. Over ranks each polar is
+one sign (arXiv 2510.12402); a `MatrixCut` takes fused matrices apart, heads too. Over ranks each polar is
 computed once (parallel/team). A step whose gradient is not finite is masked on the device.
 """
 
@@ -40,7 +40,7 @@ ROW_EPS = 1e-8
 
 
 @dataclass(frozen=True)
-class Cut:
+class MatrixCut:
     """Take fused matrices apart: rows are `groups` of runs, each of which alternates pieces.
 
     Args:
@@ -75,12 +75,12 @@ class Cut:
         return (runs[0] if len(runs) == 1 else torch.cat(runs, 2)).flatten(1, 2)
 
 
-WHOLE = Cut(1, ())
+WHOLE = MatrixCut(1, ())
 """How a matrix that is one piece is taken apart."""
 
 
 @dataclass(frozen=True)
-class Rule:
+class MuonRule:
     """Hold what an update does, as far as a compiled function has it built in."""
 
     name: Name = "polar_express"
@@ -107,7 +107,7 @@ class Scalars:
 
 
 def direction_(
-    gradients: Sequence[Tensor], kept: Tensor, momentum: Tensor, keep: Tensor, rule: Rule
+    gradients: Sequence[Tensor], kept: Tensor, momentum: Tensor, keep: Tensor, rule: MuonRule
 ) -> Tensor:
     """Update the momenta and return the directions, [matrices, rows, columns]."""
     stacked = torch.stack(list(gradients))
@@ -116,7 +116,9 @@ def direction_(
     return stacked.lerp_(kept, momentum) if rule.nesterov else kept
 
 
-def polar_(directions: Tensor, rows: Tensor | None, keep: Tensor, rule: Rule, cut: Cut) -> Tensor:
+def polar_(
+    directions: Tensor, rows: Tensor | None, keep: Tensor, rule: MuonRule, cut: MatrixCut
+) -> Tensor:
     """Return the updates of whole matrices, [matrices, rows, columns], in the iteration's dtype.
 
     Args:
@@ -127,7 +129,7 @@ def polar_(directions: Tensor, rows: Tensor | None, keep: Tensor, rule: Rule, cu
         cut: how the matrices are taken apart.
     """
     if not cut.runs:
-        cut = Cut(1, ((1, directions.size(1), 1),))
+        cut = MatrixCut(1, ((1, directions.size(1), 1),))
     batches = [_long(orthogonalize(batch, rule.name)) for batch in cut.apart(directions)]
     if rows is not None:
         squares = cut.apart(rows.unsqueeze(-1))
@@ -158,7 +160,7 @@ def change_(
     updates: Tensor,
     lr: Tensor,
     shrink: Tensor | None,
-    rule: Rule,
+    rule: MuonRule,
 ) -> None:
     """Subtract the updates [matrices, rows, columns], and the decay where `shrink` is given."""
 
@@ -182,15 +184,15 @@ def update_(
     shrink: Tensor | None,
     momentum: Tensor,
     keep: Tensor,
-    rule: Rule,
-    cut: Cut,
+    rule: MuonRule,
+    cut: MatrixCut,
 ) -> None:
     """Update whole matrices of one shape, their momenta and their rows' mean squares."""
     updates = polar_(direction_(gradients, kept, momentum, keep, rule), rows, keep, rule, cut)
     change_(weights, updates, lr, shrink, rule)
 
 
-class Batch:
+class MatrixBatch:
     """Hold parameters of one shape that lie on the ranks in one way, and their states.
 
     Args:
@@ -202,7 +204,12 @@ class Batch:
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], cut: Cut, rows: int, state: Any, team: Team | None
+        self,
+        parameters: list[nn.Parameter],
+        cut: MatrixCut,
+        rows: int,
+        state: Any,
+        team: Team | None,
     ) -> None:
         self.parameters, self.cut, self.team, self._state = parameters, cut, team, state
         self._rows, self.rows = rows, None
@@ -250,12 +257,12 @@ class MuonOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         named: Mapping[str, nn.Parameter],
-        cuts: Mapping[str, Cut],
+        cuts: Mapping[str, MatrixCut],
         *,
         lr: float,
         momentum: float,
         weight_decay: float,
-        rule: Rule = Rule(),
+        rule: MuonRule = MuonRule(),
         now: Callable[[], float | None] = lambda: None,
         team: Callable[[str], Team | None] = lambda name: None,
         compiled: bool = False,
@@ -284,7 +291,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         """compiled functions, by what makes one compile anew"""
         self._now = now
         self._names = {p: n for n, p in named.items()}
-        self._batches: list[list[Batch]] = []
+        self._batches: list[list[MatrixBatch]] = []
         for group in self.param_groups:
             alike: dict[Any, list[nn.Parameter]] = {}
             for p in group["params"]:
@@ -295,11 +302,11 @@ class MuonOptimizer(torch.optim.Optimizer):
             )
 
     def _batch(
-        self, alike: list[nn.Parameter], cut: Cut, team: Callable[[str], Team | None]
-    ) -> Batch:
+        self, alike: list[nn.Parameter], cut: MatrixCut, team: Callable[[str], Team | None]
+    ) -> MatrixBatch:
         ranks = team(self._names[alike[0]])
         rows = (ranks.layout.shape[0] if ranks else alike[0].size(0)) if self.rule.rows else 0
-        return Batch(alike, cut, rows, self.state, ranks)
+        return MatrixBatch(alike, cut, rows, self.state, ranks)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -322,7 +329,7 @@ class MuonOptimizer(torch.optim.Optimizer):
                     batch.take_states()
                     self._update(batch, chunk, scalars, group["weight_decay"] != 0)
 
-    def _update(self, batch: Batch, chunk: slice, scalars: Scalars, decays: bool) -> None:
+    def _update(self, batch: MatrixBatch, chunk: slice, scalars: Scalars, decays: bool) -> None:
         """Update the parameters of a chunk, on the ranks of its team."""
         assert batch.momentum is not None
         taken = batch.parameters[chunk]
@@ -380,7 +387,7 @@ def _kind(given: Any) -> Any:
     return given
 
 
-def cut_of(name: str, cuts: Mapping[str, Cut]) -> Cut:
+def cut_of(name: str, cuts: Mapping[str, MatrixCut]) -> MatrixCut:
     """Return how a parameter is taken apart."""
     name = name.removesuffix(".weight")
     return next((cut for end, cut in cuts.items() if name.endswith(end)), WHOLE)

@@ -28,7 +28,7 @@ from headrace.kernels.orthogonalize import (
 from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.mask import MaskSpec
 from headrace.optim import muon
-from headrace.optim.muon import MuonOptimizer, Rule
+from headrace.optim.muon import MuonOptimizer, MuonRule
 from headrace.plan.plan import Plan
 from headrace.techniques.optim.muon import cuts_of
 from headrace.train.checkpoint import Saved
@@ -100,7 +100,7 @@ def test_three_updates_equal_the_reference(
     A batch of the largest shape is updated in two chunks.
     """
     monkeypatch.setattr(muon, "CHUNK_NUMBERS", 300)
-    rule = Rule(name="polar_express" if kind == "svd" else kind)
+    rule = MuonRule(name="polar_express" if kind == "svd" else kind)
     optimizer = MuonOptimizer(
         named,
         cuts_of(CONFIG, head_pairs=pairs),
@@ -153,15 +153,15 @@ def test_batching_changes_nothing(named: dict[str, nn.Parameter]) -> None:
 @pytest.mark.parametrize(
     "rule",
     [
-        Rule(),
-        Rule(name="jordan", nesterov=False),
-        Rule(cautious=True),
-        Rule(rows=True),
-        Rule(cautious=True, rows=True, nesterov=False),
+        MuonRule(),
+        MuonRule(name="jordan", nesterov=False),
+        MuonRule(cautious=True),
+        MuonRule(rows=True),
+        MuonRule(cautious=True, rows=True, nesterov=False),
     ],
     ids=str,
 )
-def test_two_steps_are_those_that_a_hand_computes(rule: Rule) -> None:
+def test_two_steps_are_those_that_a_hand_computes(rule: MuonRule) -> None:
     """A diagonal matrix stays one: each polynomial, norm and mean is of single numbers.
 
     The momentum changes between the steps, as in its warmup.
@@ -234,7 +234,7 @@ def test_one_graph_a_shape_and_none_for_other_numbers(monkeypatch: pytest.Monkey
             "weight_decay": DECAY,
             "compiled": compiled,
         }
-        sides.append((named, MuonOptimizer(named, {}, rule=Rule(cautious=True), **how)))
+        sides.append((named, MuonOptimizer(named, {}, rule=MuonRule(cautious=True), **how)))
     before = counters["stats"]["unique_graphs"]
     for index in range(4):
         for named, optimizer in sides:
@@ -257,7 +257,7 @@ def test_a_compiled_update_is_the_plain_one(named: dict[str, nn.Parameter]) -> N
     """It takes the compiler a minute on a CPU."""
     copies = {n: nn.Parameter(p.detach().clone()) for n, p in named.items()}
     how: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
-    how["rule"] = Rule(rows=True)
+    how["rule"] = MuonRule(rows=True)
     plain = MuonOptimizer(named, cuts_of(CONFIG), **how)
     compiled = MuonOptimizer(copies, cuts_of(CONFIG), compiled=True, **how)
     for _ in range(2):

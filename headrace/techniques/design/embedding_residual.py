@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from headrace.assemble.keyed import Keyed
 from headrace.assemble.sockets import Build
-from headrace.model.from_embedding import EmbeddingResidual as Stream
+from headrace.model.from_embedding import ResidualFromEmbedding
 from headrace.plan.technique import Card, Evidence
 
 
@@ -46,7 +46,9 @@ class EmbeddingResidual(Keyed):
         blocks = build.model.blocks.values()
         if not blocks:
             return Evidence(None, "this rank holds no block")
-        streams = [block.stream for block in blocks if isinstance(block.stream, Stream)]
+        streams = [
+            block.stream for block in blocks if isinstance(block.stream, ResidualFromEmbedding)
+        ]
         values = [_factors(stream) for stream in streams]
         most = max((abs(b) for _, b in values), default=0.0)
         return Evidence(
@@ -57,7 +59,7 @@ class EmbeddingResidual(Keyed):
         )
 
 
-def _factors(stream: Stream) -> tuple[float, float]:
+def _factors(stream: ResidualFromEmbedding) -> tuple[float, float]:
     """Return the factors of the stream and of the embedding."""
     whole = getattr(stream.weight, "full_tensor", lambda: stream.weight)()
     first, second = whole.detach().float().tolist()

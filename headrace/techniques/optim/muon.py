@@ -33,9 +33,9 @@ from headrace.optim.muon import (
     CHUNK_MATRICES,
     CHUNK_NUMBERS,
     WHOLE,
-    Cut,
+    MatrixCut,
     MuonOptimizer,
-    Rule,
+    MuonRule,
     cut_of,
 )
 from headrace.parallel.team import Team
@@ -194,26 +194,30 @@ class Muon(Technique[Build]):
             work["update/optimizer"] = replace(left, bytes=max(0.0, left.bytes - 7 * FP32 * mine))
         return replace(ledger, work=work, sizes={**ledger.sizes, DERIVED: 1.0})
 
-    def _alike(self, ledger: Ledger) -> dict[tuple[tuple[int, ...], Cut], int]:
+    def _alike(self, ledger: Ledger) -> dict[tuple[tuple[int, ...], MatrixCut], int]:
         """Return how many matrices of each shape are taken apart in one way."""
-        counts: dict[tuple[tuple[int, ...], Cut], int] = {}
+        counts: dict[tuple[tuple[int, ...], MatrixCut], int] = {}
         for name, matrix in ledger.updates(self.name()).items():
             key = matrix.shape, self._predicted_cut(name, matrix.shape, ledger.sizes)
             counts[key] = counts.get(key, 0) + 1
         return counts
 
-    def _predicted_cut(self, name: str, shape: tuple[int, ...], sizes: Mapping[str, float]) -> Cut:
+    def _predicted_cut(
+        self, name: str, shape: tuple[int, ...], sizes: Mapping[str, float]
+    ) -> MatrixCut:
         """Return how a matrix is taken apart, as `cuts_of` says of the model's."""
         rows, heads, groups = shape[0], int(sizes["heads"]), int(sizes["kv_heads"])
         if name.endswith(f"{GATE_UP}.weight"):
             groups = gcd(groups, rows // 2)
-            return Cut(groups, ((2, rows // 2 // groups, 1),))
+            return MatrixCut(groups, ((2, rows // 2 // groups, 1),))
         if name.endswith(f"{QKV}.weight"):
             each = rows // (heads + 2 * groups)
             return _heads_cut(groups, heads, each, self.head_pairs)
         return WHOLE
 
-    def _batch(self, ledger: Ledger, how: tuple[tuple[int, ...], Cut], count: int) -> "_Batch":
+    def _batch(
+        self, ledger: Ledger, how: tuple[tuple[int, ...], MatrixCut], count: int
+    ) -> "_Batch":
         sizes = ledger.sizes
         on_gpu = bool(sizes["on_gpu"])
         return _Batch(
@@ -256,7 +260,7 @@ class Muon(Technique[Build]):
                     lr=self.lr,
                     momentum=self.momentum,
                     weight_decay=self.weight_decay,
-                    rule=Rule(
+                    rule=MuonRule(
                         self.polynomials, self.nesterov, self.cautious_decay, self.normalize_rows
                     ),
                     now=lambda: build.now.get(VALUE),
@@ -328,7 +332,7 @@ class _Batch:
     """
 
     shape: tuple[int, ...]
-    cut: Cut
+    cut: MatrixCut
     count: int
     compiled: bool
     on_gpu: bool
@@ -466,29 +470,29 @@ class _Batch:
         return collective(self.sizes, "shard", "optimizer", operation, bytes, kernels=kernels)
 
 
-def _suffix(cut: Cut) -> str:
+def _suffix(cut: MatrixCut) -> str:
     """Return what tells matrices of one shape apart that are taken apart differently."""
     return "/".join(f"_{n}x{rows}" for n, rows, _ in cut.runs)
 
 
-def cuts_of(config: ModelConfig, head_pairs: bool = False) -> dict[str, Cut]:
+def cuts_of(config: ModelConfig, head_pairs: bool = False) -> dict[str, MatrixCut]:
     """Return how the fused matrices are taken apart, by the end of their name."""
     cuts = {}
     for end, fusion in fusions(config).items():
         if end == QKV:
             cuts[end] = _heads_cut(fusion.groups, config.heads, fusion.split[1], head_pairs)
         else:
-            cuts[end] = Cut(fusion.groups, ((len(fusion.split), fusion.split[0], 1),))
+            cuts[end] = MatrixCut(fusion.groups, ((len(fusion.split), fusion.split[0], 1),))
     return cuts
 
 
-def _heads_cut(groups: int, heads: int, head_dim: int, pairs: bool) -> Cut:
+def _heads_cut(groups: int, heads: int, head_dim: int, pairs: bool) -> MatrixCut:
     """Return how queries, keys and values are taken apart, and by pairs of heads."""
     queries = heads // groups
     blocks = (heads // 2, groups // 2) if pairs else (1, 1)
     if queries == 1:
-        return Cut(groups, ((3, head_dim, blocks[0]),))
-    return Cut(groups, ((1, queries * head_dim, blocks[0]), (2, head_dim, blocks[1])))
+        return MatrixCut(groups, ((3, head_dim, blocks[0]),))
+    return MatrixCut(groups, ((1, queries * head_dim, blocks[0]), (2, head_dim, blocks[1])))
 
 
 def _takes(name: str, dimensions: int) -> bool:
