@@ -52,6 +52,7 @@ SINCE = (
     ("model", "value_embeddings"),
     ("model", "matrix_init"),
     ("model", "head_init"),
+    ("schedule", "decay_shape"),
 )
 """Keys that plans got after rows had been written, the newest last. An older fingerprint is without
 them, and at their defaults they change no kernel."""

@@ -269,6 +269,14 @@ KNOWN: dict[str, tuple[str, ...]] = {
         ("curriculum", "curriculum_learning", "seq_len_warmup", "slw", "sequence_length_warmup"),
         ("sequence_length_schedule",),
     ),
+    **dict.fromkeys(
+        ("ema", "swa", "polyak", "lawa", "weight_ema", "checkpoint_averaging"),
+        ("weight_averaging",),
+    ),
+    **dict.fromkeys(
+        ("batch_warmup", "batch_size_warmup", "batch_rampup", "rampup_batch_size"),
+        ("batch_ramp",),
+    ),
     **dict.fromkeys(("cudagraphs", "cuda_graph"), ("cuda_graphs",)),
     **dict.fromkeys(("weight_tying", "tie_word_embeddings"), ("tied_embeddings",)),
     **dict.fromkeys(
@@ -284,8 +292,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fused_adam", "galore_layerwise", "lomo"), ("optimizer_in_backward",)),
     **dict.fromkeys(
         (
-            "ema",
-            "swa",
             "schedule_free",
             "lookahead",
             "sam",
@@ -320,7 +326,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
             "merging",
             "mergekit",
             "zero_plus_plus",
-            "polyak",
             "r_drop",
         ),
         (),
@@ -331,9 +336,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
 
 BY_KEY: dict[str, str] = {
     **dict.fromkeys(("adamw", "torch_adamw"), "optimizer.lr=0.001"),
-    **dict.fromkeys(("cosine", "cosine_decay", "cosine_schedule"), "schedule.kind=cosine"),
+    **dict.fromkeys(("cosine_decay", "cosine_schedule"), "schedule.kind=cosine"),
     **dict.fromkeys(("wsd", "trapezoidal"), "schedule.kind=warmup_stable_decay"),
-    **dict.fromkeys(("warmup", "linear_warmup", "lr_warmup"), "schedule.warmup_steps=100"),
+    **dict.fromkeys(("rsqrt", "noam"), "schedule.kind=inverse_sqrt"),
+    **dict.fromkeys(("linear_warmup", "lr_warmup"), "schedule.warmup_steps=100"),
     **dict.fromkeys(
         ("grad_clip", "gradient_clipping", "clip_grad_norm", "clip_norm"), "optimizer.clip_norm=1"
     ),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
-from headrace.plan.plan import OptimizerConfig, Plan
+from headrace.plan.plan import ENDLESS, OptimizerConfig, Plan
 from headrace.plan.technique import Doubt
 
 WIDE_RATE = 0.4
@@ -128,7 +128,7 @@ def _end_of_schedule(plan: Plan) -> Iterator[Doubt]:
     """Yield a doubt about steps after the schedule's end that have a rate of 0."""
     schedule, lasts = plan.schedule, plan.goal_steps
     ends = schedule.steps
-    if schedule.kind == "constant" or not ends or not lasts or ends >= lasts:
+    if schedule.kind in ENDLESS or not ends or not lasts or ends >= lasts:
         return
     if schedule.final_fraction == 0:
         yield Doubt(

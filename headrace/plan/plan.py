@@ -37,6 +37,8 @@ RANKS = 1 << 20
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+ENDLESS = ("constant", "inverse_sqrt")
+"""Kinds of schedule that need no horizon."""
 ATTENDS = "parts.attend"
 """The socket whose owner computes attention."""
 
@@ -113,14 +115,16 @@ class OptimizerConfig(Strict):
 class ScheduleConfig(Strict):
     """Scale the learning rate: its share of `optimizer.lr` depends on the step alone."""
 
-    kind: Literal["cosine", "warmup_stable_decay", "constant"] = "cosine"
-    """The curve between warmup and horizon."""
+    kind: Literal["cosine", "warmup_stable_decay", "inverse_sqrt", "constant"] = "cosine"
+    """The curve after the warmup; inverse_sqrt and constant have no end."""
     warmup_steps: int = Field(default=0, ge=0, le=MOST)
     """Steps of linear rise from zero."""
     decay_fraction: Fraction = 0.2
-    """Last share of the horizon in which warmup_stable_decay falls linearly."""
+    """Last share of the horizon in which warmup_stable_decay falls."""
+    decay_shape: Literal["linear", "sqrt"] = "linear"
+    """How warmup_stable_decay falls: `linear`, or `sqrt`, which is 1 - sqrt(share of the decay)."""
     final_fraction: Fraction = 0.1
-    """Share of the learning rate at the horizon."""
+    """Share of the learning rate at the horizon, of cosine and warmup_stable_decay."""
     steps: int | None = Field(default=None, ge=1, le=MOST)
     """The horizon in steps; without it the horizon is that of goal.steps or goal.tokens."""
 
@@ -284,7 +288,7 @@ class Plan(Strict):
                 "goal.dollars needs the price of an hour of the run, hardware.dollars_per_hour",
                 mend("hardware.dollars_per_hour=2"),
             )
-        if self.schedule.kind != "constant" and self.horizon_steps is None:
+        if self.schedule.kind not in ENDLESS and self.horizon_steps is None:
             raise Wrong(
                 f"schedule.kind = {self.schedule.kind!r} must know where it ends; "
                 "give schedule.steps=N, goal.steps=N or goal.tokens=N, or schedule.kind=constant",

@@ -10,10 +10,16 @@ from headrace.tuner.readings import Reading, opened, read
 
 
 def of_length(plan: Plan, steps: int) -> Plan:
-    """Return the plan with a schedule and a warmup that end with the training."""
+    """Return the plan with a schedule and a warmup that end with the training.
+
+    A technique that asks for a longer warmup is left out.
+    """
     warmup = min(plan.schedule.warmup_steps, steps)
     ends = plan.schedule.model_copy(update={"steps": steps, "warmup_steps": warmup})
-    return plan.replaced(schedule=ends)
+    shorter = warmup < plan.schedule.warmup_steps
+    longer = {n for n, keys in plan.made().items() if shorter and "schedule.warmup_steps" in keys}
+    kept = {n: technique for n, technique in plan.techniques.items() if n not in longer}
+    return plan.replaced(schedule=ends, techniques=kept)
 
 
 def train_steps(plan: Plan, *, steps: int) -> Reading:

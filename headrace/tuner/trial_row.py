@@ -6,7 +6,7 @@ from typing import Literal
 
 from headrace.core.statistics import Interval, break_even_steps
 from headrace.core.units import format_bytes, format_seconds
-from headrace.plan.plan import Plan
+from headrace.plan.plan import ENDLESS, Plan
 from headrace.plan.technique import Effect
 
 TrialVerdict = Literal["kept", "reverted", "not shown", "refused", "not tried"]
@@ -159,7 +159,8 @@ def length_of(plan: Plan, step_s: float | None) -> Length | None:
         step_s: seconds of its step; without them budgets of time and money end nothing.
     """
     goal, price, ends = plan.goal, plan.hardware.dollars_per_hour, []
-    for steps in (plan.goal_steps, plan.schedule.steps if plan.schedule.kind != "constant" else 0):
+    horizon = 0 if plan.schedule.kind in ENDLESS else plan.schedule.steps
+    for steps in (plan.goal_steps, horizon):
         if steps:
             ends.append(Length(float(steps), f"is {steps:,} steps", f"{steps:,} steps"))
     minutes = [(goal.minutes, f"{goal.minutes:g} minutes")] if goal.minutes else []

@@ -97,6 +97,7 @@ TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("chunked_cross_entropy", "any"): {"chunk_tokens": 7},
     ("chunked_mlp", "any"): {"chunk_tokens": 7},
     ("deep_thin", "any"): {"base_dim": 32, "base_heads": 4, "base_layers": 1},
+    ("cosine", "any"): {"final_fraction": 0.5},  # the baseline's ends at a tenth
     ("linear_attention", "any"): {"chunk_tokens": 4},
     ("lora", "any"): {"rank": 2, "alpha": 4.0},
     ("mixture_of_experts", "any"): {"experts": 4},
@@ -116,6 +117,8 @@ TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("adamw_8bit", "any"): {"smallest": 256},
     ("torch_compile", "cpu"): {"backend": "aot_eager"},
     ("value_embeddings", "any"): {"tables": 1},
+    ("warmup", "any"): {"steps": 2},
+    ("weight_averaging", "any"): {"every": 1},
     ("yarn", "any"): {"factor": 2.0},
 }
 """(technique, device or "any") -> knobs for a tiny model."""

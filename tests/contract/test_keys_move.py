@@ -36,6 +36,16 @@ TURNED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         {"schedule": {"kind": "warmup_stable_decay", "decay_fraction": 0.25}},
         {"schedule": {"kind": "warmup_stable_decay", "decay_fraction": 0.75}},
     ),
+    "schedule.decay_shape": (
+        {"schedule": {"kind": "warmup_stable_decay", "decay_fraction": 0.75}},
+        {
+            "schedule": {
+                "kind": "warmup_stable_decay",
+                "decay_fraction": 0.75,
+                "decay_shape": "sqrt",
+            }
+        },
+    ),
     "schedule.final_fraction": ({}, {"schedule": {"final_fraction": 0.5}}),
     "schedule.steps": ({}, {"schedule": {"steps": 9}}),
 }
@@ -44,6 +54,7 @@ TURNED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 ASKED: Mapping[str, Mapping[str, Any]] = {
     "adamw_8bit.compiled": {"compiled": True},
     "adamw_8bit.smallest": {"smallest": 1 << 10},
+    "cosine.final_fraction": {"final_fraction": 0.25},
     "float8_linear.min_size": {"min_size": 24},
     "float8_linear.multiple_of": {"multiple_of": 16},
     "gqa.queries_per_key": {"queries_per_key": 4},
@@ -60,6 +71,8 @@ ASKED: Mapping[str, Mapping[str, Any]] = {
     "sequence_length_schedule.until": {"until": 2.0},
     "sophia.every": {"every": 2},
     "sparse_attention.stride": {"stride": 3},
+    "warmup_stable_decay.decay_fraction": {"decay_fraction": 0.75},
+    "warmup_stable_decay.final_fraction": {"final_fraction": 0.5},
     "yarn.beta_fast": {"beta_fast": 2.0},
     "yarn.beta_slow": {"beta_slow": 0.1},
     "yarn.factor": {"factor": 8.0},
@@ -72,6 +85,8 @@ BASE: Mapping[str, Mapping[str, Any]] = {
     "muon.cautious_decay": {"weight_decay": 0.1},
     "muon.momentum_start": {"momentum_warmup_steps": 2},
     "torch_compile.mode": {"backend": "inductor"},
+    "warmup_stable_decay.final_fraction": {"decay_fraction": 0.75},
+    "warmup_stable_decay.shape": {"decay_fraction": 0.75},
     "sequence_length_schedule.until": {"until": 9.0},
     "sparse_attention.stride": {"random": 0},
     "yarn.beta_fast": {"original_length": 4096},

@@ -152,7 +152,8 @@ class Traced:
         )
         step(build, micros, 0)
         build.model.zero_grad()
-        tracker = memory_tracker(build.model, list(build.optimizers.values()))
+        state = [t for keeper in build.state.values() for t in keeper.tensors().values()]
+        tracker = memory_tracker(build.model, list(build.optimizers.values()), kept=state)
         loss, kept = build.model.loss, {}
 
         def watched(*args: Any) -> Any:

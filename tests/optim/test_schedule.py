@@ -5,8 +5,11 @@ import math
 
 import pytest
 
-from headrace.optim.schedule import learning_rate
+from headrace.optim.schedule import decay_begins, learning_rate
 from headrace.plan.plan import ScheduleConfig
+
+
+KINDS = ("cosine", "warmup_stable_decay", "inverse_sqrt", "constant")
 
 
 def shares(horizon: int | None, steps: int, **keys: object) -> list[float]:
@@ -14,14 +17,14 @@ def shares(horizon: int | None, steps: int, **keys: object) -> list[float]:
     return [share(step) for step in range(steps)]
 
 
-@pytest.mark.parametrize("kind", ["cosine", "warmup_stable_decay", "constant"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_warmup_rises_evenly_and_never_starts_at_zero(kind: str) -> None:
     found = shares(20, 5, kind=kind, warmup_steps=4)
     assert found[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert found[4] == 1.0
 
 
-@pytest.mark.parametrize("kind", ["cosine", "warmup_stable_decay", "constant"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_without_warmup_the_first_step_is_whole(kind: str) -> None:
     assert shares(10, 1, kind=kind)[0] == 1.0
 
@@ -67,3 +70,29 @@ def test_a_horizon_of_one_step() -> None:
 def test_warmup_that_is_all_of_the_run() -> None:
     found = shares(4, 6, kind="cosine", warmup_steps=4, final_fraction=0.1)
     assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 0.1])
+
+
+def test_inverse_sqrt_falls_with_the_root_of_the_step_and_has_no_end() -> None:
+    """Compare with 1 / sqrt(step) of arXiv 1706.03762, counted from 1 and scaled to the warmup."""
+    found = shares(None, 101, kind="inverse_sqrt", warmup_steps=3)
+    assert found[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert found[15] == 0.5 and found[99] == pytest.approx(0.2)
+    assert shares(10, 101, kind="inverse_sqrt", warmup_steps=3) == found
+
+
+def test_a_decay_by_the_root_is_steep_first() -> None:
+    """Compare with 1 - sqrt((n - stable) / decay) of arXiv 2405.18392, section 3."""
+    keys = {"kind": "warmup_stable_decay", "decay_fraction": 0.8, "final_fraction": 0.0}
+    found = shares(20, 22, decay_shape="sqrt", **keys)
+    assert found[4] == 1.0 and found[8] == 0.5 and found[13] == pytest.approx(0.25)
+    assert found[20:] == [0.0, 0.0]
+    raised = shares(20, 21, decay_shape="sqrt", **{**keys, "final_fraction": 0.2})
+    assert raised[8] == pytest.approx(0.2 + 0.8 * 0.5) and raised[20] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("warmup", "share", "begins"), [(2, 0.25, 15), (8, 0.9, 8), (20, 0.5, 19)])
+def test_the_stable_phase_ends_where_the_decay_begins(
+    warmup: int, share: float, begins: int
+) -> None:
+    keys = {"kind": "warmup_stable_decay", "warmup_steps": warmup, "decay_fraction": share}
+    assert decay_begins(ScheduleConfig.model_validate(keys), 20) == begins
