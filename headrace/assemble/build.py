@@ -364,6 +364,7 @@ def _optimizers(build: Build) -> None:
             build.routed[route.name] = taken
             for group in optimizer.param_groups:
                 group["initial_lr"] = group["lr"]
+                group["initial_weight_decay"] = group.get("weight_decay", 0.0)
 
 
 def _data(build: Build) -> None:

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,9 +38,11 @@ from headrace.train.identity import (
     without_base,
 )
 from headrace.train.run_folder import RunFolder
-from headrace.train.state import largest, last_sound, refuse_wild
+from headrace.train.state import largest, last_sound, refuse_wild, restore_state
 
 T = TypeVar("T")
+AVERAGED = "weights_for_eval"
+"""The socket of techniques that evaluate other weights than those of the last step."""
 
 
 def resolve_run(run: Path) -> Path:
@@ -157,7 +160,7 @@ def plan_to_resume(
     before = read_plan(folder, catalogue)
     text = tomli_w.dumps(_laid_out_as(named, before))
     plan = Plan.read(text, catalogue, overrides=settings, with_=with_, without=without)
-    _note_rate_jump(before, plan, folder, checkpoint, note)
+    note_rate_jump(before, plan, folder, checkpoint, note)
     kept = flatten(plan.dump())
     other = {
         key: value
@@ -183,7 +186,7 @@ def _laid_out_as(named: Plan, before: Plan) -> dict[str, Any]:
     return {**tables, "mesh": laid_out["mesh"], "techniques": techniques}
 
 
-def _note_rate_jump(
+def note_rate_jump(
     before: Plan, plan: Plan, folder: Path, checkpoint: str | None, note: Callable[[str], None]
 ) -> None:
     """Show by how much the learning rate jumps where another goal or schedule changes it."""
@@ -226,11 +229,17 @@ def open_model(
     plan, saved = recorded, Saved(path)
     # An exact technique computes what the baseline computes, so a model alone needs none of them,
     # and a run that was trained on another device can be opened here. A technique that scales the
-    # loss does not shape the model either, but fp16 is refused without one.
+    # loss does not shape the model either, but fp16 is refused without one. One that evaluates
+    # other weights than the last step's is needed for these.
+    averaging = {n: t for n, t in plan.techniques.items() if AVERAGED in t.composes}
+    routes = any("routes" in t.composes for t in averaging.values())
     shaping = {
         n: t
         for n, t in plan.techniques.items()
-        if _shapes(t, with_data=with_data) or "loss_scale" in t.claims
+        if _shapes(t, with_data=with_data)
+        or "loss_scale" in t.claims
+        or n in averaging
+        or (routes and "routes" in t.composes)
     }
     _check_same_model(saved, plan, catalogue, with_data=with_data)
     plan = plan.replaced(
@@ -245,7 +254,8 @@ def open_model(
         tokenizer = _own_tokenizer(saved, folder)
         none: Any = None  # a model alone reads no validation text
         prepared = Prepared(folder, tokenizer, (), none, fingerprint={}, has_begun=True)
-    until = Stage.STEP if with_data else Stage.MATERIALIZE
+    until = max((t.stage for t in averaging.values()), default=Stage.MATERIALIZE)
+    until = Stage.STEP if with_data else max(Stage.MATERIALIZE, until)
     build = make_build(plan, prepared, World(), choose_device(plan), until=until)
     check_frozen(saved, plan, frozen_digests(plan))
     now = {**prepared.fingerprint, "tokenizer": prepared.tokenizer.fingerprint}
@@ -262,6 +272,16 @@ def _fill(build: Build, saved: Saved, plan: Plan) -> None:
     converts = any("storage" in t.composes for t in plan.techniques.values())
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", parameter, converts=converts)
+    if averaged := [*build.weights_for_eval] or build.notes.get(AVERAGED, []):
+        restore_state(build, saved)
+        # The weights of an evaluation stay in the model. Leaving a context would put others back,
+        # so that none of them may be closed while the build lives.
+        stack = ExitStack()
+        for standing in averaged:
+            stack.enter_context(standing(build))
+        build.notes.setdefault("standing", []).append(stack)
+        build.notes[AVERAGED] = averaged
+        build.weights_for_eval.clear()
 
 
 def computed(

@@ -259,11 +259,15 @@ def between_ranks(own_s: Sequence[Mapping[int, float]]) -> dict[str, Any] | None
 
 
 def memory_tracker(
-    model: torch.nn.Module, optimizers: list[Any], seen: Operations | None = None
+    model: torch.nn.Module,
+    optimizers: list[Any],
+    seen: Operations | None = None,
+    kept: Sequence[torch.Tensor] = (),
 ) -> Any:
     """Return torch's MemTracker for a model whose parts may run several times and may be frozen.
 
-    It sees every operation, and `seen` counts each.
+    It sees every operation, and `seen` counts each. Tensors that were made before are unknown to
+    it, but for those of the model, of its optimizers and in `kept`.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -304,7 +308,7 @@ def memory_tracker(
             return super()._track_module_params_and_buffers(module, install_grad_hooks and trained)
 
     tracker = LenientTracker()
-    tracker.track_external(model, *optimizers)
+    tracker.track_external(model, *optimizers, *kept)
     return tracker
 
 
@@ -315,9 +319,11 @@ class TrackedMemory:
     keeps, which saved-tensor hooks do not.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizers: list[Any]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizers: list[Any], kept: Sequence[torch.Tensor] = ()
+    ) -> None:
         self.operations = Operations()
-        self._tracker = memory_tracker(model, optimizers, self.operations)
+        self._tracker = memory_tracker(model, optimizers, self.operations, kept)
 
     def __enter__(self) -> "TrackedMemory":
         self._tracker.__enter__()

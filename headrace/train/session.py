@@ -305,7 +305,8 @@ class Session:
         alone = self.build.device.type == "cpu" and self.build.world.ranks == 1
         track = self.steps_here == 1 and alone and not self.compiled
         optimizers = list(self.build.optimizers.values())
-        tracker = TrackedMemory(self.build.model, optimizers) if track else nullcontext()
+        kept = [t for one in self.build.state.values() for t in one.tensors().values()]
+        tracker = TrackedMemory(self.build.model, optimizers, kept) if track else nullcontext()
         with tracker:
             yield
         if isinstance(tracker, TrackedMemory):

@@ -39,7 +39,7 @@ def tensors(build: Build) -> dict[str, TensorPart]:
                     pieces[f"optimizer/{name}/{key}"] = _piece(build, name, value)
     for who, keeper in build.state.items():
         for name, tensor in keeper.tensors().items():
-            pieces[f"technique/{who}/{name}"] = _piece(build, name, tensor)
+            pieces[f"technique/{who}/{name}"] = _piece(build, _weight(name), tensor)
     return pieces
 
 
@@ -85,20 +85,36 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", _piece(build, name, parameter))
     _check_numbers(build, saved)
-    for route, optimizer in build.optimizers.items():
-        _restore_optimizer(build, optimizer, build.routed[route], saved)
-    for who, keeper in build.state.items():
-        if who not in saved.values["techniques"]:
-            continue  # an exact technique that was switched on: it starts afresh
-        for name, tensor in keeper.tensors().items():
-            saved.fill_(f"technique/{who}/{name}", _piece(build, name, tensor))
-        keeper.load_values(saved.values["techniques"][who])
+    restore_state(build, saved)
     if build.world.rank < len(saved.parts):
         try:
             _set_rng(saved.parts[build.world.rank]["rank_values"]["rng"], build.device)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise saved.damaged(f"the state of its random numbers is none ({error})") from None
     return saved.values["counters"]
+
+
+def restore_state(build: Build, saved: Saved) -> None:
+    """Fill the state of every optimizer and of every technique from a checkpoint.
+
+    A technique that was switched on since starts afresh.
+
+    Raises:
+        RunError: the checkpoint is damaged.
+    """
+    for route, optimizer in build.optimizers.items():
+        _restore_optimizer(build, optimizer, build.routed[route], saved)
+    for who, keeper in build.state.items():
+        if who not in saved.values["techniques"]:
+            continue
+        for name, tensor in keeper.tensors().items():
+            saved.fill_(f"technique/{who}/{name}", _piece(build, _weight(name), tensor))
+        keeper.load_values(saved.values["techniques"][who])
+
+
+def _weight(name: str) -> str:
+    """Return the parameter that a technique's tensor lies as: its name, up to a `#`."""
+    return name.partition("#")[0]
 
 
 def _check_numbers(build: Build, saved: Saved) -> None:

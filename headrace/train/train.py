@@ -128,6 +128,8 @@ def step(
     for optimizer in build.optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * build.now["lr"]
+            if "weight_decay" in build.now:
+                group["weight_decay"] = group["initial_weight_decay"] * build.now["weight_decay"]
     for begin in build.before_step:
         begin(build)
     build.phases.mark("copy")
