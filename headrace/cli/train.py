@@ -17,6 +17,7 @@ from headrace.cli.terminal import (
     show_json,
     started_as,
 )
+from headrace.core.command import rerun, rerun_without
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.loading import loading
 from headrace.core.units import format_count, format_seconds, part_of_text
@@ -34,16 +35,29 @@ def train(
     without: Without = None,
     resume: Annotated[bool, typer.Option(help="Continue the newest run of this name.")] = False,
     checkpoint: Checkpoint = None,
+    branch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN@STEP",
+            help="Begin a new run at a checkpoint of another one, whose plan it has; changes stand "
+            "in PLAN's place.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train a plan to its goal, and print what became of the run."""
     with exit_codes(json, together=True), ExitStack() as stack:
         with loading():
             from headrace.cli.plans import named_plan
+            from headrace.inference.branch import plan_of_branch
             from headrace.inference.load import plan_to_resume, run_of
             from headrace.train import train as trainer
             from headrace.train.interrupts import Closing, Interrupts
-        wanted = named_plan(plan, overrides, with_, without)
+        if branch:
+            overrides = _words_of_branch(plan, overrides, resume=resume or bool(checkpoint))
+            wanted, parent = None, None
+        else:
+            wanted, parent = named_plan(plan, overrides, with_, without), run_of(plan)
         if checkpoint and not resume:
             raise ConfigError(
                 "--checkpoint says where to resume from", f"--resume --checkpoint {checkpoint}"
@@ -57,15 +71,19 @@ def train(
             "without": without or (),
         }
         try:
-            if resume:
+            if wanted is None:
+                begins = plan_of_branch(branch or "", catalogue(), **changes, note=progress.note)
+                wanted, parent, checkpoint = begins.plan, begins.parent, begins.checkpoint
+            elif resume:
                 more = {**changes, "note": progress.note, "checkpoint": checkpoint}
-                wanted = plan_to_resume(wanted, run_of(plan), catalogue(), **more)
+                wanted = plan_to_resume(wanted, parent, catalogue(), **more)
             result = trainer.run(
                 wanted,
                 progress=progress,
-                resume=resume,
-                folder=run_of(plan),
+                resume=resume or bool(branch),
+                folder=parent,
                 checkpoint=checkpoint,
+                branch=bool(branch),
                 catalogue=catalogue(),
                 command=True,
             )
@@ -84,6 +102,25 @@ def train(
         else:
             own_text = [*wanted.source_list] != ["stdlib"]
             note(closing_words(result.folder, conclusion, own_text=own_text))
+
+
+def _words_of_branch(plan: str, overrides: list[str] | None, *, resume: bool) -> list[str]:
+    """Return the changes of a branch: all words of the command line, for it names no plan.
+
+    Raises:
+        ConfigError: the first word is a plan, or the run is to be resumed too.
+    """
+    if resume:
+        raise ConfigError(
+            "--branch begins a new run, and --resume goes on with an old one",
+            rerun_without("--resume", verb="train") + ", without --checkpoint",
+        )
+    if "=" not in plan:
+        raise ConfigError(
+            f"--branch RUN@STEP takes the plan of that run, and {plan!r} is another one",
+            f"{rerun((plan, 'goal.steps=N'), verb='train')}, or other changes in its place",
+        )
+    return [plan, *(overrides or ())]
 
 
 def _conclude_failed(error: HeadraceError, closing: "Closing") -> None:

@@ -19,7 +19,7 @@ from headrace.data.prepared import check_same_data
 from headrace.model.adapter import load_pretrained, weights_digest
 from headrace.plan.changes import flatten, override, rewritten
 from headrace.plan.plan import Plan
-from headrace.plan.technique import Technique
+from headrace.plan.technique import Technique, installed
 from headrace.train.checkpoint import Saved
 
 MUST_STAY = (
@@ -35,6 +35,8 @@ MUST_STAY = (
     "data.sequence_length",
 )
 """Plan keys that a resumed run may not change, because they would make it another run."""
+SCHEDULED = "schedule"
+"""Room of the techniques that a branch may switch: they say what is to come, and keep the model."""
 LOCATION_KEYS = ("name", "directory")
 """Plan keys that say where a run is stored; they are not compared."""
 Differences = dict[str, tuple[Any, Any]]
@@ -127,11 +129,23 @@ def _exact(saved: Saved, plan: Plan) -> set[str]:
     return own | set(saved.values.get("exact", ()))
 
 
-def check_same_run(saved: Saved, build: Build, *, fork: bool = False) -> None:
+def switched_off_course(saved: Saved, plan: Plan, changes: Differences) -> list[str]:
+    """Return the switched techniques that a branch may not switch: all but exact and scheduled."""
+    free, known = _exact(saved, plan), installed().techniques
+    return [
+        key
+        for key in changes
+        if _switched(key)
+        and (name := key.split(".")[1]) not in free
+        and not (name in known and known[name].room == SCHEDULED)
+    ]
+
+
+def check_same_run(saved: Saved, build: Build, *, fork: bool = False, branch: bool = False) -> None:
     """Refuse to continue the checkpoint of another run.
 
     A fork is a new run. It may change what `changed_knobs` returns where the weights keep their
-    shapes.
+    shapes. A branch is a fork that may also switch techniques of the room `schedule`.
 
     Raises:
         ConfigError: names the key, or the data, that changed.
@@ -141,6 +155,8 @@ def check_same_run(saved: Saved, build: Build, *, fork: bool = False) -> None:
     made = rewritten(plan)  # by techniques, which are compared themselves
     fixed = [key for t in MUST_STAY for key in changes if among(key, [t]) and key not in made]
     switched = [key for key in changes if _switched(key) and key.split(".")[1] not in exact]
+    if branch:
+        switched = switched_off_course(saved, plan, changes)
     learned, shapes = changed_knobs(saved, plan), _reshaped(saved, build)
     words = [back(saved, key, changes[key]) for key in (*fixed, *switched, *learned)]
     goes_on = rerun_train(run, "--resume", *words)

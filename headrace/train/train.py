@@ -57,6 +57,7 @@ def run(
     resume: bool = False,
     folder: Path | None = None,
     checkpoint: str | None = None,
+    branch: bool = False,
     catalogue: Catalogue | None = None,
     command: bool = False,
 ) -> Result:
@@ -68,6 +69,7 @@ def run(
         resume: continue the newest run of this name.
         folder: continue the run in this folder instead.
         checkpoint: the checkpoint to continue from, as in "step-100"; the newest without it.
+        branch: begin a new run at that checkpoint of `folder`, with `resume`; see inference/branch.
         catalogue: the techniques to choose from, where the plan asks for a choice.
         command: whether this process serves only this run, so its age counts as part of the start.
 
@@ -97,7 +99,7 @@ def run(
         build.run_notes = _first_notes(build, first, progress, timed, start)
         for flags in build.runtime:
             stack.enter_context(flags())
-        files, checkpoint = _open_folder(build, resume, folder, checkpoint)
+        files, checkpoint = _open_folder(build, resume, folder, checkpoint, branch)
         session = stack.enter_context(Session(build, files, progress, start))
         if resume:
             session.restore(checkpoint)
@@ -313,7 +315,7 @@ def _first_notes(
 
 
 def _open_folder(
-    build: Build, resume: bool, folder: Path | None, checkpoint: str | None
+    build: Build, resume: bool, folder: Path | None, checkpoint: str | None, branch: bool
 ) -> tuple[RunFolder, str | None]:
     """Return the run's folder and the checkpoint to continue from, the same on every rank."""
 
@@ -322,7 +324,8 @@ def _open_folder(
             return str(RunFolder.create(build.plan).path), None
         earlier_run = RunFolder.find(build.plan, folder)
         if checkpoint and (earlier_run.checkpoints / checkpoint).is_dir():
-            forked, step = _fork(build, earlier_run, earlier_run.checkpoints / checkpoint)
+            path = earlier_run.checkpoints / checkpoint
+            forked, step = _fork(build, earlier_run, path, branch=branch)
             return str(forked.path), step
         return str(earlier_run.path), checkpoint
 
@@ -330,18 +333,21 @@ def _open_folder(
     return RunFolder(Path(path)), which
 
 
-def _fork(build: Build, run: RunFolder, path: Path) -> tuple[RunFolder, str]:
+def _fork(
+    build: Build, run: RunFolder, path: Path, *, branch: bool = False
+) -> tuple[RunFolder, str]:
     """Return a new run that begins at a checkpoint, where resuming the old run would lose some.
 
     The old run would lose its later checkpoints, or the plan that made its present ones. Where it
-    would lose neither, it is returned itself. The second value is the checkpoint to restore.
+    would lose neither, and no branch is asked for, it is returned itself. The second value is the
+    checkpoint to restore.
     """
     saved = Saved(path)
     step = saved.values["step"]
-    check_same_run(saved, build, fork=True)
+    check_same_run(saved, build, fork=True, branch=branch)
     check_frozen(saved, build.plan, note_frozen(build))
     changes = changed_knobs(saved, build.plan)
-    if step == max(steps_in(run.checkpoints)) and not changes:
+    if not branch and step == max(steps_in(run.checkpoints)) and not changes:
         return run, f"step-{step}"
     forked = run.fork(build.plan, path)
     changed = f"; {format_changes(changes)}" if changes else ""
