@@ -54,7 +54,7 @@ def train(
             from headrace.train import train as trainer
             from headrace.train.interrupts import Closing, Interrupts
         if branch:
-            overrides = _words_of_branch(plan, overrides, resume=resume or bool(checkpoint))
+            overrides = _words_of_branch(plan, overrides, resume, checkpoint)
             wanted, parent = None, None
         else:
             wanted, parent = named_plan(plan, overrides, with_, without), run_of(plan)
@@ -104,21 +104,24 @@ def train(
             note(closing_words(result.folder, conclusion, own_text=own_text))
 
 
-def _words_of_branch(plan: str, overrides: list[str] | None, *, resume: bool) -> list[str]:
+def _words_of_branch(
+    plan: str, overrides: list[str] | None, resume: bool, checkpoint: str | None
+) -> list[str]:
     """Return the changes of a branch: all words of the command line, for it names no plan.
 
     Raises:
-        ConfigError: the first word is a plan, or the run is to be resumed too.
+        ConfigError: the first word is a plan, or a run is to be resumed too.
     """
-    if resume:
+    if resume or checkpoint:
+        option = "--resume" if resume else "--checkpoint"
         raise ConfigError(
-            "--branch begins a new run, and --resume goes on with an old one",
-            rerun_without("--resume", verb="train") + ", without --checkpoint",
+            f"--branch begins a new run at a checkpoint, and {option} goes on with an old one",
+            rerun_without(option, verb="train"),
         )
     if "=" not in plan:
         raise ConfigError(
             f"--branch RUN@STEP takes the plan of that run, and {plan!r} is another one",
-            f"{rerun((plan, 'goal.steps=N'), verb='train')}, or other changes in its place",
+            rerun((plan, "goal.steps=N"), verb="train"),
         )
     return [plan, *(overrides or ())]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.core.command import rerun_with
+from headrace.core.command import rerun_with, train_command
 from headrace.core.errors import ConfigError
 from headrace.core.remedy import mend
 from headrace.inference.load import note_rate_jump, read_plan, resolve_run
@@ -95,7 +95,7 @@ def _split(where: str) -> tuple[str, int, Path]:
     if not steps:
         raise ConfigError(
             f"{folder} has no checkpoint to begin at",
-            rerun_with("--branch", "RUN@STEP", verb="train") + ", of a run that saved one",
+            f"{train_command(folder, '--resume')}, which saves one",
         )
     if which in ("latest", "best") and (root / which).is_dir():
         return run, int((root / which).resolve().name.removeprefix("step-")), folder
@@ -142,14 +142,10 @@ def _check_phase(before: Plan, plan: Plan, step: int, run: str, folder: Path) ->
         return
     share = learning_rate(old, horizon)(step - 1)
     stable = [n for n in steps_in(RunFolder(folder).checkpoints) if n <= begins + 1]
-    remedy = (
-        rerun_with("--branch", f"{run}@{stable[-1]}", verb="train")
-        if stable
-        else f"schedule.kind=warmup_stable_decay schedule.steps={horizon} with its decay kept"
-    )
+    falls = mend(f"schedule.kind={old.kind}", f"schedule.steps={horizon}")
     raise ConfigError(
         f"the decay of {folder} began after step {begins + 1}, and at step {step} the rate is "
         f"{share:.3g} of the highest: a stable phase cannot go on from there; "
         + (f"step {stable[-1]} is the last checkpoint before" if stable else "no checkpoint is"),
-        remedy,
+        rerun_with("--branch", f"{run}@{stable[-1]}", verb="train") if stable else falls,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import recorded_plan, shell
+from headrace.report.family import family_section
 from headrace.report.loss import loss_section
 from headrace.report.page import (
     Safe,
@@ -84,6 +85,7 @@ def compare_reports(run_directories: Sequence[Path], output: Path) -> Path:
         _verdicts(runs, names),
         _key_figures(runs, names),
         loss_section(runs, names),
+        *(family_section(runs[0].directory) if any(r.report.parent for r in runs) else ()),
         _time(runs, names),
         _differences("Plan keys that differ", [_plan(run, runs) for run in runs], names),
         _differences("Environment that differs", [_environment(run) for run in runs], names),

@@ -7,6 +7,7 @@ from headrace.core.units import part_of_text
 from headrace.doctor.words.answer import NOTHING_GAINS
 from headrace.plan.symptoms import BOTTLENECKS
 from headrace.report.advice import remedies
+from headrace.report.family import family_section
 from headrace.report.loss import loss_section
 from headrace.report.page import (
     Safe,
@@ -64,6 +65,7 @@ def write_report(run_directory: Path, output: Path | None = None) -> Path:
         _bottleneck(report),
         remedies(run.directory),
         loss_section([run], [report.name]),
+        *family_section(run.directory),
         step_time(run),
         memory(report),
         _wasted(report),

@@ -10,6 +10,7 @@ import pytest
 from refusal_cases import CASES as REFUSED
 from refusal_cases import EXCUSED
 from remedies import sites
+from remedy_branches import BRANCHES
 from remedy_cases import CASES, PLANS, SLOW
 from remedy_data import DATA
 from remedy_doctor import DOCTOR
@@ -29,7 +30,7 @@ from remedy_weights import GIVEN
 from shell import Case, Told, follow, run, split
 
 ROOT = Path(__file__).parents[2]
-LEADS = CASES | MEANT | RUNS | TRIALS | SLOW_TRIALS | TECHNIQUES
+LEADS = BRANCHES | CASES | MEANT | RUNS | TRIALS | SLOW_TRIALS | TECHNIQUES
 """Commands whose remedies lead to another state."""
 BROUGHT = INPUTS | GIVEN | DOCTOR | DATA | PLACES
 """What a user brings that is wrong: each way of these remedies ends in success."""

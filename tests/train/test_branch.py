@@ -1,0 +1,133 @@
+"""A branch is the run that would have had its schedule from the start, or it is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from facts import in_order
+from tiny import assert_same_run, metrics, report
+from typer.testing import CliRunner
+
+from headrace.cli.app import app
+from headrace.core.errors import ConfigError
+from headrace.inference.branch import plan_of_branch
+from headrace.plan.technique import installed
+from headrace.report.family import family_of
+from headrace.report.single import write_report
+from headrace.train import train as trainer
+
+STABLE = ("schedule.kind=warmup_stable_decay", "schedule.decay_fraction=0.5")
+KEPT = ("checkpoint.keep_last=9", "eval.every_steps=4")
+
+
+@pytest.fixture
+def base(train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of 12 of 16 steps, whose decay begins after step 9; checkpoints at 4, 8 and 12."""
+    monkeypatch.chdir(tmp_path)
+    return train("name=base", "schedule.steps=16", "goal.steps=12", *STABLE, *KEPT)
+
+
+def branch(where: str, *words: str, notes: list[str] | None = None, **more: Any) -> Path:
+    """Train a branch in this process, and return its folder."""
+    heard = notes if notes is not None else []
+    begins = plan_of_branch(where, installed(), overrides=words, note=heard.append, **more)
+    how = {"resume": True, "folder": begins.parent, "checkpoint": begins.checkpoint}
+    return trainer.run(begins.plan, branch=True, **how).folder
+
+
+def test_a_branch_is_the_run_with_its_schedule_and_its_parent_stays(
+    base: Path, train: Callable[..., Path]
+) -> None:
+    """Cool step 8 down over two steps: bit for bit the run of ten steps that decays at its end."""
+    before = {p: p.read_bytes() for p in base.rglob("*") if p.is_file() and p.name != ".lock"}
+    ends = ("schedule.steps=10", "schedule.decay_fraction=0.2", "goal.steps=10")
+    cooled = branch("base@8", "name=cooled", *ends)
+    whole = train("name=whole", *STABLE[:1], *ends, *KEPT)
+    shutil.rmtree(whole / "checkpoints" / "step-4")
+    assert_same_run(whole, cooled)
+    assert report(cooled)["parent"]["run"].endswith("base")
+    assert report(cooled)["parent"]["step"] == 8
+    assert [row["lr"] for row in metrics(cooled)][7:] != [r["lr"] for r in metrics(base)][7:10]
+    assert {p: p.read_bytes() for p in before} == before
+    resumed = branch("runs/cooled@latest", "goal.steps=11")
+    assert resumed.name == "cooled-2", "a branch of a branch, and the name of its parent's folder"
+    assert report(resumed)["parent"]["run"].endswith("cooled")
+    _check_family(base, cooled, resumed)
+
+
+def _check_family(base: Path, cooled: Path, again: Path) -> None:
+    """The family is shown on the page of each of its runs, in the order of its tree."""
+    for run in (base, cooled, again):
+        found = family_of(run)
+        assert [(m.directory.name, m.begins_at, m.depth) for m in found] == [
+            ("base", 0, 0),
+            ("cooled", 8, 1),
+            ("cooled-2", 10, 2),
+        ]
+        assert [m.own_steps for m in found] == [12, 2, 1]
+        assert "Family" in write_report(run).read_text()
+
+
+def test_a_branch_may_switch_what_is_to_come_and_nothing_else(base: Path) -> None:
+    averaged = branch("base@8", "goal.steps=10", "name=a", with_=["weight_averaging"])
+    assert report(averaged)["techniques"]["weight_averaging"]["active"]
+    for words, more, key, remedy in (
+        (["seed=4"], {}, "seed", "seed=3"),
+        (["batch.tokens=64"], {}, "batch.tokens", "batch.tokens=128"),
+        ([], {"with_": ["z_loss"]}, "techniques.z_loss", "--without z_loss"),
+    ):
+        with pytest.raises(ConfigError, match=in_order("a branch goes on", key)) as told:
+            branch("base@8", "goal.steps=10", *words, **more)
+        assert told.value.remedy.text == remedy
+    assert sorted(p.name for p in base.parent.iterdir() if p.is_dir()) == ["a", "base"]
+
+
+@pytest.mark.parametrize(
+    ("where", "words", "says", "remedy"),
+    [
+        ("base@7", (), ("no checkpoint at step", 7, 4, 8, 12), "--branch base@8"),
+        ("base", (), ("none given",), "--branch base@12"),
+        ("@8", (), ("names no run",), "--branch RUN@STEP"),
+        ("base@8", ("goal.steps=8",), ("ends at once", 8), "goal.steps=10"),
+        ("base@12", ("schedule.steps=40",), ("decay", "began after step", 9), "--branch base@8"),
+        (
+            "base@8",
+            ("schedule.steps=3", "schedule.warmup_steps=9"),
+            ("warmup_steps", 9, 3),
+            "schedule.warmup_steps=3",
+        ),
+    ],
+)
+def test_what_cannot_begin_names_the_nearest_that_can(
+    base: Path, where: str, words: tuple[str, ...], says: tuple[Any, ...], remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=in_order(*says)) as told:
+        plan_of_branch(
+            where, installed(), overrides=["goal.steps=20", *words], note=lambda line: None
+        )
+    assert remedy in told.value.remedy.text
+
+
+def test_a_cosine_goes_on_falling_and_not_at_the_whole_rate(base: Path) -> None:
+    notes: list[str] = []
+    ask = {"note": notes.append}
+    falls = ["goal.steps=20", "schedule.kind=cosine", "schedule.steps=40"]
+    assert plan_of_branch("base@12", installed(), overrides=falls, **ask).checkpoint == "step-12"
+    assert "schedule changed" in notes[0]
+    with pytest.raises(ConfigError, match="stable phase"):
+        constant = ["goal.steps=20", "schedule.kind=constant"]
+        plan_of_branch("base@12", installed(), overrides=constant, **ask)
+
+
+def test_the_command_takes_changes_in_the_place_of_a_plan(base: Path) -> None:
+    words = ["train", "--branch", "base@8", "goal.steps=9", "name=b", "--json"]
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 0, ended.output
+    assert json.loads(ended.stdout)["parent"]["step"] == 8
+    for wrong in (["demo", "--branch", "base@8"], ["goal.steps=9", "--branch", "base@8"]):
+        more = [] if wrong[0] == "demo" else ["--resume"]
+        ended = CliRunner().invoke(app, ["train", *wrong, *more])
+        assert ended.exit_code == 2 and "--branch" in ended.stderr
