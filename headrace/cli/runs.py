@@ -3,25 +3,33 @@
 import os
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headrace.cli.arguments import Checkpoint, Json, RunName
 from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import exit_codes, show_json, show_table
+from headrace.core.command import rerun
 from headrace.core.errors import ConfigError
 from headrace.core.limits import MOST, WIDEST
 from headrace.core.loading import loading
 
+LENGTH = "data.sequence_length"
+"""The one key that an evaluation may set."""
 MOST_NEW = 1_000_000
 """The most tokens that a sample may add; each of them takes a forward pass."""
 
 
 def evaluate_run(
     run: RunName,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="data.sequence_length=N reads longer rows, and tells loss by place."),
+    ] = None,
     *,
     checkpoint: Checkpoint = None,
     tokens: Annotated[
@@ -36,17 +44,30 @@ def evaluate_run(
     with exit_codes(json):
         with loading():
             from headrace.inference.load import computed, open_model, resolve_run
-            from headrace.train.evaluate import doubts, evaluate, finite
-        folder = resolve_run(run)
+            from headrace.train.evaluate import (
+                LossByPlace,
+                bins_of,
+                check_length,
+                doubts,
+                evaluate,
+                finite,
+            )
+        folder, length = resolve_run(run), _length_asked(overrides or ())
         build = open_model(folder, catalogue(), checkpoint=checkpoint, with_data=True)
+        trained, places = build.plan.data.sequence_length, None
+        if length is not None:
+            check_length(build, length)
+            places = LossByPlace(bins_of(trained, length), build.device)
         validation = computed(
-            lambda: finite(evaluate(build, tokens)),
+            lambda: finite(evaluate(build, tokens, length=length, places=places)),
             build,
             folder,
             catalogue(),
             checkpoint=checkpoint,
         )
         values = {"run": str(folder), **vars(validation), **build.prepared.loss_fields}
+        by_place = {} if places is None else {"places": places.rows(trained)}
+        lengths = {} if places is None else {"sequence_length": length, "trained_length": trained}
         # A user who asks for few of many targets knows it, so all targets count then.
         counted = (
             validation.tokens if validation.share == 1 else build.prepared.validation.tokens - 1
@@ -54,14 +75,55 @@ def evaluate_run(
         reasons = doubts(build, None, counted, bits_per_byte=validation.bits_per_byte)
         if json:
             doubtful = {"doubts": [doubt.to_dict() for doubt in reasons]} if reasons else {}
-            show_json(values | doubtful)
+            show_json(values | lengths | by_place | doubtful)
         else:
             show_table(
                 list(values),
                 [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in values.values()]],
             )
+            if places is not None:
+                _show_places(by_place["places"], trained, folder)
             for doubt in reasons:
                 print(doubt.line)
+
+
+def _length_asked(overrides: Sequence[str]) -> int | None:
+    """Return the length of the rows that an evaluation is asked for; None without such a word.
+
+    Raises:
+        ConfigError: another key is set, or the length is no number of at least two tokens.
+    """
+    length = None
+    for item in overrides:
+        key, _, value = item.partition("=")
+        if key.strip() != LENGTH:
+            raise ConfigError(
+                f"eval reads a run as its plan says, but for {LENGTH}: {item!r} is another key",
+                rerun((item, f"{LENGTH}=N"), verb="eval"),
+            )
+        number = int(value) if value.strip().isdecimal() else 1024
+        near = min(max(2, number), WIDEST)
+        if value.strip() != str(near):
+            raise ConfigError(
+                f"{item!r} is no length: rows have 2 to {WIDEST:,} tokens", f"{LENGTH}={near}"
+            )
+        length = near
+    return length
+
+
+def _show_places(rows: Sequence[Mapping[str, Any]], trained: int, folder: Path) -> None:
+    """Print the loss by place, and where the trained length ends."""
+    print(f"{folder} was trained on rows of {trained} tokens; loss by the tokens before a target:")
+    lines = [
+        [
+            f"{row['begin']} to {row['end'] - 1}",
+            "trained" if row["trained"] else "beyond",
+            str(row["targets"]),
+            f"{row['loss_nats']:.4f}",
+        ]
+        for row in rows
+    ]
+    show_table(["places", "rows", "targets", "loss_nats"], lines)
 
 
 def sample(

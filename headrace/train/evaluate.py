@@ -6,9 +6,10 @@ document token stands for no byte: it counts as loss, not as text.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,12 @@ from headrace.assemble.sockets import Build, MicroBatch
 from headrace.core.errors import ConfigError, Diverged
 from headrace.core.remedy import mend
 from headrace.data.loader import validation_batches, validation_rows
-from headrace.model.head import IGNORED, cross_entropy
+from headrace.model.head import IGNORED, Vocabulary, cross_entropy
 from headrace.plan.doubts import BYTE_BITS
 from headrace.plan.technique import Doubt
+
+INSIDE, BEYOND = 4, 16
+"""Number of bins of places in the trained length, and the most after it."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +113,107 @@ def _guessed(build: Build) -> Iterator[Doubt]:
         )
 
 
+class LossByPlace:
+    """Sum the loss of an evaluation by the places of its targets.
+
+    A target's place is what its token knows as its position: in its document where documents are
+    masked, else in its row. So the loss at a place is that with as many tokens before it.
+
+    Args:
+        ends: the ends of the bins, rising; the first bin begins at place 0.
+        device: where the model is.
+    """
+
+    def __init__(self, ends: Sequence[int], device: torch.device) -> None:
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        self.ends = [*ends]
+        self._ends = torch.tensor(self.ends, device=device)
+        self.nats = torch.zeros(len(self.ends), dtype=wide, device=device)
+        self.targets = torch.zeros(len(self.ends), dtype=torch.int64, device=device)
+
+    def with_bins(self, work: Work) -> Work:
+        """Return the micro-batch with the bin of each token, for the objective."""
+        places_BT = work.rows.positions_BT.expand(work.targets_BT.shape).contiguous()
+        bins_BT = torch.bucketize(places_BT, self._ends, right=True)
+        return work._replace(extras={**(work.extras or {}), "bin": bins_BT.reshape(-1)})
+
+    def objective(
+        self, logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Vocabulary
+    ) -> Tensor:
+        """Return the summed negative log likelihood, and add each token's to its bin."""
+        counted_N = targets_N != IGNORED
+        picked_N = vocabulary.pick(logits_NV, targets_N.where(counted_N, 0))
+        nats_N = (vocabulary.logsumexp(logits_NV) - picked_N).where(counted_N, 0.0)
+        self.nats.index_add_(0, extras["bin"], nats_N.to(self.nats.dtype))
+        self.targets.index_add_(0, extras["bin"], counted_N.long())
+        return nats_N.sum()
+
+    def rows(self, trained: int) -> list[dict[str, Any]]:
+        """Return the places, targets and loss of each bin, and whether they were trained.
+
+        Args:
+            trained: tokens of a sequence of training.
+        """
+        begins = [0, *self.ends[:-1]]
+        sums = zip(begins, self.ends, self.nats.tolist(), self.targets.tolist(), strict=True)
+        return [
+            {
+                "begin": begin,
+                "end": end,
+                "targets": targets,
+                "loss_nats": nats / targets,
+                "trained": end <= trained,
+            }
+            for begin, end, nats, targets in sums
+            if targets
+        ]
+
+
+def bins_of(trained: int, length: int) -> list[int]:
+    """Return the ends of bins of places: `INSIDE` in the trained length, at most `BEYOND` after it.
+
+    Args:
+        trained: tokens of a sequence of training.
+        length: tokens of a sequence of the evaluation.
+    """
+    inside = min(trained, length)
+    ends = {-(-inside * part // INSIDE) for part in range(1, INSIDE + 1)}
+    width = max(1, trained // INSIDE, -(-(length - inside) // BEYOND))
+    return sorted({*ends, *range(inside + width, length, width), length})
+
+
+def check_length(build: Build, length: int) -> None:
+    """Refuse sequences that are longer than the learned positions, or than the validation text.
+
+    Raises:
+        ConfigError: the model has no positions for them, or the text has no such sequence.
+    """
+    config, whole = build.config, build.prepared.validation.tokens - 1
+    reaches, what = whole, "tokens of the validation text"
+    if config.position == "learned" and config.context < whole:
+        reaches, what = config.context, "positions that the model has learned"
+    if length > reaches:
+        raise ConfigError(
+            f"data.sequence_length = {length} is longer than the {reaches} {what}",
+            mend(f"data.sequence_length={reaches}"),
+        )
+
+
 @torch.no_grad()
-def evaluate(build: Build, tokens: int | None = None) -> Validation:
+def evaluate(
+    build: Build,
+    tokens: int | None = None,
+    *,
+    length: int | None = None,
+    places: LossByPlace | None = None,
+) -> Validation:
     """Return the model's loss on validation sequences, summed in fp64 over all ranks.
 
     Args:
         build: the run.
         tokens: the most tokens, in sequences spread evenly over the text; None for all of it.
+        length: tokens of a sequence; those of training without it.
+        places: takes the loss of each token by its place.
 
     Raises:
         ConfigError: no target of these sequences counts, or none stands for text.
@@ -132,14 +230,15 @@ def evaluate(build: Build, tokens: int | None = None) -> Validation:
     with ExitStack() as stack:
         for averaged in build.weights_for_eval:
             stack.enter_context(averaged(build))
-        for placed in _placed(build, tokens):
-            work.append(placed)
+        objective = cross_entropy if places is None else places.objective
+        for placed in _placed(build, tokens, length):
+            work.append(placed if places is None else places.with_bins(placed))
             counts += _counts(work[-1].targets_BT, bytes_V)
             if len(work) == together:
-                nats += build.engine(build, work, cross_entropy, one)
+                nats += build.engine(build, work, objective, one)
                 work = []
         if work:
-            nats += build.engine(build, work, cross_entropy, one)
+            nats += build.engine(build, work, objective, one)
     # Replicas evaluate other sequences; parts of a sequence and stages add to the same loss.
     for axis in ("shard", "pipeline"):
         world.sum_(nats, axis)
@@ -149,18 +248,23 @@ def evaluate(build: Build, tokens: int | None = None) -> Validation:
         bits_per_byte=float(nats) / math.log(2) / text_bytes,
         tokens=counted,
         bytes=text_bytes,
-        share=_share(build, tokens),
+        share=_share(build, tokens, length),
     )
 
 
-def _placed(build: Build, tokens: int | None) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-batches of an evaluation, on the device."""
+def _placed(build: Build, tokens: int | None, length: int | None = None) -> Iterator[MicroBatch]:
+    """Yield this rank's micro-batches of an evaluation, on the device.
+
+    They have as many tokens as those of training, or one longer sequence.
+    """
     plan, world = build.plan, build.world
+    trained = plan.data.sequence_length
+    length = length or trained
     for micro in validation_batches(
         build.prepared.validation,
-        plan.data.sequence_length,
+        length,
         tokens=tokens,
-        micro_rows=plan.micro_rows,
+        micro_rows=max(1, plan.micro_rows * trained // length),
         rank=world.place("data"),
         ranks=world.size("data"),
         segments=build.mask.document,
@@ -197,9 +301,9 @@ def _more_targets(build: Build, tokens: int | None) -> str:
     return f"--without prefix_lm, or {more}"
 
 
-def _share(build: Build, tokens: int | None) -> float:
+def _share(build: Build, tokens: int | None, length: int | None = None) -> float:
     """Return the share of the validation text's targets that `tokens` tokens cover."""
-    shards, length = build.prepared.validation, build.plan.data.sequence_length
+    shards, length = build.prepared.validation, length or build.plan.data.sequence_length
     rows = validation_rows(shards, length, tokens)
     whole = shards.tokens - 1
     cut = max(0, (rows[-1] + 1) * length - whole)  # the last sequence of the text may be short
