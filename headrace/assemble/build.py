@@ -451,7 +451,7 @@ def _threads(build: Build, packer: Packer) -> Loader:
     plan = build.plan
     return Loader(
         packer,
-        rows_per_step=plan.rows_per_step,
+        rows_per_step=plan.batches.each(lambda tokens: tokens // plan.data.sequence_length),
         micro_rows=plan.micro_rows,
         rank=build.world.place("data"),
         ranks=build.world.size("data"),

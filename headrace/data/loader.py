@@ -1,9 +1,10 @@
 """Rows to micro-batches: one global stream of rows, whoever reads it and however it is cut.
 
-Global row `k = step * rows_per_step + r` is a pure function of (seed, k): the order names its unit,
-the packer reads it. Rank `r` of `W` takes the r-th of W contiguous parts of each step, and
-micro-batches are contiguous slices of that. So ranks, workers, prefetch and micro-batch size change
-who does the work, never what is read, and the whole state is the step.
+Row `r` of a step is global row `k`, the number of rows of all steps before it plus r. It is a pure
+function of (seed, k): the order names its unit, the packer reads it. Rank `r` of `W` takes the r-th
+of W contiguous parts of each step, and micro-batches are contiguous slices of that. So ranks,
+workers, prefetch and micro-batch size change who does the work, never what is read, and the whole
+state is the step.
 
 **Stream hash.** Each global row gives sha256(k as 8 bytes || its T + 1 tokens as int32, all little
 endian); rows are added modulo 2^256 (AdHash: Bellare and Micciancio, EUROCRYPT 1997), and the
@@ -35,6 +36,7 @@ from headrace.core.remedy import mend
 from headrace.data.order import Order, make_order
 from headrace.data.rows import IGNORE, Packer, Row
 from headrace.data.shards import Shards
+from headrace.plan.batches import Stages
 
 _HASH_MODULUS = 1 << 256
 
@@ -84,8 +86,9 @@ class Loader:
     Args:
         packer: where rows come from.
         seed: of the order.
-        rows_per_step: R, rows of a step over all ranks; a multiple of ranks * micro_rows.
-        micro_rows: B.
+        rows_per_step: R, rows of a step over all ranks, or its stages where it grows; a multiple of
+            ranks * micro_rows.
+        micro_rows: B; a stage of fewer rows a rank has one micro-batch of these.
         weights: one share per source; without them every source counts by its rows.
         rank, ranks: which part of each step is read here.
         workers: threads that read ahead; 0 reads on the calling thread.
@@ -100,7 +103,7 @@ class Loader:
         packer: Packer,
         *,
         seed: int = 0,
-        rows_per_step: int,
+        rows_per_step: int | Stages,
         micro_rows: int,
         weights: Sequence[float] | None = None,
         rank: int = 0,
@@ -111,12 +114,16 @@ class Loader:
         pin: bool = False,
         order: Order | None = None,
     ) -> None:
-        assert rows_per_step % (ranks * micro_rows) == 0 and 0 <= rank < ranks
-        self.packer, self.rows_per_step, self.micro_rows = packer, rows_per_step, micro_rows
+        if isinstance(rows_per_step, int):
+            rows_per_step = Stages(((0, rows_per_step),))
+        self.packer, self.rows, self.micro_rows = packer, rows_per_step, micro_rows
+        assert 0 <= rank < ranks
+        assert all(rows % (ranks * self._size(rows // ranks)) == 0 for _, rows in self.rows.stages)
+        self._micros = self.rows.each(lambda rows: rows // ranks // self._size(rows // ranks))
         self.rank, self.ranks = rank, ranks
         self._order = order or make_order(packer.units, seed=seed, weights=weights)
         self.segments, self._pin = segments, pin
-        self._micros_per_step = rows_per_step // (ranks * micro_rows)
+        self._micros_per_step = self._micros.stages[-1][1]
         self._prefetch = prefetch
         self._pool: ThreadPoolExecutor | None = None
         if workers:
@@ -135,8 +142,9 @@ class Loader:
         if step is not None and step != self._position:
             self.seek(step)
         begin, added, micros = time.perf_counter(), 0, []
-        for m in range(self._micros_per_step):
-            micro, digest = self._take(self._position * self._micros_per_step + m)
+        first = self._micros.before(self._position)
+        for m in range(self._micros.at(self._position)):
+            micro, digest = self._take(first + m)
             micros.append(micro)
             added += digest
         wait_s = time.perf_counter() - begin
@@ -153,7 +161,7 @@ class Loader:
         """Make `step` the next one. Reads nothing."""
         self._drop()
         self._position = step
-        self._submitted = step * self._micros_per_step
+        self._submitted = self._micros.before(step)
 
     def merge(self, total: int) -> None:
         """Take `total`, the sum of `local_hash` over all ranks, into the state."""
@@ -165,7 +173,7 @@ class Loader:
         if self.ranks == 1:
             self.merge(self.local_hash)
         assert not self.local_hash, "merge the ranks' hashes before asking for the state"
-        rows = self._position * self.rows_per_step
+        rows = self.rows.before(self._position)
         return {"step": self._position, "rows": rows, "stream_hash": f"{self._base_hash:064x}"}
 
     def load_state(self, state: dict[str, int | str]) -> None:
@@ -175,15 +183,29 @@ class Loader:
             ConfigError: steps had another number of rows.
         """
         step, rows = int(state["step"]), int(state["rows"])
-        if rows != step * self.rows_per_step:
-            before = rows / step if step else 0
-            raise ConfigError(
-                f"the checkpoint read {before:g} rows a step, the plan asks for "
-                f"{self.rows_per_step} rows a step",
-                mend(f"batch.tokens={int(before) * self.packer.sequence_length}"),
-            )
+        if rows != self.rows.before(step):
+            raise self._other_rows(step, rows)
         self._base_hash, self.local_hash = int(str(state["stream_hash"]), 16), 0
         self.seek(step)
+
+    def _other_rows(self, step: int, rows: int) -> ConfigError:
+        """Return the error of a checkpoint whose `step` steps read another number of rows."""
+        grows, before = len(self.rows.stages) > 1, rows / step if step else 0
+        message = (
+            f"the checkpoint read {before:g} rows a step, the plan asks for {self.rows.at(step)} "
+            "rows a step"
+        )
+        if grows:
+            message = (
+                f"the {step} steps of the checkpoint read {rows} rows, and by the plan's growing "
+                f"batch they would have read {self.rows.before(step)}"
+            )
+        tokens = mend(f"batch.tokens={int(before) * self.packer.sequence_length}")
+        return ConfigError(message, "the batch's stages as they were" if grows else tokens)
+
+    def _size(self, rows: int) -> int:
+        """Return the rows of a micro-batch where a rank has so many rows of a step."""
+        return min(self.micro_rows, rows)
 
     @property
     def stream_sha256(self) -> str:
@@ -227,10 +249,11 @@ class Loader:
 
     def _make(self, index: int) -> tuple[Micro, int]:
         """Return a micro-batch and the sum of its rows' hashes. It may run on any thread."""
-        step, m = divmod(index, self._micros_per_step)
-        first = step * self.rows_per_step
-        first += (self.rank * self._micros_per_step + m) * self.micro_rows
-        sources, units = self._order(first, self.micro_rows)
+        step = self._micros.step_of(index)
+        m, count = index - self._micros.before(step), self._micros.at(step)
+        size = self._size(self.rows.at(step) // self.ranks)
+        first = self.rows.before(step) + (self.rank * count + m) * size
+        sources, units = self._order(first, size)
         rows = [self.packer.row(int(s), int(u)) for s, u in zip(sources, units, strict=True)]
         digest = sum(row_hash(first + b, row.ids) for b, row in enumerate(rows))
         place = first * self.packer.sequence_length

@@ -30,6 +30,7 @@ from headrace.core.overrides import known_of, settle, write_override
 from headrace.core.remedy import leave_out, mend
 from headrace.core.strict import READ, Strict, Wrong, explained, read_table
 from headrace.core.units import largest_divisor
+from headrace.plan.batches import Stages
 from headrace.plan.technique import Catalogue, Technique, installed
 
 RANKS = 1 << 20
@@ -236,6 +237,12 @@ class Plan(Strict):
         return self.batch.tokens // self.data.sequence_length
 
     @property
+    def batches(self) -> Stages:
+        """Return the tokens of each step, over all ranks: batch.tokens, or less while it grows."""
+        grown = (technique.batch_stages(self) for technique in self.techniques.values())
+        return Stages(tuple(next(filter(None, grown), [(0, self.batch.tokens)])))
+
+    @property
     def micro_rows(self) -> int:
         """Return the number of sequences of one forward pass on one rank."""
         return self.batch.micro_sequences or self.rows_per_step // self.mesh.data
@@ -248,7 +255,7 @@ class Plan(Strict):
     @property
     def goal_steps(self) -> int | None:
         """Return the last step by the goal's steps and tokens; None where neither ends the run."""
-        by_tokens = -(-self.goal.tokens // self.batch.tokens) if self.goal.tokens else None
+        by_tokens = self.batches.steps_to(self.goal.tokens) if self.goal.tokens else None
         return min((n for n in (self.goal.steps, by_tokens) if n), default=None)
 
     @model_validator(mode="after")

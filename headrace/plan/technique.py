@@ -10,7 +10,7 @@ import json
 import pkgutil
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
@@ -325,6 +325,10 @@ class Technique(Strict, Generic[B]):
         An example of a key is `model.kv_heads`. A plan that sets one of them otherwise is an error.
         """
         return {}
+
+    def batch_stages(self, plan: Any) -> Sequence[tuple[int, int]]:
+        """Return (first step, tokens of a step) of each stage of a batch that it lets grow."""
+        return ()
 
     def reads(self) -> Mapping[str, str]:
         """Return knob -> the folder of weights that it reads and that no checkpoint holds.

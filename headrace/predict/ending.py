@@ -154,7 +154,7 @@ def ending(
     def seconds(steps: float) -> float | None:
         if step_s is not None:
             return steps * step_s
-        return None if curve is None else curve.seconds_to(steps * plan.batch.tokens)
+        return None if curve is None else curve.seconds_to(plan.batches.before(round(steps)))
 
     budgets: dict[str, float] = {}
     unknown: dict[str, str] = {}
@@ -210,7 +210,7 @@ def _target(plan: Plan, seconds: Seconds, curve: Curve | None) -> Iterator[Endin
 def _budgets(plan: Plan, seconds: Seconds, curve: Curve | None) -> Iterator[Ending]:
     """Yield the other endings of a run: steps, minutes and dollars. The last two are exact."""
     goal, price = plan.goal, plan.hardware.dollars_per_hour
-    by_tokens = -(-goal.tokens // plan.batch.tokens) if goal.tokens else None
+    by_tokens = plan.batches.steps_to(goal.tokens) if goal.tokens else None
     if steps := min((n for n in (goal.steps, by_tokens) if n), default=None):
         yield _at(f"{BY_STEPS}{steps}", seconds(steps), curve)
     if goal.minutes:

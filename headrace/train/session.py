@@ -321,10 +321,11 @@ class Session:
     def after_step(self, batch: StepBatch, numbers: Tensor) -> None:
         """Count a step, read complete rows, and evaluate and save when they are due."""
         plan, counters = self.build.plan, self.counters
+        read = plan.batches.at(counters.step)
         compiled_s = compile_seconds()
         compile_s = compiled_s - self._compiled_s
         facts = {
-            "tokens": counters.tokens + plan.batch.tokens,
+            "tokens": counters.tokens + read,
             "lr": plan.optimizer.lr * self.build.now["lr"],
             "compile_s": compile_s,
             "wait_s": batch.wait_s,
@@ -334,7 +335,7 @@ class Session:
             facts["traced"] = 1
         self._compiled_s = compiled_s
         counters.step += 1
-        counters.tokens += plan.batch.tokens
+        counters.tokens += read
         self.steps_here += 1
         self.signals.end_step(counters.step, numbers, facts)
         self._check_folder()
@@ -374,7 +375,7 @@ class Session:
     def _take_rows(self, *, keep: int) -> None:
         for row in self.signals.drain(keep=keep):
             finite = row.pop("finite")
-            tokens = self.build.plan.batch.tokens
+            tokens = self.build.plan.batches.at(row["step"] - 1)
             row["wasted_tokens"] = tokens - row.pop("targets")
             self.counted = row["wasted_tokens"] < tokens
             self.counters.wasted_tokens += row["wasted_tokens"]

@@ -161,7 +161,7 @@ PYTHON = {
     "plan/plan:_technique#1": Call(
         lambda patch: Plan(goal=Goal(steps=1), techniques={"muon": Lora()}), as_plan
     ),
-    "data/loader:Loader.load_state#1": Call(lambda patch: go_on(batch_tokens=64), with_tokens),
+    "data/loader:Loader._other_rows#1": Call(lambda patch: go_on(batch_tokens=64), with_tokens),
     "data/tokenizer:train_tokenizer#1": Call(
         lambda patch: train_tokenizer(["the mill"], vocab=100), with_vocab
     ),

@@ -94,6 +94,7 @@ BESIDE: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
 acts on: techniques, with knobs over their tiny ones, and keys of the model over any shape's."""
 TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("activation_offload", "any"): {"min_bytes": 1},
+    ("batch_ramp", "any"): {"divide": 2, "until": 2.0},
     ("chunked_cross_entropy", "any"): {"chunk_tokens": 7},
     ("chunked_mlp", "any"): {"chunk_tokens": 7},
     ("deep_thin", "any"): {"base_dim": 32, "base_heads": 4, "base_layers": 1},

@@ -2,6 +2,8 @@
 
 from places import Asked
 
+ENDLESS = ("goal.minutes=1", "device=cpu", "model.vocab=512", "schedule.kind=constant")
+"""A plan that does not say at which step it ends."""
 CASES: dict[str, Asked] = {
     "model/backend_needs:_lacks_gpu#1": Asked((), ("cudnn_attention",)),
     "model/backend_needs:_lacks_gpu#3": Asked((), ("cudnn_attention",), "V100"),
@@ -451,7 +453,36 @@ CASES: dict[str, Asked] = {
     "techniques/schedule/sequence_length_schedule:SequenceLengthSchedule.supports#3": Asked(
         (),
         ("sequence_length_schedule",),
-        base=("goal.minutes=1", "device=cpu", "model.vocab=512", "schedule.kind=constant"),
+        base=ENDLESS,
+    ),
+    "techniques/schedule/batch_ramp:BatchRamp.supports#1": Asked(
+        ("mesh.pipeline=2",), ("batch_ramp", "pipeline_parallel")
+    ),
+    "techniques/schedule/batch_ramp:BatchRamp.supports#2": Asked(
+        ("batch.tokens=256",), ("batch_ramp",)
+    ),
+    "techniques/schedule/batch_ramp:BatchRamp.supports#3": Asked(
+        ("techniques.batch_ramp.divide=64",), ("batch_ramp",)
+    ),
+    "techniques/schedule/batch_ramp:BatchRamp.supports#4": Asked((), ("batch_ramp",), base=ENDLESS),
+    "techniques/schedule/cosine:Cosine.supports#1": Asked(
+        ("techniques.cosine.final_fraction=1",), ("cosine",)
+    ),
+    "techniques/schedule/warmup:Warmup.supports#1": Asked((), ("warmup",)),
+    "techniques/schedule/warmup_stable_decay:WarmupStableDecay.supports#1": Asked(
+        ("techniques.warmup_stable_decay.final_fraction=1",), ("warmup_stable_decay",)
+    ),
+    "techniques/schedule/weight_averaging:WeightAveraging.supports#1": Asked(
+        ("techniques.weight_averaging.decay=0",), ("weight_averaging",)
+    ),
+    "techniques/schedule/weight_decay_schedule:WeightDecaySchedule.supports#1": Asked(
+        ("techniques.weight_decay_schedule.final=1",), ("weight_decay_schedule",)
+    ),
+    "techniques/schedule/weight_decay_schedule:WeightDecaySchedule.supports#2": Asked(
+        ("optimizer.weight_decay=0",), ("weight_decay_schedule",)
+    ),
+    "techniques/schedule/weight_decay_schedule:WeightDecaySchedule.supports#3": Asked(
+        (), ("weight_decay_schedule",), base=ENDLESS
     ),
     "techniques/stability/spike_rewind:SpikeRewind.supports#1": Asked(
         ("techniques.spike_rewind.every=60", "checkpoint.every_steps=100")

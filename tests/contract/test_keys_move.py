@@ -54,6 +54,7 @@ TURNED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 ASKED: Mapping[str, Mapping[str, Any]] = {
     "adamw_8bit.compiled": {"compiled": True},
     "adamw_8bit.smallest": {"smallest": 1 << 10},
+    "batch_ramp.until": {"until": 3.0},
     "cosine.final_fraction": {"final_fraction": 0.25},
     "float8_linear.min_size": {"min_size": 24},
     "float8_linear.multiple_of": {"multiple_of": 16},
@@ -114,6 +115,7 @@ ELSEWHERE: Mapping[str, tuple[str, str]] = {
     "dynamic_batch.headroom": (RUN, "test_dynamic_batch"),
     "fp16_loss_scaling.patience": (RUN, "test_fp16_loss_scaling"),
     "linear_attention.kernels": (GPU, "test_linear_attention_fla"),
+    "batch_ramp.divide": (RUN, "test_batch_ramp"),
 }
 """Knobs that three steps of a CPU cannot show -> why, and the tests of its technique that do."""
 

@@ -8,7 +8,6 @@ import pytest
 from headrace.optim.schedule import decay_begins, learning_rate
 from headrace.plan.plan import ScheduleConfig
 
-
 KINDS = ("cosine", "warmup_stable_decay", "inverse_sqrt", "constant")
 
 

@@ -1,4 +1,4 @@
-"""Averaged weights: the papers' formulas, evaluations that read them, and runs that hand them out."""
+"""Averaged weights: the papers' formulas, evaluations, and runs that hand them out."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -114,7 +114,7 @@ class LoaderWorkers(Technique[Build]):
             most=max(1, min(MOST_THREADS, (_cores() - 1) // beside)),
             wait_share=self.wait_share,
             prefetch=self.prefetch,
-            rows_per_step=plan.rows_per_step,
+            rows_per_step=plan.batches.each(lambda tokens: tokens // plan.data.sequence_length),
             micro_rows=plan.micro_rows,
             rank=build.world.place("data"),
             ranks=build.world.size("data"),
