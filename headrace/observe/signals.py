@@ -259,15 +259,12 @@ def between_ranks(own_s: Sequence[Mapping[int, float]]) -> dict[str, Any] | None
 
 
 def memory_tracker(
-    model: torch.nn.Module,
-    optimizers: list[Any],
-    seen: Operations | None = None,
-    kept: Sequence[torch.Tensor] = (),
+    model: torch.nn.Module, optimizers: list[Any], seen: Operations | None = None
 ) -> Any:
     """Return torch's MemTracker for a model whose parts may run several times and may be frozen.
 
     It sees every operation, and `seen` counts each. Tensors that were made before are unknown to
-    it, but for those of the model, of its optimizers and in `kept`.
+    it, but for those of the model and of `optimizers`, among which may be tensors.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -308,7 +305,7 @@ def memory_tracker(
             return super()._track_module_params_and_buffers(module, install_grad_hooks and trained)
 
     tracker = LenientTracker()
-    tracker.track_external(model, *optimizers, *kept)
+    tracker.track_external(model, *optimizers)
     return tracker
 
 
@@ -319,11 +316,9 @@ class TrackedMemory:
     keeps, which saved-tensor hooks do not.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, optimizers: list[Any], kept: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, optimizers: list[Any]) -> None:
         self.operations = Operations()
-        self._tracker = memory_tracker(model, optimizers, self.operations, kept)
+        self._tracker = memory_tracker(model, optimizers, self.operations)
 
     def __enter__(self) -> "TrackedMemory":
         self._tracker.__enter__()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from headrace.plan.plan import ScheduleConfig
+from headrace.plan.schedule import ScheduleConfig
 
 
 def learning_rate(config: ScheduleConfig, horizon: int | None) -> Callable[[int], float]:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
-from headrace.plan.plan import ENDLESS, OptimizerConfig, Plan
+from headrace.plan.plan import OptimizerConfig, Plan
+from headrace.plan.schedule import ENDLESS
 from headrace.plan.technique import Doubt
 
 WIDE_RATE = 0.4

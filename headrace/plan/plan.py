@@ -31,15 +31,13 @@ from headrace.core.remedy import leave_out, mend
 from headrace.core.strict import READ, Strict, Wrong, explained, read_table
 from headrace.core.units import largest_divisor
 from headrace.plan.batches import Stages
+from headrace.plan.schedule import ENDLESS, ScheduleConfig
 from headrace.plan.technique import Catalogue, Technique, installed
 
 RANKS = 1 << 20
 """Largest number of processes along one axis of the mesh."""
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-ENDLESS = ("constant", "inverse_sqrt")
-"""Kinds of schedule that need no horizon."""
 ATTENDS = "parts.attend"
 """The socket whose owner computes attention."""
 
@@ -111,23 +109,6 @@ class OptimizerConfig(Strict):
     by the learning rate."""
     clip_norm: float = Field(default=1.0, ge=0, le=1e9)
     """Largest global norm of the gradient; 0 only measures it."""
-
-
-class ScheduleConfig(Strict):
-    """Scale the learning rate: its share of `optimizer.lr` depends on the step alone."""
-
-    kind: Literal["cosine", "warmup_stable_decay", "inverse_sqrt", "constant"] = "cosine"
-    """The curve after the warmup; inverse_sqrt and constant have no end."""
-    warmup_steps: int = Field(default=0, ge=0, le=MOST)
-    """Steps of linear rise from zero."""
-    decay_fraction: Fraction = 0.2
-    """Last share of the horizon in which warmup_stable_decay falls."""
-    decay_shape: Literal["linear", "sqrt"] = "linear"
-    """How warmup_stable_decay falls: `linear`, or `sqrt`, which is 1 - sqrt(share of the decay)."""
-    final_fraction: Fraction = 0.1
-    """Share of the learning rate at the horizon, of cosine and warmup_stable_decay."""
-    steps: int | None = Field(default=None, ge=1, le=MOST)
-    """The horizon in steps; without it the horizon is that of goal.steps or goal.tokens."""
 
 
 class EvalConfig(Strict):

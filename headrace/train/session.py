@@ -91,8 +91,6 @@ class Session:
         self._metrics: TextIO | None = None
         self._trackers = Trackers([], progress.note)
 
-    # --- beginning and end ---
-
     def __enter__(self) -> "Session":
         if (
             self.first
@@ -302,11 +300,11 @@ class Session:
 
         The first step has no optimizer state yet, and the tracker supports only one process.
         """
-        alone = self.build.device.type == "cpu" and self.build.world.ranks == 1
-        track = self.steps_here == 1 and alone and not self.compiled
-        optimizers = list(self.build.optimizers.values())
+        on_host = self.build.device.type == "cpu" and not self.compiled
+        track = self.steps_here == 1 and on_host and self.build.world.ranks == 1
         kept = [t for one in self.build.state.values() for t in one.tensors().values()]
-        tracker = TrackedMemory(self.build.model, optimizers, kept) if track else nullcontext()
+        known = [*self.build.optimizers.values(), *kept]
+        tracker = TrackedMemory(self.build.model, known) if track else nullcontext()
         with tracker:
             yield
         if isinstance(tracker, TrackedMemory):
@@ -321,11 +319,11 @@ class Session:
     def after_step(self, batch: StepBatch, numbers: Tensor) -> None:
         """Count a step, read complete rows, and evaluate and save when they are due."""
         plan, counters = self.build.plan, self.counters
-        read = plan.batches.at(counters.step)
+        counters.tokens += plan.batches.at(counters.step)
         compiled_s = compile_seconds()
         compile_s = compiled_s - self._compiled_s
         facts = {
-            "tokens": counters.tokens + read,
+            "tokens": counters.tokens,
             "lr": plan.optimizer.lr * self.build.now["lr"],
             "compile_s": compile_s,
             "wait_s": batch.wait_s,
@@ -335,7 +333,6 @@ class Session:
             facts["traced"] = 1
         self._compiled_s = compiled_s
         counters.step += 1
-        counters.tokens += read
         self.steps_here += 1
         self.signals.end_step(counters.step, numbers, facts)
         self._check_folder()

@@ -6,7 +6,8 @@ from typing import Literal
 
 from headrace.core.statistics import Interval, break_even_steps
 from headrace.core.units import format_bytes, format_seconds
-from headrace.plan.plan import ENDLESS, Plan
+from headrace.plan.plan import Plan
+from headrace.plan.schedule import ENDLESS
 from headrace.plan.technique import Effect
 
 TrialVerdict = Literal["kept", "reverted", "not shown", "refused", "not tried"]

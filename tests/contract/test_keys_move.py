@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headrace.plan.plan import OptimizerConfig, Plan, ScheduleConfig
+from headrace.plan.plan import OptimizerConfig, Plan
+from headrace.plan.schedule import ScheduleConfig
 from headrace.train.train import step
 
 STEPS = 3

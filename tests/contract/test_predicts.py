@@ -153,7 +153,7 @@ class Traced:
         step(build, micros, 0)
         build.model.zero_grad()
         state = [t for keeper in build.state.values() for t in keeper.tensors().values()]
-        tracker = memory_tracker(build.model, list(build.optimizers.values()), kept=state)
+        tracker = memory_tracker(build.model, [*build.optimizers.values(), *state])
         loss, kept = build.model.loss, {}
 
         def watched(*args: Any) -> Any:

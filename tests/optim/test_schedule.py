@@ -6,7 +6,7 @@ import math
 import pytest
 
 from headrace.optim.schedule import decay_begins, learning_rate
-from headrace.plan.plan import ScheduleConfig
+from headrace.plan.schedule import ScheduleConfig
 
 KINDS = ("cosine", "warmup_stable_decay", "inverse_sqrt", "constant")
 

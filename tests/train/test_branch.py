@@ -113,13 +113,15 @@ def test_what_cannot_begin_names_the_nearest_that_can(
 
 def test_a_cosine_goes_on_falling_and_not_at_the_whole_rate(base: Path) -> None:
     notes: list[str] = []
-    ask = {"note": notes.append}
     falls = ["goal.steps=20", "schedule.kind=cosine", "schedule.steps=40"]
-    assert plan_of_branch("base@12", installed(), overrides=falls, **ask).checkpoint == "step-12"
+    assert (
+        plan_of_branch("base@12", installed(), overrides=falls, note=notes.append).checkpoint
+        == "step-12"
+    )
     assert "schedule changed" in notes[0]
     with pytest.raises(ConfigError, match="stable phase"):
         constant = ["goal.steps=20", "schedule.kind=constant"]
-        plan_of_branch("base@12", installed(), overrides=constant, **ask)
+        plan_of_branch("base@12", installed(), overrides=constant, note=notes.append)
 
 
 def test_the_command_takes_changes_in_the_place_of_a_plan(base: Path) -> None:

@@ -9,14 +9,13 @@ Source: arXiv 1608.03983 (without restarts); that the horizon must be the run's 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import Field
-
-from headrace.assemble.rates import follows_schedule
 from headrace.assemble.sockets import Build
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
+from headrace.optim.rates import follows_schedule
+from headrace.plan.schedule import Fraction
 from headrace.plan.technique import (
     Card,
     Context,
@@ -31,7 +30,7 @@ from headrace.plan.technique import (
 class Cosine(Technique[Build]):
     """Let the learning rate fall along half a cosine from the warmup to the horizon."""
 
-    final_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
+    final_fraction: Fraction | None = None
     """Share of the rate at the horizon; without it schedule.final_fraction stays. Tuner range 0 to
     0.1."""
 
@@ -76,4 +75,5 @@ class Cosine(Technique[Build]):
 
     def active(self, build: Build) -> Evidence:
         """Compare the optimizers' rates with the curve."""
-        return follows_schedule(build, self._schedule())
+        rate, step, optimizers = build.values["lr"], build.now["step"], build.optimizers.values()
+        return follows_schedule(build.plan, self._schedule(), rate, step, optimizers)

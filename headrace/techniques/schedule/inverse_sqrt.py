@@ -10,10 +10,10 @@ Source: arXiv 1706.03762, section 5.3; T5 (arXiv 1910.10683, section 3.1.2).
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from headrace.assemble.rates import follows_schedule
 from headrace.assemble.sockets import Build
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
+from headrace.optim.rates import follows_schedule
 from headrace.plan.doubts import usual_warmup
 from headrace.plan.technique import Card, Context, Doubt, Evidence, Stage, Supported, Technique
 
@@ -63,4 +63,5 @@ class InverseSqrt(Technique[Build]):
 
     def active(self, build: Build) -> Evidence:
         """Compare the optimizers' rates with the curve."""
-        return follows_schedule(build, {"kind": "inverse_sqrt"})
+        rate, step, optimizers = build.values["lr"], build.now["step"], build.optimizers.values()
+        return follows_schedule(build.plan, {"kind": "inverse_sqrt"}, rate, step, optimizers)

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from headrace.assemble.rates import follows_schedule
 from headrace.assemble.sockets import Build
 from headrace.core.limits import MOST
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
+from headrace.optim.rates import follows_schedule
 from headrace.plan.technique import (
     Card,
     Context,
@@ -72,4 +72,5 @@ class Warmup(Technique[Build]):
 
     def active(self, build: Build) -> Evidence:
         """Compare the optimizers' rates with the curve that begins with this warmup."""
-        return follows_schedule(build, {"warmup_steps": self.steps})
+        rate, step, optimizers = build.values["lr"], build.now["step"], build.optimizers.values()
+        return follows_schedule(build.plan, {"warmup_steps": self.steps}, rate, step, optimizers)

@@ -9,14 +9,13 @@ Source: arXiv 2404.06395, section 4; arXiv 2405.18392, section 3.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
-
-from headrace.assemble.rates import follows_schedule
 from headrace.assemble.sockets import Build
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
+from headrace.optim.rates import follows_schedule
+from headrace.plan.schedule import Fraction
 from headrace.plan.technique import (
     Card,
     Context,
@@ -26,9 +25,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-
-Fraction = Annotated[float, Field(ge=0, le=1)]
-"""A share from 0 to 1."""
 
 
 class WarmupStableDecay(Technique[Build]):
@@ -88,4 +84,5 @@ class WarmupStableDecay(Technique[Build]):
 
     def active(self, build: Build) -> Evidence:
         """Compare the optimizers' rates with the curve."""
-        return follows_schedule(build, self._schedule())
+        rate, step, optimizers = build.values["lr"], build.now["step"], build.optimizers.values()
+        return follows_schedule(build.plan, self._schedule(), rate, step, optimizers)
