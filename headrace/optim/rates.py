@@ -34,9 +34,9 @@ def follows_schedule(
     newest, last = int(step), plan.horizon_steps or POINTS
     in_force = all(group["lr"] == group["initial_lr"] * given(newest) for group in groups)
     # No curve begins at 0, but a trial holds the weights still for its first steps.
-    held = next((number for number in range(last + 1) if given(number) > 0), 0)
-    steps = {number * last // POINTS for number in range(POINTS + 1)} | {max(0, newest - held)}
-    same = all(given(held + number) == wanted(number) for number in steps)
+    delay = next((number for number in range(last + 1) if given(number) > 0), 0)
+    steps = {number * last // POINTS for number in range(POINTS + 1)} | {max(0, newest - delay)}
+    same = all(given(delay + number) == wanted(number) for number in steps)
     return Evidence(
         active=in_force and same,
         detail=f"after step {newest + 1} the rate of {len(groups)} groups of weights is "

@@ -46,8 +46,8 @@ def family_of(run: Path) -> list[Member]:
     children: dict[Path, list[tuple[int, Path]]] = {}
     for folder in dict.fromkeys(folders):
         for file in sorted(folder.glob("*/environment.json")):
-            if (found := _parent(file.parent)) is not None:
-                children.setdefault(found[0], []).append((found[1], file.parent.resolve()))
+            if (origin := _parent(file.parent)) is not None:
+                children.setdefault(origin[0], []).append((origin[1], file.parent.resolve()))
 
     def tree(directory: Path, depth: int, begins_at: int) -> list[Member]:
         members = [Member(directory, depth, begins_at, _report(directory))]

@@ -1,4 +1,4 @@
-"""A growing batch: the same rows in the same order, right denominators, exact resume, refusals."""
+"""A growing batch reads the same rows in the same order, and resumes within its stages."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from headrace.train.train import step
 
 NAME = "batch_ramp"
 RAMP = (f"techniques.{NAME}.divide=4", f"techniques.{NAME}.until=4.0")
-"""Of 128 tokens in 8 rows: two steps of 2 rows, two of 4, then 8."""
+"""A ramp of 128 tokens in 8 rows: two steps of 2 rows, two of 4, then 8."""
 Make = Callable[..., Build]
 
 

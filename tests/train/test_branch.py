@@ -41,7 +41,7 @@ def branch(where: str, *words: str, notes: list[str] | None = None, **more: Any)
 def test_a_branch_is_the_run_with_its_schedule_and_its_parent_stays(
     base: Path, train: Callable[..., Path]
 ) -> None:
-    """Cool step 8 down over two steps: bit for bit the run of ten steps that decays at its end."""
+    """Compare a cooled step 8, bit for bit, with the run of ten steps that decays at its end."""
     before = {p: p.read_bytes() for p in base.rglob("*") if p.is_file() and p.name != ".lock"}
     ends = ("schedule.steps=10", "schedule.decay_fraction=0.2", "goal.steps=10")
     cooled = branch("base@8", "name=cooled", *ends)
