@@ -11,7 +11,7 @@ compiled again. A large batch is updated in chunks, so only one chunk's directio
 
 Options: `rows` divides each row by the root of its running mean square and gives the matrix its
 norm back (NorMuon, arXiv 2510.05491); `cautious` decays a weight only where update and decay have
-one sign (arXiv 2510.12402); a `MatrixCut` takes fused matrices apart, heads too. Over ranks each polar is
+one sign (arXiv 2510.12402); a `MatrixCut` takes fused matrices and heads apart. Over ranks each is
 computed once (parallel/team). A step whose gradient is not finite is masked on the device.
 """
 

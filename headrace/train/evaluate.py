@@ -131,7 +131,7 @@ class LossByPlace:
         self.nats = torch.zeros(len(self.ends), dtype=wide, device=device)
         self.targets = torch.zeros(len(self.ends), dtype=torch.int64, device=device)
 
-    def with_bins(self, work: Work) -> Work:
+    def with_bins(self, work: MicroBatch) -> MicroBatch:
         """Return the micro-batch with the bin of each token, for the objective."""
         places_BT = work.rows.positions_BT.expand(work.targets_BT.shape).contiguous()
         bins_BT = torch.bucketize(places_BT, self._ends, right=True)

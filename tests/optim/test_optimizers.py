@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headrace.core.model_config import ModelConfig
 from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
-from headrace.optim.muon import MuonOptimizer, Rule
+from headrace.optim.muon import MuonOptimizer, MuonRule
 from headrace.plan.plan import OptimizerConfig
 from headrace.techniques.optim.muon import cuts_of
 
@@ -44,7 +44,7 @@ def muon(named: dict[str, nn.Parameter]) -> Any:
 def muon_with_all(named: dict[str, nn.Parameter]) -> Any:
     taken = {n: p for n, p in named.items() if n.startswith("blocks.")}
     how: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
-    rule = Rule(nesterov=False, cautious=True, rows=True)
+    rule = MuonRule(nesterov=False, cautious=True, rows=True)
     return MuonOptimizer(taken, cuts_of(CONFIG, head_pairs=True), rule=rule, **how)
 
 
