@@ -53,6 +53,8 @@ SINCE = (
     ("model", "matrix_init"),
     ("model", "head_init"),
     ("schedule", "decay_shape"),
+    ("optimizer", "lr_factors"),
+    ("optimizer", "decay_factors"),
 )
 """Keys that plans got after rows had been written, the newest last. An older fingerprint is without
 them, and at their defaults they change no kernel."""

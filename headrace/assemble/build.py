@@ -39,6 +39,7 @@ from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.head import with_terms
 from headrace.model.init import adding, random_source
 from headrace.optim.adamw import make_adamw
+from headrace.optim.roles import group_by_role
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.layout import Layout, local_of
 from headrace.parallel.world import AXES, World
@@ -362,8 +363,8 @@ def _optimizers(build: Build) -> None:
         if taken:
             build.optimizers[route.name] = optimizer = route.make(taken)
             build.routed[route.name] = taken
+            group_by_role(optimizer.param_groups, taken, build.plan.optimizer)
             for group in optimizer.param_groups:
-                group["initial_lr"] = group["lr"]
                 group["initial_weight_decay"] = group.get("weight_decay", 0.0)
 
 

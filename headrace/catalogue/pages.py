@@ -93,12 +93,19 @@ def _plan() -> str:
         "",
         *_keys(Plan, ""),
     ]
-    for name, info in Plan.model_fields.items():
-        table = info.annotation
-        if isinstance(table, type) and issubclass(table, BaseModel):
-            about = (inspect.getdoc(table) or "").strip()
-            lines += ["", f"## {name}", "", about, "", *_keys(table, name)]
+    for name, table in _tables(Plan, ""):
+        about = (inspect.getdoc(table) or "").strip()
+        lines += ["", f"## {name}", "", about, "", *_keys(table, name)]
     return _page(lines)
+
+
+def _tables(table: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield the dotted name and class of every table inside of one, the outer before the inner."""
+    for name, info in table.model_fields.items():
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield f"{prefix}{name}", inner
+            yield from _tables(inner, f"{prefix}{name}.")
 
 
 def _families(catalogue: Catalogue) -> str:

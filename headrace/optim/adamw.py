@@ -1,8 +1,7 @@
 """Make the baseline's optimizer: torch's fused AdamW (arXiv 1711.05101) for all that is not routed.
 
-Weight decay falls on tensors of two or more dimensions, as GPT-2 and its successors do. The fused
-update takes `found_inf`, a device flag that leaves weights, moments and step count as they are: a
-step whose gradient is not finite needs no host synchronisation to be skipped.
+The fused update takes `found_inf`, a device flag that leaves weights, moments and step count as
+they are: a step whose gradient is not finite needs no host synchronisation to be skipped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,18 +14,13 @@ from headrace.plan.plan import OptimizerConfig
 
 
 def make_adamw(config: OptimizerConfig, named: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
-    """Return fused AdamW over `named`, in two groups: with and without weight decay."""
-    matrices = [p for p in named.values() if p.ndim >= 2]
-    vectors = [p for p in named.values() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    """Return fused AdamW over `named`; `group_by_role` gives each role its rate and decay."""
     return torch.optim.AdamW(
-        [g for g in groups if g["params"]],
+        list(named.values()),
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
+        weight_decay=config.weight_decay,
         fused=True,
     )
 

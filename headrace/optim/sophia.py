@@ -25,7 +25,7 @@ TINY = 1e-15
 
 
 class SophiaOptimizer(torch.optim.Optimizer):
-    """Sophia over named parameters; decay falls on tensors of two or more dimensions."""
+    """Run Sophia over named parameters, masked by `found_inf` on the device."""
 
     def __init__(
         self,
@@ -36,13 +36,8 @@ class SophiaOptimizer(torch.optim.Optimizer):
         rho: float,
         weight_decay: float,
     ) -> None:
-        matrices = [p for p in named.values() if p.ndim >= 2]
-        vectors = [p for p in named.values() if p.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        super().__init__([g for g in groups if g["params"]], {"lr": lr, "betas": betas, "rho": rho})
+        defaults = {"lr": lr, "betas": betas, "rho": rho, "weight_decay": weight_decay}
+        super().__init__(list(named.values()), defaults)
         self.found_inf: Tensor | None = None
         self.updates = 0
         self.labels: Tensor | None = None

@@ -31,13 +31,13 @@ from headrace.core.remedy import leave_out, mend
 from headrace.core.strict import READ, Strict, Wrong, explained, read_table
 from headrace.core.units import largest_divisor
 from headrace.plan.batches import Stages
+from headrace.plan.optimizer_config import OptimizerConfig
 from headrace.plan.schedule import ENDLESS, ScheduleConfig
 from headrace.plan.technique import Catalogue, Technique, installed
 
 RANKS = 1 << 20
 """Largest number of processes along one axis of the mesh."""
 Share = Annotated[float, Field(gt=0, lt=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
 ATTENDS = "parts.attend"
 """The socket whose owner computes attention."""
 
@@ -93,22 +93,6 @@ class Batch(Strict):
     """Tokens per optimizer step over all ranks."""
     micro_sequences: int = Field(default=0, ge=0, le=1 << 36)
     """Sequences per forward pass on one rank; 0 takes all of a rank's sequences at once."""
-
-
-class OptimizerConfig(Strict):
-    """Configure the baseline's optimizer, which is AdamW (arXiv 1711.05101)."""
-
-    lr: float = Field(default=1e-3, gt=0, le=1e30)
-    """Highest learning rate; the schedule scales it."""
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay of the first and second moments, per step; at 1 a moment would never move."""
-    eps: float = Field(default=1e-8, gt=0, le=1)
-    """Added to the root of the second moment."""
-    weight_decay: float = Field(default=0.1, ge=0, le=1e6)
-    """Rate of decay of the weights, on tensors of two or more dimensions; each step multiplies it
-    by the learning rate."""
-    clip_norm: float = Field(default=1.0, ge=0, le=1e9)
-    """Largest global norm of the gradient; 0 only measures it."""
 
 
 class EvalConfig(Strict):
@@ -307,6 +291,8 @@ class Plan(Strict):
                     f"it; add one, as in --with {axis}_parallel, or mesh.{axis}=1",
                     mend(f"+{axis}_parallel") | mend(f"mesh.{axis}=1"),
                 )
+        if self.model.tied_embeddings:
+            self.optimizer.check_tied()
         horizon = self.horizon_steps
         if horizon is not None and self.schedule.warmup_steps > horizon:
             raise Wrong(

@@ -72,10 +72,10 @@ def _complete(dumped: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     ]
     completed = {**dumped}
     for name, kind in tables:
-        completed[name] = {**_defaults(kind), **dumped.get(name, {})}
+        completed[name] = _with_defaults(kind, dumped.get(name, {}))
     had = dumped.get("techniques", {})
     completed["techniques"] = {
-        name: {**_defaults(type(plan.techniques[name])), **knobs}
+        name: _with_defaults(type(plan.techniques[name]), knobs)
         if name in plan.techniques
         else knobs
         for name, knobs in had.items()
@@ -83,13 +83,19 @@ def _complete(dumped: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     return completed
 
 
-def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return the defaults of a table's keys as a dumped plan has them, without those of None."""
-    return {
-        key: list(field.default) if isinstance(field.default, tuple) else field.default
-        for key, field in kind.model_fields.items()
-        if not field.is_required() and field.default is not None
-    }
+def _with_defaults(kind: type[BaseModel], dumped: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dumped table with its keys' defaults, and those of the tables in it.
+
+    Defaults of None are left out, as a dumped plan leaves them out.
+    """
+    completed = {**dumped}
+    for key, field in kind.model_fields.items():
+        if isinstance(field.default, BaseModel):
+            completed[key] = _with_defaults(type(field.default), dumped.get(key, {}))
+        elif not field.is_required() and field.default is not None:
+            default = list(field.default) if isinstance(field.default, tuple) else field.default
+            completed.setdefault(key, default)
+    return completed
 
 
 def format_changes(changes: Differences) -> str:

@@ -129,7 +129,7 @@ def step(
     build.now = {name: value(index) for name, value in build.values.items()}
     for optimizer in build.optimizers.values():
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * build.now["lr"]
+            group["lr"] = group["initial_lr"] * group["lr_factor"] * build.now["lr"]
             if "weight_decay" in build.now:
                 group["weight_decay"] = group["initial_weight_decay"] * build.now["weight_decay"]
     for begin in build.before_step:

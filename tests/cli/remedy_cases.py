@@ -51,6 +51,9 @@ PLANS = {
     "plan/plan:Plan._check#6": Case(
         "explain timed.toml", write("timed.toml", "[goal]\nminutes = 1\n")
     ),
+    "plan/optimizer_config:OptimizerConfig.check_tied#1": Case(
+        f"{PLAN} model.tied_embeddings=true optimizer.lr_factors.head=3"
+    ),
     "plan/plan:Plan._check_techniques#1": Case(
         f"{PLAN} attention=measured --with varlen_attention"
     ),

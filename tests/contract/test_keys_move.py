@@ -31,6 +31,8 @@ TURNED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "optimizer.eps": ({}, {"optimizer": {"eps": 1e-2}}),
     "optimizer.weight_decay": ({}, {"optimizer": {"weight_decay": 0.3}}),
     "optimizer.clip_norm": ({}, {"optimizer": {"clip_norm": 0.01}}),
+    "optimizer.lr_factors": ({}, {"optimizer": {"lr_factors": {"embeddings": 5.0}}}),
+    "optimizer.decay_factors": ({}, {"optimizer": {"decay_factors": {"vectors": 1.0}}}),
     "schedule.kind": ({}, {"schedule": {"kind": "constant"}}),
     "schedule.warmup_steps": ({}, {"schedule": {"warmup_steps": 2}}),
     "schedule.decay_fraction": (

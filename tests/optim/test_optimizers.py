@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from headrace.core.model_config import ModelConfig
 from headrace.optim.adamw import clip_factor, gradient_norm, make_adamw, scale_gradients
 from headrace.optim.muon import MuonOptimizer, MuonRule
+from headrace.optim.roles import group_by_role
 from headrace.plan.plan import OptimizerConfig
 from headrace.techniques.optim.muon import cuts_of
 
@@ -33,7 +34,10 @@ def parameters() -> dict[str, nn.Parameter]:
 
 
 def adamw(named: dict[str, nn.Parameter]) -> Any:
-    return make_adamw(OptimizerConfig(lr=0.1, weight_decay=0.3), named)
+    config = OptimizerConfig(lr=0.1, weight_decay=0.3)
+    optimizer = make_adamw(config, named)
+    group_by_role(optimizer.param_groups, named, config)
+    return optimizer
 
 
 def muon(named: dict[str, nn.Parameter]) -> Any:
@@ -96,6 +100,7 @@ def test_adamw_equals_the_paper_with_decay_on_matrices_only() -> None:
     named, config = parameters(), OptimizerConfig(lr=0.1, weight_decay=0.3, betas=(0.8, 0.9))
     right = {n: p.detach().double() for n, p in named.items()}
     optimizer = make_adamw(config, named)
+    group_by_role(optimizer.param_groups, named, config)
     first = {n: torch.zeros_like(p) for n, p in right.items()}
     second = {n: torch.zeros_like(p) for n, p in right.items()}
     for step in (1, 2, 3):

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from headrace.assemble.sockets import Build
 from headrace.data.loader import Micro
 from headrace.model.head import IGNORED, Vocabulary
+from headrace.optim.roles import group_by_role
 from headrace.optim.sophia import SophiaOptimizer
+from headrace.plan.plan import OptimizerConfig
 from headrace.techniques.optim.sophia import against_draws, draw, gumbel, mix, noise_keys
 from headrace.train.train import step
 
@@ -19,7 +21,9 @@ SHAPES = {"w": (7, 5), "v": (5,)}
 
 
 def optimizer_of(parameters: dict[str, nn.Parameter]) -> SophiaOptimizer:
-    return SophiaOptimizer(parameters, lr=LR, betas=BETAS, rho=RHO, weight_decay=DECAY)
+    optimizer = SophiaOptimizer(parameters, lr=LR, betas=BETAS, rho=RHO, weight_decay=DECAY)
+    group_by_role(optimizer.param_groups, parameters, OptimizerConfig())
+    return optimizer
 
 
 def gradient(name: str, index: int) -> Tensor:

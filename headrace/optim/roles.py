@@ -1,0 +1,63 @@
+"""Tell the role of each parameter, and give every optimizer's groups the plan's factors by role.
+
+Sources: modded-nanogpt and nanochat train embeddings at several times the rate of matrices; GPT-2
+does not shrink vectors.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import nn
+
+from headrace.plan.optimizer_config import OptimizerConfig
+
+Role = Literal["matrices", "embeddings", "head", "vectors"]
+
+
+def role_of(name: str, dimensions: int) -> Role:
+    """Return the role of a parameter.
+
+    Args:
+        name: its full name, as `blocks.0.mlp.down.weight`. Tables are called `position`, or have
+            `embed` in the name of a module. A tied output matrix has the name of the table.
+        dimensions: how many it has.
+    """
+    if dimensions < 2:
+        return "vectors"
+    first, *inner = name.split(".")
+    if first == "head":
+        return "head"
+    if first == "position" or any("embed" in part for part in (first, *inner)):
+        return "embeddings"
+    return "matrices"
+
+
+def group_by_role(
+    groups: list[dict[str, Any]], named: Mapping[str, nn.Parameter], config: OptimizerConfig
+) -> None:
+    """Split an optimizer's groups, in place, so that each has one factor of rate and of decay.
+
+    Every group gets `initial_lr`, the rate that its optimizer was made with, and `lr_factor`; a
+    step multiplies both with the schedule's share. Roles with equal factors stay in one group,
+    since fused updates launch kernels for each group.
+
+    Args:
+        groups: `param_groups` of the optimizer; their dicts stay the same objects.
+        named: its parameters by name.
+        config: holds the factors.
+    """
+    roles = {parameter: role_of(name, parameter.ndim) for name, parameter in named.items()}
+    split = []
+    for group in groups:
+        parts: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            role = roles[parameter]
+            factors = getattr(config.lr_factors, role), getattr(config.decay_factors, role)
+            parts.setdefault(factors, []).append(parameter)
+        shared = {key: value for key, value in group.items() if key != "params"}
+        for index, ((rate, decay), parameters) in enumerate(parts.items()):
+            part = group if index == 0 else {}
+            part |= {**shared, "params": parameters, "initial_lr": group["lr"], "lr_factor": rate}
+            part["weight_decay"] = shared["weight_decay"] * decay
+            split.append(part)
+    groups[:] = split
