@@ -333,7 +333,7 @@ OPTIONS: dict[str, Remedy] = {
 
 NAMES = ("optimizer", "optim", "optimizer.name", "optimizer.type", "optimizer.kind")
 """Keys that name the optimizer, which is AdamW unless a technique is another."""
-OPTIMIZERS = ("muon", "sophia", "adamw_8bit")
+OPTIMIZERS = ("muon", "sophia", "lion", "schedule_free", "ademamix", "adamw_8bit")
 """Techniques that are an optimizer."""
 
 

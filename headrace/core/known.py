@@ -3,7 +3,6 @@
 KNOWN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
-            "lion",
             "adafactor",
             "shampoo",
             "soap",
@@ -15,7 +14,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
             "adagrad",
             "rmsprop",
             "adopt",
-            "ademamix",
             "cautious",
             "came",
             "dion",
@@ -23,10 +21,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
             "nadam",
             "radam",
             "mars",
-            "sign_sgd",
-            "signsgd",
-            "signum",
-            "tiger",
             "kron",
             "psgd",
             "scion",
@@ -37,13 +31,14 @@ KNOWN: dict[str, tuple[str, ...]] = {
             "ranger",
             "adabelief",
             "novograd",
-            "schedule_free_adamw",
             "grams",
             "fromage",
             "distributed_shampoo",
         ),
         ("muon", "sophia"),
     ),
+    **dict.fromkeys(("sign_sgd", "signsgd", "signum", "tiger"), ("lion",)),
+    **dict.fromkeys(("schedulefree", "schedule_free_adamw"), ("schedule_free",)),
     **dict.fromkeys(
         (
             "galore",
@@ -292,7 +287,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fused_adam", "galore_layerwise", "lomo"), ("optimizer_in_backward",)),
     **dict.fromkeys(
         (
-            "schedule_free",
             "lookahead",
             "sam",
             "paged_attention",
@@ -335,7 +329,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
 
 
 BY_KEY: dict[str, str] = {
-    **dict.fromkeys(("adamw", "torch_adamw"), "optimizer.lr=0.001"),
+    "torch_adamw": "optimizer.lr=0.001",
     **dict.fromkeys(("cosine_decay", "cosine_schedule"), "schedule.kind=cosine"),
     **dict.fromkeys(("wsd", "trapezoidal"), "schedule.kind=warmup_stable_decay"),
     **dict.fromkeys(("rsqrt", "noam"), "schedule.kind=inverse_sqrt"),

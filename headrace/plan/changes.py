@@ -141,7 +141,7 @@ def _values(plan: Plan) -> dict[str, Any]:
     for key in rewritten(plan):
         table, _, leaf = key.partition(".")
         default = type(getattr(plan, table)).model_fields[leaf].default
-        settings |= {key: default}
+        settings |= {key: list(default) if isinstance(default, tuple) else default}
     settings = {key: value for key, value in settings.items() if value is not None}
     for name, technique in plan.techniques.items():
         settings |= _knobs(name, technique)

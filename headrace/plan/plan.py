@@ -427,6 +427,7 @@ class Plan(Strict):
                 table, _, leaf = key.partition(".")
                 tables = given.get(table, {})
                 asked = tables.get(leaf, value) if isinstance(tables, Mapping) else value
+                asked = [*asked] if isinstance(asked, tuple) else asked  # as TOML has it
                 if asked not in (value, "auto"):  # "auto" leaves the key open
                     raise ConfigError(
                         f"the plan says {key} = {asked!r}, and {name} makes it {value!r}",

@@ -75,7 +75,7 @@ PLANS = {
     "core/overrides:write_override#2": Case(f"{PLAN} name.x=3"),
     "core/strict:explained#1": Case(f"{PLAN} model.dim=-3"),
     "plan/technique:Catalogue.find#1": Case(f"{PLAN} --with wsd"),
-    "plan/technique:Catalogue.find#2": Case(f"{PLAN} --with lion"),
+    "plan/technique:Catalogue.find#2": Case(f"{PLAN} --with soap"),
     "plan/technique:Catalogue.find#2 none": Case(f"{PLAN} --with pruning"),
     "plan/technique:Catalogue.find#3": Case(f"{PLAN} --with xxxxxxxx"),
     "plan/technique:Catalogue.find#4": Case(f"{PLAN} --with muun"),

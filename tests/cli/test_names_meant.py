@@ -16,7 +16,7 @@ WORDS = (
     "explain demo device=cpu model.family=GPT-2",
     "explain demo device=cpu model.precision=BF16",
     "explain demo device=CPU batch.micro-sequences=4",
-    "explain demo device=cpu --with lion",
+    "explain demo device=cpu --with soap",
     "explain Muon",
     "explain z-loss",
     "Explain muon",

@@ -95,7 +95,7 @@ def test_words_that_would_be_left_out_are_refused(
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("lion", "muon"), ("ZeRO-3", "fsdp"), ("mamba2", "linear_attention"), ("muno", "muon")],
+    [("soap", "muon"), ("ZeRO-3", "fsdp"), ("mamba2", "linear_attention"), ("muno", "muon")],
 )
 def test_a_known_method_is_explained_by_what_comes_nearest(
     call: Call, name: str, near: str

@@ -320,6 +320,12 @@ CASES: dict[str, Asked] = {
         ),
         ("selective_checkpoint",),
     ),
+    "techniques/optim/adamw:Adamw.supports#1": Asked((), ("lora", "muon", "adamw")),
+    "techniques/optim/ademamix:Ademamix.supports#1": Asked(
+        (),
+        ("ademamix",),
+        base=("goal.minutes=1", "device=cpu", "model.vocab=512", "schedule.kind=constant"),
+    ),
     "techniques/optim/muon:Muon.supports#1": Asked((), ("lora", "muon", "sophia")),
     "techniques/optim/muon:Muon.supports#2": Asked(
         ("techniques.muon.compiled=true",), ("muon",), "bare H200"

@@ -55,6 +55,7 @@ TURNED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 """Keys of the plan -> tables without and with another value of it."""
 
 ASKED: Mapping[str, Mapping[str, Any]] = {
+    "adamw.betas": {"betas": (0.7, 0.9)},
     "adamw_8bit.compiled": {"compiled": True},
     "adamw_8bit.smallest": {"smallest": 1 << 10},
     "batch_ramp.until": {"until": 3.0},

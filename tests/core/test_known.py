@@ -20,7 +20,8 @@ def test_every_nearest_name_exists_and_no_known_name_does() -> None:
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("lion", "muon"),
+        ("soap", "muon"),
+        ("signum", "lion"),
         ("zero", "fsdp"),
         ("qat", "qlora"),
         ("Ring-Attention", "context_parallel"),

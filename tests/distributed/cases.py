@@ -38,6 +38,13 @@ SPEEDRUN: dict[str, Any] = {
     "weight_init": {"kind": "orthogonal", "zero_head": True},
 }
 """The recipe of modded-nanogpt's records, but for its optimizer."""
+ROLES: dict[str, Any] = {
+    "optimizer": {
+        "lr_factors": {"matrices": 0.5, "embeddings": 3.0, "vectors": 2.0},
+        "decay_factors": {"embeddings": 0.0, "vectors": 1.0},
+    }
+}
+"""Keys by which each role of a parameter has a rate and a decay of its own."""
 
 
 def case(name: str, *techniques: dict[str, Any], **more: Any) -> Composition:
@@ -110,6 +117,9 @@ COMPOSITIONS = [
     case("sophia-fsdp", {"sophia": {"every": 2}}, FSDP, data=4, slow=True),
     case("sophia-tp-fsdp", {"sophia": {"every": 2}}, TP, FSDP, CHUNKED, tensor=2, data=2),
     case("sophia-pp-fsdp", {"sophia": {"every": 2}}, PP, FSDP, pipeline=2, data=2),
+    case("lion-tp-fsdp-roles", {"lion": {}}, TP, FSDP, tensor=2, data=2, keys=ROLES),
+    case("schedule-free-fsdp", {"schedule_free": {}}, FSDP, data=4),
+    case("ademamix-pp-tied-roles", {"ademamix": {}}, PP, pipeline=2, shape="tied", keys=ROLES),
     case("8bit-fsdp", {"adamw_8bit": {"smallest": 256}}, FSDP, data=4),
     case("8bit-tp-fsdp", {"adamw_8bit": {}}, TP, FSDP, tensor=2, data=2, shape="wide", layers=2),
     case("lora-fsdp", {"lora": {"rank": 2, "alpha": 4.0}}, FSDP, data=4),

@@ -64,6 +64,8 @@ DUBIOUS = {
         ["techniques.mixture_of_experts={experts = 4, top_k = 4}"],
         "to all 4 experts",
     ),
+    "a memory beyond the run": (["techniques.ademamix={}"], "keeps half of a gradient"),
+    "an average of every step": (["techniques.schedule_free={}"], "recommend a warmup"),
     "no whole row": (["techniques.sequence_length_schedule.until=100"], "no step sees the 256"),
 }
 AT_THE_BORDER = (
@@ -81,6 +83,8 @@ AT_THE_BORDER = (
     "model.init_std=0.1875",
     "model.logit_cap=4.16",
     "trace.every_steps=9 eval.every_steps=5",
+    "techniques.ademamix.slow=0.933",
+    "techniques.schedule_free.beta=0.9 schedule.warmup_steps=1",
     "techniques.logit_soft_cap.cap=1",
     "techniques.sliding_window.window=2",
     "techniques.sliding_window.window=1 techniques.sliding_window.between=1",

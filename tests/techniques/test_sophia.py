@@ -61,6 +61,26 @@ def test_updates_equal_the_official_rule() -> None:
     assert 0.1 < inner < 0.9, "both branches of the clip are tested"
 
 
+def test_two_steps_by_hand() -> None:
+    """Take lr 0.05, b1 0.9, b2 0.8, rho 0.04, decay 0.2, 37 labels, and the one weight 1.
+
+    m = 0.1 * 2 = 0.2, h = 0: the step is clipped, w = 1 - 0.05 (0.2 + 1) = 0.94
+    a label's gradient 0.5: h = 0.2 * 37 * 0.25 = 1.85, rho h = 0.074
+    m = 0.9 * 0.2 - 0.1 * 1.5 = 0.03, and 0.03 / 0.074 is inside: w = 0.94 (1 - 0.01) - 0.05 * that
+    """
+    weight = nn.Parameter(torch.ones(1, 1))
+    optimizer = optimizer_of({"w": weight})
+    weight.grad = torch.full((1, 1), 2.0)
+    optimizer.step()
+    assert weight.item() == pytest.approx(0.94, rel=1e-6)
+    weight.grad = torch.full((1, 1), 0.5)
+    optimizer.estimate(torch.tensor(float(TARGETS)))
+    assert optimizer.state[weight]["hessian"].item() == pytest.approx(1.85, rel=1e-6)
+    weight.grad = torch.full((1, 1), -1.5)
+    optimizer.step()
+    assert weight.item() == pytest.approx(0.94 * 0.99 - 0.05 * 0.03 / 0.074, rel=1e-6)
+
+
 def test_a_masked_step_changes_nothing() -> None:
     named = {n: nn.Parameter(torch.ones(s)) for n, s in SHAPES.items()}
     optimizer = optimizer_of(named)
