@@ -41,8 +41,8 @@ LAG = 1 / 3
 """Decades of the rate that the smoothed loss lags behind: ten steps of 150 over five decades."""
 FALLEN = 0.55
 """Share of its whole fall that the smoothed loss has made at the suggestion, chosen by sweeps of
-two tiny decoders, one with Muon: where the loss falls fastest is too low for Muon, and a tenth
-of the rate at which it diverges too high for AdamW. benchmarks/lr_find.py measures it."""
+two tiny decoders. Measured after (learning.jsonl, one seed), the loss at the suggestion is 0.6%
+below, 1.1% above (with Muon) and 1.2% above the best of a ladder of powers of two."""
 RISEN, NOISE = 0.5, 0.2
 """Share of its fall that the smoothed loss may rise again before the test ends, and how many nats
 it may in any case."""
