@@ -40,8 +40,8 @@ def test_a_known_name_is_told_with_what_comes_nearest(name: str, near: str) -> N
 
 
 def test_what_nothing_comes_near_is_told_so() -> None:
-    with pytest.raises(ConfigError, match=in_order("ema", "not built here", "nothing")) as told:
-        installed().find("ema")
+    with pytest.raises(ConfigError, match=in_order("pruning", "not built here", "nothing")) as told:
+        installed().find("pruning")
     assert not told.value.remedy.changes
 
 
