@@ -30,7 +30,7 @@ from headrace.core.remedy import mend
 from headrace.model.mask import Rows
 from headrace.parallel.world import open_world
 from headrace.plan.plan import Plan
-from headrace.report.chart import NAMES, ChartAxis, ChartLine, line_chart
+from headrace.report.chart import ChartAxis, ChartLine, line_chart
 from headrace.report.page import Safe, figure, legend, page, swatch, tag, write_page
 from headrace.train.train import prepare_together, step
 
@@ -218,7 +218,7 @@ def write_check(check: CoordinateCheck, folder: Path) -> Path:
 
 def _colour(index: int) -> str:
     """Return the colour of a part's curve."""
-    return NAMES[index % 8]
+    return f"c{index % 8}"
 
 
 def _chart(check: CoordinateCheck) -> Safe:

@@ -140,7 +140,7 @@ def sources(
         return without_compiler(plan, context, catalogue)
 
     def parts(best: Plan, plan: Plan) -> Sequence[Proposal]:
-        found = list[Proposal]()
+        simpler = list[Proposal]()
         words = difference(best, plan)
         left_out = (rounding_words(best, plan), "exact"), (state_words(best, plan), "approximate")
         for rounds, effect in left_out:
@@ -148,8 +148,8 @@ def sources(
             with suppress(HeadraceError):
                 if rounds and kept:
                     part = Asking(best, context, machine, catalogue).answer(best, kept)
-                    found += [part] if effect_of(best, part.plan) == effect else []
-        return found
+                    simpler += [part] if effect_of(best, part.plan) == effect else []
+        return simpler
 
     return Sources(whole, single, learning, guess_s, failed, lacking, parts)
 
