@@ -34,7 +34,7 @@ class Where(Enum):
 
 
 @dataclass(frozen=True)
-class Source:
+class NonFiniteSource:
     """A source is what made the first number that is not finite.
 
     Args:
@@ -69,12 +69,12 @@ class Source:
         )
 
 
-def because(source: Source | None) -> str:
+def because(source: NonFiniteSource | None) -> str:
     """Return what to add to a message on a number that is not finite; "" without a source."""
     return "" if source is None else f"; {source.sentence}"
 
 
-def wild_weight(build: Build) -> Source | None:
+def wild_weight(build: Build) -> NonFiniteSource | None:
     """Return this rank's first weight that is not finite; None where all are. Waits."""
     parts = {n: local_of(p.detach()) for n, p in build.model.named_parameters()}
     parts = {n: part for n, part in parts.items() if part.is_floating_point()}
@@ -83,11 +83,11 @@ def wild_weight(build: Build) -> Source | None:
     finite = torch.stack([torch.isfinite(part).all() for part in parts.values()]).tolist()
     for (name, part), is_finite in zip(parts.items(), finite, strict=True):
         if not is_finite:
-            return Source(Where.WEIGHT, name, _dtype(part), _largest([part]))
+            return NonFiniteSource(Where.WEIGHT, name, _dtype(part), _largest([part]))
     return None
 
 
-def first_nonfinite(build: Build, index: int) -> Source | None:
+def first_nonfinite(build: Build, index: int) -> NonFiniteSource | None:
     """Return what makes the first number of a step that is not finite, or None if nothing does.
 
     Args:
@@ -99,7 +99,7 @@ def first_nonfinite(build: Build, index: int) -> Source | None:
         source = wild_weight(build)
         if source is not None or build.world.ranks > 1:
             return source
-        sources: list[Source] = []
+        sources: list[NonFiniteSource] = []
         with _as_it_was(build, index), _hooks(build, sources):
             _compute(build, index)
         return sources[0] if sources else None
@@ -143,21 +143,22 @@ def _as_it_was(build: Build, index: int) -> Iterator[None]:
 
 
 @contextmanager
-def _hooks(build: Build, sources: list[Source]) -> Iterator[None]:
+def _hooks(build: Build, sources: list[NonFiniteSource]) -> Iterator[None]:
     """Look at every module's output and every parameter's gradient; the first source counts."""
 
     def look(name: str, module: nn.Module) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not sources and (wild := _wild(output)) is not None:
                 kind, given = type(module).__name__, _largest(_floats((args, kwargs)))
-                sources.append(Source(Where.MODULE, name, _dtype(wild), given, kind))
+                sources.append(NonFiniteSource(Where.MODULE, name, _dtype(wild), given, kind))
 
         return module.register_forward_hook(hook, with_kwargs=True)
 
     def watch(name: str, parameter: nn.Parameter) -> Any:
         def hook(p: Tensor) -> None:
             if not sources and (wild := _wild(p.grad)) is not None:
-                sources.append(Source(Where.GRADIENT, name, _dtype(wild), _largest([wild])))
+                largest = _largest([wild])
+                sources.append(NonFiniteSource(Where.GRADIENT, name, _dtype(wild), largest))
 
         return parameter.register_post_accumulate_grad_hook(hook)
 

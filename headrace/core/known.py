@@ -334,9 +334,7 @@ BY_KEY: dict[str, str] = {
     **dict.fromkeys(("wsd", "trapezoidal"), "schedule.kind=warmup_stable_decay"),
     **dict.fromkeys(("rsqrt", "noam"), "schedule.kind=inverse_sqrt"),
     **dict.fromkeys(("linear_warmup", "lr_warmup"), "schedule.warmup_steps=100"),
-    **dict.fromkeys(
-        ("grad_clip", "gradient_clipping", "clip_grad_norm", "clip_norm"), "optimizer.clip_norm=1"
-    ),
+    **dict.fromkeys(("grad_clip", "clip_grad_norm", "clip_norm"), "optimizer.clip_norm=1"),
     "weight_decay": "optimizer.weight_decay=0.1",
     **dict.fromkeys(
         ("gradient_accumulation", "grad_accum", "accumulation", "micro_batching", "microbatching"),

@@ -36,7 +36,7 @@ from headrace.core.remedy import mend
 from headrace.data.order import Order, make_order
 from headrace.data.rows import IGNORE, Packer, Row
 from headrace.data.shards import Shards
-from headrace.plan.batches import Stages
+from headrace.plan.batches import BatchStages
 
 _HASH_MODULUS = 1 << 256
 
@@ -103,7 +103,7 @@ class Loader:
         packer: Packer,
         *,
         seed: int = 0,
-        rows_per_step: int | Stages,
+        rows_per_step: int | BatchStages,
         micro_rows: int,
         weights: Sequence[float] | None = None,
         rank: int = 0,
@@ -115,7 +115,7 @@ class Loader:
         order: Order | None = None,
     ) -> None:
         if isinstance(rows_per_step, int):
-            rows_per_step = Stages(((0, rows_per_step),))
+            rows_per_step = BatchStages(((0, rows_per_step),))
         self.packer, self.rows, self.micro_rows = packer, rows_per_step, micro_rows
         assert 0 <= rank < ranks
         assert all(rows % (ranks * self._size(rows // ranks)) == 0 for _, rows in self.rows.stages)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Stages:
+class BatchStages:
     """Hold a count per step that changes at few steps.
 
     Args:
@@ -38,7 +38,7 @@ class Stages:
         """Return how many steps count at least `total` together."""
         return self.step_of(total - 1) + 1 if total > 0 else 0
 
-    def each(self, edit: Callable[[int], int]) -> "Stages":
+    def each(self, edit: Callable[[int], int]) -> "BatchStages":
         """Return the same stages with `edit(count)` in each."""
         return replace(self, stages=tuple((first, edit(count)) for first, count in self.stages))
 

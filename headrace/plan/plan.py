@@ -30,7 +30,7 @@ from headrace.core.overrides import known_of, settle, write_override
 from headrace.core.remedy import leave_out, mend
 from headrace.core.strict import READ, Strict, Wrong, explained, read_table
 from headrace.core.units import largest_divisor
-from headrace.plan.batches import Stages
+from headrace.plan.batches import BatchStages
 from headrace.plan.optimizer_config import OptimizerConfig
 from headrace.plan.schedule import ENDLESS, ScheduleConfig
 from headrace.plan.technique import Catalogue, Technique, installed
@@ -202,10 +202,10 @@ class Plan(Strict):
         return self.batch.tokens // self.data.sequence_length
 
     @property
-    def batches(self) -> Stages:
+    def batches(self) -> BatchStages:
         """Return the tokens of each step, over all ranks: batch.tokens, or less while it grows."""
         grown = (technique.batch_stages(self) for technique in self.techniques.values())
-        return Stages(tuple(next(filter(None, grown), [(0, self.batch.tokens)])))
+        return BatchStages(tuple(next(filter(None, grown), [(0, self.batch.tokens)])))
 
     @property
     def micro_rows(self) -> int:
@@ -401,22 +401,28 @@ class Plan(Strict):
             name: read_table(catalogue.find(name), knobs, f"techniques.{name}")
             for name, knobs in tables.items()
         }
+        typed = {item.partition("=")[0].strip() for item in overrides}
         given = dict(values)
         if isinstance(values.get("model", {}), dict):
             values["model"] = catalogue.with_family(values.get("model", {}))
-        return read_table(Plan, values).with_keys(given)
+        return read_table(Plan, values).with_keys(given, with_, typed)
 
     def made(self) -> dict[str, Mapping[str, Any]]:
         """Return technique -> the keys that it rewrites, with their new values."""
         return {name: technique.keys(self) for name, technique in self.techniques.items()}
 
-    def with_keys(self, given: Mapping[str, Any]) -> "Plan":
+    def with_keys(
+        self, given: Mapping[str, Any], with_: Iterable[str] = (), typed: Iterable[str] = ()
+    ) -> "Plan":
         """Return the plan with the keys that its techniques rewrite.
 
-        A plan that starts from given weights also gets their tokenizer, where it names none.
+        A technique that the command names is stronger than a key of the file. A plan that starts
+        from given weights also gets their tokenizer, where it names none.
 
         Args:
             given: the tables as they were written, before any default.
+            with_: names of techniques that the command adds.
+            typed: keys that the command sets.
 
         Raises:
             ConfigError: a key is given and a technique sets it otherwise, or two techniques do.
@@ -428,7 +434,8 @@ class Plan(Strict):
                 tables = given.get(table, {})
                 asked = tables.get(leaf, value) if isinstance(tables, Mapping) else value
                 asked = [*asked] if isinstance(asked, tuple) else asked  # as TOML has it
-                if asked not in (value, "auto"):  # "auto" leaves the key open
+                stronger = name in with_ and key not in typed
+                if asked not in (value, "auto") and not stronger:  # "auto" leaves the key open
                     raise ConfigError(
                         f"the plan says {key} = {asked!r}, and {name} makes it {value!r}",
                         leave_out(key).otherwise(mend(f"-{name}")),

@@ -266,13 +266,13 @@ class _Offers:
         """List the shapes."""
         self.shapes = [*_ladder(self.base, self.open_vocab)]
 
-    def search(self, index: int) -> "_Search":
+    def search(self, index: int) -> "_BudgetSearch":
         """Return the search over a shape's tokens and batch."""
         model, vocab = self.shapes[index]
         data = {**self.base.data.model_dump(exclude_unset=True), "vocab": vocab}
         shape = self.base.replaced(model=model, data=data)
         places = self.context, self.machine
-        return _Search(self.budget, self.seconds, shape, *places, self.fresh_tokens)
+        return _BudgetSearch(self.budget, self.seconds, shape, *places, self.fresh_tokens)
 
     def at(self, index: int) -> "Bought | HeadraceError | None":
         """Return what is bought of a shape, why it cannot run, or None where that is no step."""
@@ -357,7 +357,7 @@ def _ladder(base: Plan, open_vocab: bool) -> Iterator[tuple[dict[str, Any], int]
 
 
 @dataclass(frozen=True)
-class _Search:
+class _BudgetSearch:
     """Find the tokens, batch and micro-batch of one shape."""
 
     budget: Budget

@@ -1,10 +1,10 @@
 """What is asked for, and where, so that each refusal of a technique is made."""
 
 from places import Asked
+from refusal_cases_learning import LEARNING
 
-ENDLESS = ("goal.minutes=1", "device=cpu", "model.vocab=512", "schedule.kind=constant")
-"""A plan that does not say at which step it ends."""
 CASES: dict[str, Asked] = {
+    **LEARNING,
     "model/backend_needs:_lacks_gpu#1": Asked((), ("cudnn_attention",)),
     "model/backend_needs:_lacks_gpu#3": Asked((), ("cudnn_attention",), "V100"),
     "model/backend_needs:_lacks_numbers#2": Asked(
@@ -164,60 +164,8 @@ CASES: dict[str, Asked] = {
     "techniques/data/loader_workers:LoaderWorkers.supports#1": Asked(
         (), ("loader_workers", "sequence_length_schedule"), "H200"
     ),
-    "techniques/design/gqa:Gqa.supports#1": Asked(("model.heads=1", "model.head_dim=64"), ("gqa",)),
-    "techniques/design/gqa:Gqa.supports#2": Asked(("techniques.gqa.queries_per_key=3",), ("gqa",)),
-    "techniques/design/gqa:Gqa.supports#3": Asked(("model.pretrained=x",), ("gqa",)),
-    "techniques/design/mixture_of_experts:MixtureOfExperts.supports#1": Asked(
-        ("model.pretrained=x",), ("mixture_of_experts",)
-    ),
-    "techniques/design/mixture_of_experts:MixtureOfExperts.supports#2": Asked(
-        ("model.bias=true",), ("mixture_of_experts",)
-    ),
-    "techniques/design/mixture_of_experts:MixtureOfExperts.supports#3": Asked(
-        ("mesh.context=2",), ("mixture_of_experts", "context_parallel")
-    ),
-    "techniques/design/mixture_of_experts:MixtureOfExperts._supports_gpu#1": Asked(
-        (), ("mixture_of_experts",), "V100"
-    ),
-    "techniques/design/mixture_of_experts:MixtureOfExperts._supports_gpu#2": Asked(
-        ("model.precision=fp32",), ("mixture_of_experts",), "H200"
-    ),
-    "techniques/design/mixture_of_experts:MixtureOfExperts._supports_gpu#3": Asked(
-        ("techniques.mixture_of_experts.expert_ffn=1",), ("mixture_of_experts",), "H200"
-    ),
-    "techniques/design/mup:Mup.supports#1": Asked(("model.pretrained=x",), ("mup",)),
-    "techniques/design/mup:Mup.supports#2": Asked(("model.tied_embeddings=true",), ("mup",)),
-    "techniques/design/mup:Mup.supports#3": Asked(("model.head_dim=6",), ("mup",)),
-    "techniques/design/mup:Mup.supports#4": Asked((), ("muon", "mup")),
-    "techniques/design/stochastic_depth:StochasticDepth.supports#1": Asked(
-        ("model.layers=1",), ("stochastic_depth",)
-    ),
-    "techniques/design/stochastic_depth:StochasticDepth.supports#2": Asked(
-        (), ("stochastic_depth", "torch_compile")
-    ),
     "techniques/fusion/fused_rms_norm:FusedRmsNorm.supports#1": Asked(
         ("model.norm=layer_norm",), ("fused_rms_norm",)
-    ),
-    "techniques/design/deep_thin:DeepThin.supports#1": Asked(
-        ("model.pretrained=x",), ("deep_thin",)
-    ),
-    "techniques/design/deep_thin:DeepThin.supports#3": Asked(
-        ("techniques.deep_thin.ratio=40", "techniques.deep_thin.base_heads=2"), ("deep_thin",)
-    ),
-    "techniques/design/deep_thin:DeepThin.supports#2": Asked(
-        ("techniques.deep_thin.base_heads=3",), ("deep_thin",)
-    ),
-    "techniques/design/value_embeddings:ValueEmbeddings.supports#1": Asked(
-        ("model.layers=2",), ("value_embeddings",)
-    ),
-    "techniques/design/value_embeddings:ValueEmbeddings.supports#2": Asked(
-        (), ("value_embeddings", "short_convolution")
-    ),
-    "techniques/design/weight_init:WeightInit.supports#1": Asked(
-        ("model.pretrained=x",), ("weight_init",)
-    ),
-    "techniques/design/weight_init:WeightInit.supports#2": Asked(
-        ("model.tied_embeddings=true", "techniques.weight_init.zero_head=true"), ("weight_init",)
     ),
     "techniques/fusion/fused_rope:FusedRope.supports#1": Asked(
         ("model.position=none",), ("fused_rope",)
@@ -320,34 +268,6 @@ CASES: dict[str, Asked] = {
         ),
         ("selective_checkpoint",),
     ),
-    "techniques/optim/adamw:Adamw.supports#1": Asked((), ("lora", "muon", "adamw")),
-    "techniques/optim/ademamix:Ademamix.supports#1": Asked(
-        (),
-        ("ademamix",),
-        base=("goal.minutes=1", "device=cpu", "model.vocab=512", "schedule.kind=constant"),
-    ),
-    "techniques/optim/muon:Muon.supports#1": Asked((), ("lora", "muon", "sophia")),
-    "techniques/optim/muon:Muon.supports#2": Asked(
-        ("techniques.muon.compiled=true",), ("muon",), "bare H200"
-    ),
-    "techniques/optim/muon:Muon.supports#3": Asked(
-        ("techniques.muon.compiled=true",), ("muon",), "bare cpu"
-    ),
-    "techniques/optim/muon:Muon.supports#4": Asked(
-        ("techniques.muon.compiled=true",), ("muon",), "mps"
-    ),
-    "techniques/optim/muon:Muon._wrong#1": Asked(
-        ("techniques.muon.momentum_warmup_steps=2", "techniques.muon.momentum=0.5"), ("muon",)
-    ),
-    "techniques/optim/muon:Muon._wrong#2": Asked(
-        ("techniques.muon.momentum_warmup_steps=100000",), ("muon",)
-    ),
-    "techniques/optim/muon:Muon._wrong#3": Asked(
-        ("techniques.muon.head_pairs=true", "model.heads=3", "model.dim=48"), ("muon",)
-    ),
-    "techniques/optim/sophia:Sophia.supports#1": Asked(
-        ("mesh.pipeline=2", "techniques.sophia.share=0.5"), ("sophia", "pipeline_parallel")
-    ),
     "techniques/parallel/cpu_threads:CpuThreads.supports#1": Asked((), ("cpu_threads",), "H200"),
     "techniques/parallel/cpu_threads:CpuThreads.supports#2": Asked(
         ("techniques.cpu_threads.threads=1000",), ("cpu_threads",)
@@ -425,17 +345,6 @@ CASES: dict[str, Asked] = {
     "techniques/precision/tf32:Tf32.supports#1": Asked((), ("tf32",)),
     "techniques/precision/tf32:Tf32.supports#2": Asked((), ("tf32",), "V100"),
     "techniques/precision/tf32:Tf32.supports#3": Asked((), ("tf32",), "H200"),
-    "techniques/schedule/sequence_length_schedule:SequenceLengthSchedule.supports#1": Asked(
-        (
-            "data.sequence_length=2",
-            "batch.tokens=64",
-            "techniques.sequence_length_schedule.start=7",
-        ),
-        ("sequence_length_schedule",),
-    ),
-    "techniques/schedule/sequence_length_schedule:SequenceLengthSchedule.supports#2": Asked(
-        ("techniques.sequence_length_schedule.start=3",), ("sequence_length_schedule",)
-    ),
     "plan/technique:Context.lacks_triton#1": Asked((), ("fused_rope",)),
     "plan/technique:Context.lacks_triton#2": Asked((), ("fused_rope",), "bare H200"),
     "techniques/attention/sliding_window:SlidingWindow.supports#2": Asked(
@@ -455,43 +364,6 @@ CASES: dict[str, Asked] = {
     ),
     "techniques/parallel/context_parallel:ContextParallel.supports#3": Asked(
         ("mesh.context=2", "data.sequence_length=2"), ("context_parallel",)
-    ),
-    "techniques/schedule/sequence_length_schedule:SequenceLengthSchedule.supports#3": Asked(
-        (),
-        ("sequence_length_schedule",),
-        base=ENDLESS,
-    ),
-    "techniques/schedule/batch_ramp:BatchRamp.supports#1": Asked(
-        ("mesh.pipeline=2",), ("batch_ramp", "pipeline_parallel")
-    ),
-    "techniques/schedule/batch_ramp:BatchRamp.supports#2": Asked(
-        ("batch.tokens=256",), ("batch_ramp",)
-    ),
-    "techniques/schedule/batch_ramp:BatchRamp.supports#3": Asked(
-        ("techniques.batch_ramp.divide=64",), ("batch_ramp",)
-    ),
-    "techniques/schedule/batch_ramp:BatchRamp.supports#4": Asked((), ("batch_ramp",), base=ENDLESS),
-    "techniques/schedule/cosine:Cosine.supports#1": Asked(
-        ("techniques.cosine.final_fraction=1",), ("cosine",)
-    ),
-    "techniques/schedule/warmup:Warmup.supports#1": Asked((), ("warmup",)),
-    "techniques/schedule/warmup_stable_decay:WarmupStableDecay.supports#1": Asked(
-        ("techniques.warmup_stable_decay.final_fraction=1",), ("warmup_stable_decay",)
-    ),
-    "techniques/schedule/weight_averaging:WeightAveraging.supports#1": Asked(
-        ("techniques.weight_averaging.decay=0",), ("weight_averaging",)
-    ),
-    "techniques/schedule/weight_decay_schedule:WeightDecaySchedule.supports#1": Asked(
-        ("techniques.weight_decay_schedule.final=1",), ("weight_decay_schedule",)
-    ),
-    "techniques/schedule/weight_decay_schedule:WeightDecaySchedule.supports#2": Asked(
-        ("optimizer.weight_decay=0",), ("weight_decay_schedule",)
-    ),
-    "techniques/schedule/weight_decay_schedule:WeightDecaySchedule.supports#3": Asked(
-        (), ("weight_decay_schedule",), base=ENDLESS
-    ),
-    "techniques/stability/spike_rewind:SpikeRewind.supports#1": Asked(
-        ("techniques.spike_rewind.every=60", "checkpoint.every_steps=100")
     ),
 }
 """By the site of the refusal."""

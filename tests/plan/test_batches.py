@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.plan.batches import Stages
+from headrace.plan.batches import BatchStages
 
 COUNTS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=4)
 
@@ -13,7 +13,7 @@ COUNTS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, m
 def test_stages_count_as_their_steps_do(lengths: list[tuple[int, int]]) -> None:
     """Some stages have no steps, as of a ramp that is shorter than its stages."""
     firsts = [sum(steps for steps, _ in lengths[:n]) for n in range(len(lengths))]
-    stages = Stages(tuple(zip(firsts, (count for _, count in lengths), strict=True)))
+    stages = BatchStages(tuple(zip(firsts, (count for _, count in lengths), strict=True)))
     steps = [count for many, count in lengths[:-1] for _ in range(many)] + [lengths[-1][1]] * 6
     assert [stages.at(step) for step in range(len(steps))] == steps
     assert [stages.before(step) for step in range(len(steps))] == [

@@ -33,7 +33,7 @@ MULTIPLES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 """Hidden features are a multiple of the first of these that keeps the parameters."""
 
 
-class Shape(NamedTuple):
+class BlockShape(NamedTuple):
     """A shape holds the sizes of a decoder's blocks."""
 
     head_dim: int
@@ -44,10 +44,10 @@ class Shape(NamedTuple):
     ffn: int
 
     @staticmethod
-    def of(config: ModelConfig) -> "Shape":
+    def of(config: ModelConfig) -> "BlockShape":
         """Return the sizes of a config."""
         width, kv, ffn = config.resolved_head_dim, config.resolved_kv_heads, config.resolved_ffn
-        return Shape(width, config.dim, config.heads, kv, config.layers, ffn)
+        return BlockShape(width, config.dim, config.heads, kv, config.layers, ffn)
 
     def parameters(self, like: ModelConfig) -> int:
         """Return the weights of all blocks' matrices, of attention and MLP as `like` has them."""
@@ -60,7 +60,7 @@ class DeepThin(Keyed):
 
     ratio: float = Field(default=2.0, gt=1, lt=64)
     """Layers over the base's; tuner range 1.5 to 4."""
-    base_dim: int | None = Field(default=None, ge=1, le=1 << 24)
+    base_dim: int | None = Field(default=None, ge=1, le=1 << 16)
     """Features of the base; without it the family's."""
     base_layers: int | None = Field(default=None, ge=1, le=100_000)
     """Layers of the base; without it the family's."""
@@ -102,7 +102,7 @@ class DeepThin(Keyed):
         shape = self.choose(plan, round(self.base(plan).layers * self.ratio))
         return {} if shape is None else {f"model.{k}": v for k, v in shape._asdict().items()}
 
-    def base(self, plan: Any) -> Shape:
+    def base(self, plan: Any) -> BlockShape:
         """Return the shape that is made deeper."""
         own = ModelConfig(**families()[plan.model.family])
         sizes = {"dim": self.base_dim, "layers": self.base_layers, "heads": self.base_heads}
@@ -110,9 +110,9 @@ class DeepThin(Keyed):
         given = {key: value for key, value in sizes.items() if value is not None}
         if {"dim", "heads"} & {*given}:  # and nothing else of the family's widths
             given = {"head_dim": 0, "kv_heads": 0, "ffn": 0} | given
-        return Shape.of(own.model_copy(update={**given, "activation": plan.model.activation}))
+        return BlockShape.of(own.model_copy(update={**given, "activation": plan.model.activation}))
 
-    def choose(self, plan: Any, layers: int) -> Shape | None:
+    def choose(self, plan: Any, layers: int) -> BlockShape | None:
         """Return the shape of so many layers that is the most like the base, or None."""
         base, like, shapes = self.base(plan), plan.model, []
         queries, rest = divmod(base.heads, base.kv_heads)
@@ -121,7 +121,7 @@ class DeepThin(Keyed):
         wanted, unit = base.parameters(like), base.dim // base.heads
         for heads in range(queries, base.heads, queries):
             dim, kv_heads = heads * unit, heads // queries
-            thin = Shape(base.head_dim, dim, heads, kv_heads, layers, 1)
+            thin = BlockShape(base.head_dim, dim, heads, kv_heads, layers, 1)
             each = thin._replace(ffn=2).parameters(like) - thin.parameters(like)
             exact = (wanted - thin.parameters(like)) / each + 1
             for multiple in MULTIPLES:
@@ -154,7 +154,7 @@ class DeepThin(Keyed):
         blocks = build.model.blocks
         if not len(blocks):
             return Evidence(None, "this rank holds no block")
-        shape = Shape.of(config)
+        shape = BlockShape.of(config)
         more = shape.parameters(config) / base.parameters(build.plan.model) - 1
         here = {f"blocks.{n}.mixer_norm.weight" for n in blocks} & {*build.layouts}
         thin = all(prod(build.layouts[name].shape) == config.dim for name in here)

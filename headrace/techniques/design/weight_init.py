@@ -31,21 +31,21 @@ from headrace.core.remedy import mend
 from headrace.costs.count import block_linears
 from headrace.plan.technique import Card, Context, Evidence, Supported, Unsupported
 
-Kind = Literal["normal", "depth_scaled", "zero_output", "he", "orthogonal"]
-KEYS: Mapping[Kind, tuple[str, str]] = {
+InitKind = Literal["normal", "depth_scaled", "zero_output", "he", "orthogonal"]
+KEYS: Mapping[InitKind, tuple[str, str]] = {
     "normal": ("normal", "plain"),
     "depth_scaled": ("normal", "depth_scaled"),
     "zero_output": ("normal", "zero"),
     "he": ("he", "plain"),
     "orthogonal": ("orthogonal", "plain"),
 }
-"""Kind -> model.matrix_init and model.output_init."""
+"""InitKind -> model.matrix_init and model.output_init."""
 
 
 class WeightInit(Keyed):
     """Choose how weights start: normal, scaled by depth, zero outputs, He's rule, orthonormal."""
 
-    kind: Kind = "zero_output"
+    kind: InitKind = "zero_output"
     """How matrices of blocks start."""
     zero_head: bool = False
     """Whether the output matrix starts at zero."""

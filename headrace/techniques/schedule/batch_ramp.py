@@ -22,7 +22,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
-from headrace.plan.batches import Stages
+from headrace.plan.batches import BatchStages
 from headrace.plan.technique import (
     Card,
     Context,
@@ -157,7 +157,7 @@ class BatchRamp(Technique[Build]):
     def active(self, build: Build) -> Evidence:
         """Compare the rows that the loader reads in the first and the newest step with the ramp."""
         plan, newest = build.plan, int(build.now.get("step", 0))
-        wanted = Stages(tuple(self.batch_stages(plan)) or ((0, 0),))
+        wanted = BatchStages(tuple(self.batch_stages(plan)) or ((0, 0),))
         length, read = plan.data.sequence_length, build.loader.rows
         same = all(read.at(step) * length == wanted.at(step) for step in (0, newest))
         numbers: dict[str, Any] = {
