@@ -62,7 +62,7 @@ class DeepThin(Keyed):
     """Layers over the base's; tuner range 1.5 to 4."""
     base_dim: int | None = Field(default=None, ge=1, le=1 << 16)
     """Features of the base; without it the family's."""
-    base_layers: int | None = Field(default=None, ge=1, le=100_000)
+    base_layers: int | None = Field(default=None, ge=1, le=1_000)
     """Layers of the base; without it the family's."""
     base_heads: int | None = Field(default=None, ge=2, le=100_000)
     """Query heads of the base; without it the family's."""
