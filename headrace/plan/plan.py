@@ -452,7 +452,8 @@ class Plan(Strict):
         for table, keys in changed.items():  # together, since one may fit another alone
             whole = getattr(plan, table).model_dump(exclude_unset=True) | keys
             plan = plan.replaced(**{table: whole})
-        return plan
+        # One technique's keys may depend on another's, as a shape does on the activation.
+        return plan if plan.made() == self.made() else plan.with_keys(given, with_, typed)
 
     def replaced(self, **tables: Any) -> "Plan":
         """Return a checked copy with whole tables replaced; design techniques use it."""
