@@ -70,7 +70,7 @@ class Side:
         for name, optimizer in self.optimizers.items():
             optimizer.step = self._timed(name, optimizer.step)  # type: ignore[method-assign]
             for group in optimizer.param_groups:
-                group["initial_lr"] = group["lr"]
+                group["initial_lr"], group["lr_factor"] = group["lr"], 1.0
 
     def _timed(self, name: str, call: Callable[[], Any]) -> Callable[[], Any]:
         def step() -> None:

@@ -38,7 +38,7 @@ PLANS = {
     "predict/budget:Budget.read#1": Case(f"{BUDGET} 1e11flips"),
     "predict/budget:Budget.seconds#1": Case(f"{BUDGET} 0.001usd"),
     "predict/budget:read_tokens#1": Case(f"{BUDGET} 1e11flops --data many"),
-    "predict/budget:_Search.bought#1": Case(f"{BUDGET} 1gpu-hours --with logit_soft_cap"),
+    "predict/budget:_BudgetSearch.bought#1": Case(f"{BUDGET} 1gpu-hours --with logit_soft_cap"),
     "predict/budget:_Offers.nothing#1": Case(
         f"{BUDGET} 1e18flops data.sequence_length=16777216 batch.tokens=16777216"
     ),
@@ -91,8 +91,8 @@ PLANS = {
         "train {tiny} --with flash_attention --with varlen_attention"
     ),
     "core/model_config:ModelConfig._check#1": Case(f"{PLAN} model.heads=4 model.kv_heads=3"),
-    "core/model_config:ModelConfig._check#2": Case(f"{PLAN} model.dim=66 model.heads=4"),
-    "core/model_config:ModelConfig._check#3": Case(f"{PLAN} model.head_dim=5"),
+    "core/model_config:ModelConfig._check#4": Case(f"{PLAN} model.dim=66 model.heads=4"),
+    "core/model_config:ModelConfig._check#5": Case(f"{PLAN} model.head_dim=5"),
     "core/files:_too_long#1": Case(f"{PLAN} seed={2**70}"),
     "core/files:_too_deep#1": Case(f"{PLAN} name=" + "[" * 2000 + "]" * 2000),
     "core/files:read_plan_text#1": Case(

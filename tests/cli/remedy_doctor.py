@@ -205,7 +205,7 @@ AFTER = {
         "plan demo --after runs/demo --device-name H200", lambda run: None
     ),
     "predict/prediction:calibrated#1": Case("plan {tiny} --after demo --sweep", lambda run: None),
-    "predict/calibration:Measured._of_report#1": Case(
+    "predict/calibration:MeasuredPlan._of_report#1": Case(
         "plan demo --after runs/demo --device-name H200",
         lambda run: (
             rewritten("environment.json", lambda e: e.update(device="cuda", device_name="H200"))(

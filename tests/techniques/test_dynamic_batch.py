@@ -203,7 +203,9 @@ def test_the_same_random_numbers_come_again() -> None:
         return torch.zeros(())
 
     ids_BT = torch.arange(8).view(4, 2)
-    work = dynamic_batch.Work(ids_BT, ids_BT + 1, dynamic_batch.Rows(torch.arange(2)[None]), ids_BT)
+    work = dynamic_batch.MicroBatch(
+        ids_BT, ids_BT + 1, dynamic_batch.Rows(torch.arange(2)[None]), ids_BT
+    )
     torch.manual_seed(0)
     dynamic_batch.guarded(MicroBatchSize(4, 2, 0), inner)(build, [work], None, torch.ones(()))  # type: ignore[arg-type]
     torch.manual_seed(0)
@@ -214,7 +216,9 @@ def test_the_same_random_numbers_come_again() -> None:
 def test_a_cut_keeps_every_token_with_what_belongs_to_it() -> None:
     ids_BT = torch.arange(15).view(5, 3)
     rows = dynamic_batch.Rows(ids_BT % 3, ids_BT // 2, torch.arange(5))
-    work = dynamic_batch.Work(ids_BT, -ids_BT, rows, ids_BT, {"seen": torch.arange(30).view(15, 2)})
+    work = dynamic_batch.MicroBatch(
+        ids_BT, -ids_BT, rows, ids_BT, {"seen": torch.arange(30).view(15, 2)}
+    )
     parts = cut(work, 2)
     assert [len(part.ids_BT) for part in parts] == [2, 2, 1]
     for part in parts:

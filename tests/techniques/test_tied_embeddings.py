@@ -50,8 +50,11 @@ def test_the_model_is_the_one_that_the_key_gives(
 
 
 def test_giving_the_key_differently_is_an_error(tiny_plan: Callable[..., Any]) -> None:
-    text = tiny_plan("model.tied_embeddings=false").to_toml()
+    text, key = tiny_plan().to_toml(), "model.tied_embeddings=false"
     with pytest.raises(
         ConfigError, match=in_order("model.tied_embeddings", False, "tied_embeddings", True)
     ):
-        Plan.read(text, catalogue(), with_=["tied_embeddings"])
+        Plan.read(text, catalogue(), overrides=[key], with_=["tied_embeddings"])
+    written = tiny_plan(key).to_toml()
+    named = Plan.read(written, catalogue(), with_=["tied_embeddings"])
+    assert named.model.tied_embeddings, "the command is stronger than the file's key"
