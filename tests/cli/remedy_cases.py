@@ -91,6 +91,13 @@ PLANS = {
         "train {tiny} --with flash_attention --with varlen_attention"
     ),
     "core/model_config:ModelConfig._check#1": Case(f"{PLAN} model.heads=4 model.kv_heads=3"),
+    "core/model_config:ModelConfig._check#2": Case(f"{PLAN} model.value_embeddings=9"),
+    "core/model_config:ModelConfig._check#3": Case(
+        f"{PLAN} model.head_init=zero model.tied_embeddings=true"
+    ),
+    "model/decoder:_check_values#1": Case(
+        "train demo device=cpu goal.steps=2 model.value_embeddings=1 techniques.short_convolution.between=1"
+    ),
     "core/model_config:ModelConfig._check#4": Case(f"{PLAN} model.dim=66 model.heads=4"),
     "core/model_config:ModelConfig._check#5": Case(f"{PLAN} model.head_dim=5"),
     "core/files:_too_long#1": Case(f"{PLAN} seed={2**70}"),

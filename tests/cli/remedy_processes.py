@@ -2,6 +2,10 @@
 
 SIGNALS = "distributed/test_interrupted_preparation.py"
 PROCESSES = {
+    "techniques/stability/spike_rewind:SpikeWatch._gives_up#1": (
+        "techniques/test_spike_rewind.py",
+        "test_it_gives_up_with_one_error",
+    ),
     "train/interrupts:Interrupts._caught#1": (
         SIGNALS,
         "test_a_signal_is_one_message_and_the_same_command_starts_again",

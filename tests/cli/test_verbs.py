@@ -322,7 +322,7 @@ def test_a_wrong_plan_is_one_message_and_2(
 
 USAGE_MISTAKES = [
     (("plan", "demo", "--foo"), "--foo", "headrace plan --help"),
-    (("plan",), "a recipe or a plan file", "headrace plan"),
+    (("tune",), "Missing argument", "headrace tune --help"),
     (("export", "demo"), "--to", "headrace export --help"),
     (("sample", "demo", "--tokens", "many"), "'--tokens'", "headrace sample demo --tokens 200"),
     (("sample", "demo", "--tokens", "0"), "'--tokens'", "headrace sample demo --tokens 1"),

@@ -92,6 +92,8 @@ BESIDE: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
 }
 """(technique, device or "any") -> what its plan must have beside it, or there is nothing that it
 acts on: techniques, with knobs over their tiny ones, and keys of the model over any shape's."""
+BASELINE = {"adamw"}
+"""Techniques that make a part of the baseline explicit, and so are remedies for nothing."""
 TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("activation_offload", "any"): {"min_bytes": 1},
     ("batch_ramp", "any"): {"divide": 2, "until": 2.0},

@@ -9,7 +9,7 @@ from headrace.plan.symptoms import BOTTLENECKS, parse, saves_memory
 def test_every_technique_speaks_the_doctors_words() -> None:
     for name, technique in house.CATALOGUE.techniques.items():
         said = [parse(symptom) for symptom in technique.symptoms]
-        assert said and len(said) == len({*said}), name
+        assert bool(said) == (name not in house.BASELINE) and len(said) == len({*said}), name
 
 
 @pytest.mark.parametrize("word", ["memory", "memory:logits", "launch:logits", "input:", "Launch"])
