@@ -96,7 +96,8 @@ PLANS = {
         f"{PLAN} model.head_init=zero model.tied_embeddings=true"
     ),
     "model/decoder:_check_values#1": Case(
-        "train {tiny} model.value_embeddings=1 techniques.short_convolution.between=1"
+        "train demo device=cpu goal.steps=2 model.value_embeddings=1 "
+        "techniques.short_convolution.between=1"
     ),
     "core/model_config:ModelConfig._check#4": Case(f"{PLAN} model.dim=66 model.heads=4"),
     "core/model_config:ModelConfig._check#5": Case(f"{PLAN} model.head_dim=5"),
