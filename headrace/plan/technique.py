@@ -257,6 +257,8 @@ class Technique(Strict, Generic[B]):
     token_share: ClassVar[float] = 1.0
     """Share of the tokens to a loss that the technique needs, by its card's source; 1 claims
     nothing. A tuner first tries what promises most by this share and by the time of a step."""
+    unsaid: ClassVar[Mapping[str, Any]] = {}
+    """Knob -> its value in runs from before it was one, where today's default is another."""
     settled: ClassVar[tuple[str, ...]] = ()
     """Names of knobs that no search changes: for tests, or for what a user accepts."""
 

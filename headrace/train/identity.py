@@ -46,7 +46,8 @@ Differences = dict[str, tuple[Any, Any]]
 def differences(saved: Saved, plan: Plan) -> Differences:
     """Return every key by which a plan differs from the plan that a checkpoint was trained with.
 
-    A key that an older version of the plan did not have counts as its default. A technique that
+    A key that an older version of the plan did not have counts as its default, or as what was in
+    force before there was a choice (`Technique.unsaid`). A technique that
     was switched on or off is a key `techniques.NAME`; its values are whether it was on, and is on.
     """
     before, after = _complete(saved.values["plan"], plan), plan.dump()
@@ -75,12 +76,17 @@ def _complete(dumped: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         completed[name] = _with_defaults(kind, dumped.get(name, {}))
     had = dumped.get("techniques", {})
     completed["techniques"] = {
-        name: _with_defaults(type(plan.techniques[name]), knobs)
+        name: _with_knobs(type(plan.techniques[name]), knobs)
         if name in plan.techniques
         else knobs
         for name, knobs in had.items()
     }
     return completed
+
+
+def _with_knobs(kind: type[Technique[Any]], dumped: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dumped technique with the knobs that were added later, as they were in force."""
+    return _with_defaults(kind, {**kind.unsaid, **dumped})
 
 
 def _with_defaults(kind: type[BaseModel], dumped: Mapping[str, Any]) -> dict[str, Any]:

@@ -126,3 +126,20 @@ def test_a_run_from_before_the_factors_is_the_same_run(tiny_plan: Callable[..., 
     other = tiny_plan("optimizer.lr_factors.embeddings=5")
     found = differences(saved, other)  # type: ignore[arg-type]
     assert found == {"optimizer.lr_factors.embeddings": (1.0, 5.0)}
+
+
+def test_muon_of_before_its_polynomials_is_another_run(tiny_plan: Callable[..., Plan]) -> None:
+    """A resumed run has today's default, and what was in force before is another rule."""
+
+    class Saved:
+        values: Any
+
+    plan, saved = tiny_plan("techniques.muon={}"), Saved()
+    dumped = plan.dump()
+    for knob in {*dumped["techniques"]["muon"]} - {"lr", "momentum", "weight_decay"}:
+        del dumped["techniques"]["muon"][knob]
+    saved.values = {"plan": dumped}
+    found = differences(saved, plan)  # type: ignore[arg-type]
+    assert found == {"techniques.muon.polynomials": ("jordan", "polar_express")}
+    kept = tiny_plan("techniques.muon.polynomials=jordan")
+    assert differences(saved, kept) == {}  # type: ignore[arg-type]

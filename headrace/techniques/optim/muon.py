@@ -104,6 +104,7 @@ class Muon(Technique[Build]):
     composes: ClassVar[tuple[str, ...]] = ("routes", "values")
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("recipe", "memory capacity:optimizer")
+    unsaid: ClassVar[Mapping[str, Any]] = {"polynomials": "jordan"}
     token_share: ClassVar[float] = 0.67
     """Measured here at 45M parameters (LOG.md, "1.54 bits per byte"); the paper has 0.52."""
     card: ClassVar[Card] = Card(
