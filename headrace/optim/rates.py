@@ -32,7 +32,9 @@ def follows_schedule(
     if not groups:
         return Evidence(None, "this rank trains no weights")
     newest, last = int(step), plan.horizon_steps or POINTS
-    in_force = all(group["lr"] == group["initial_lr"] * given(newest) for group in groups)
+    in_force = all(
+        group["lr"] == group["initial_lr"] * group["lr_factor"] * given(newest) for group in groups
+    )
     # No curve begins at 0, but a trial holds the weights still for its first steps.
     delay = next((number for number in range(last + 1) if given(number) > 0), 0)
     steps = {number * last // POINTS for number in range(POINTS + 1)} | {max(0, newest - delay)}

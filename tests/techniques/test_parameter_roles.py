@@ -143,3 +143,16 @@ def test_muon_of_before_its_polynomials_is_another_run(tiny_plan: Callable[..., 
     assert found == {"techniques.muon.polynomials": ("jordan", "polar_express")}
     kept = tiny_plan("techniques.muon.polynomials=jordan")
     assert differences(saved, kept) == {}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("knob", ["cosine={}", "warmup.steps=2"])
+def test_a_schedule_is_in_force_beside_factors(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]], knob: str
+) -> None:
+    build = make_tiny(f"techniques.{knob}", "optimizer.lr_factors.embeddings=4")
+    step(build, batch(build), 0)
+    technique = build.plan.techniques[knob.partition("=")[0].partition(".")[0]]
+    assert technique.active(build).active
+    for group in build.optimizers["adamw"].param_groups:
+        group["lr"] *= 2
+    assert not technique.active(build).active
