@@ -154,8 +154,8 @@ class Loader:
 
     def peek(self, step: int) -> list[Micro]:
         """Return this rank's micro-batches of any step; the stream stays where it is."""
-        first = step * self._micros_per_step
-        return [Loader._make(self, first + m)[0] for m in range(self._micros_per_step)]
+        first = self._micros.before(step)
+        return [Loader._make(self, first + m)[0] for m in range(self._micros.at(step))]
 
     def seek(self, step: int) -> None:
         """Make `step` the next one. Reads nothing."""

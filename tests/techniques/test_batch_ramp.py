@@ -29,6 +29,7 @@ def test_rows_come_once_in_their_order_whoever_reads_them(make_tiny: Make) -> No
     read, sizes = [], []
     for index in range(7):
         micros = grown.loader.step(index).micros
+        assert [m.first_token for m in grown.loader.peek(index)] == [m.first_token for m in micros]
         sizes.append([len(micro.ids_BT) for micro in micros])
         assert micros[0].first_token == sum(len(ids) for ids in read) * 16
         read.append(torch.cat([micro.ids_BT for micro in micros]))
