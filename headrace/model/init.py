@@ -62,7 +62,7 @@ def random_source(config: ModelConfig, seed: int) -> Source:
             bound = shape[1] ** -0.5
             return drawn(seed, name, shape, lambda x, g: x.uniform_(-bound, bound, generator=g))
         std = config.init_std
-        if name.startswith("blocks.") and (len(shape) == 2 or name.endswith(EXPERTS)):
+        if is_drawn_as_matrix(name, shape):
             if config.matrix_init == "orthogonal":
                 return orthonormal(config, seed, name, shape) / divisor
             if config.matrix_init == "he":
@@ -71,6 +71,11 @@ def random_source(config: ModelConfig, seed: int) -> Source:
         return drawn(seed, name, shape, lambda x, g: x.normal_(0.0, std, generator=g))
 
     return source
+
+
+def is_drawn_as_matrix(name: str, shape: torch.Size) -> bool:
+    """Return whether `model.matrix_init` says how a parameter starts."""
+    return name.startswith("blocks.") and (len(shape) == 2 or name.endswith(EXPERTS))
 
 
 def orthonormal(config: ModelConfig, seed: int, name: str, shape: torch.Size) -> Tensor:

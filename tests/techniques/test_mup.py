@@ -46,6 +46,20 @@ def test_starting_values_and_rates_are_table_3(make_tiny: Callable[..., Build]) 
     assert slow == 1 + 4 * build.config.layers
 
 
+@pytest.mark.parametrize("kind", ["zero_output", "he", "orthogonal"])
+def test_another_start_of_matrices_is_scaled_by_width_once(
+    make_tiny: Callable[..., Build], kind: str
+) -> None:
+    """He's rule and orthonormal matrices fall with the root of the width without muP."""
+    build = make_tiny(BASE, f"techniques.weight_init.kind={kind}", "model.dim=64", "model.heads=8")
+    plain = random_source(build.config, build.plan.seed)
+    for name, power in (("blocks.0.mlp.gate_up.weight", 0.5), ("head.weight", 1.0)):
+        weight, own = build.model.get_parameter(name), kind != "zero_output"
+        ratio = 8 ** (power - 0.5 * (own and name != "head.weight"))
+        torch.testing.assert_close(weight.data * ratio, plain(name, weight.shape))
+    assert build.plan.techniques["weight_init"].active(build).active
+
+
 def test_evidence_wants_every_matrix_at_its_rate(make_tiny: Callable[..., Build]) -> None:
     build = make_tiny(BASE)
     mup = build.plan.techniques["mup"]

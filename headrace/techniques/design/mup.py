@@ -28,6 +28,7 @@ from headrace.core.errors import RefusalKind
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
+from headrace.model.init import is_drawn_as_matrix
 from headrace.model.zoo import families
 from headrace.optim.adamw import make_adamw
 from headrace.plan.technique import (
@@ -142,7 +143,10 @@ class Mup(Technique[Build]):
             value = source(name, shape)
             if not is_slow(name, len(shape)):
                 return value
-            return value / (widening if name.endswith(FINITE_OUTPUTS) else widening**0.5)
+            power = 1.0 if name.endswith(FINITE_OUTPUTS) else 0.5
+            if build.config.matrix_init != "normal" and is_drawn_as_matrix(name, shape):
+                power -= 0.5  # He's rule and orthonormal matrices fall with the root already
+            return value / widening**power
 
         def make(named: Mapping[str, nn.Parameter]) -> Optimizer:
             return make_adamw(slow, named)  # type: ignore[return-value]

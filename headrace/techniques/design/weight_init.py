@@ -91,11 +91,14 @@ class WeightInit(Keyed):
     def active(self, build: Build) -> Evidence:
         """Draw a block's first and last matrix and the head again from the run's source."""
         config, source = build.config, build.source
-        sizes, std = block_linears(config), config.init_std
+        sizes = block_linears(config)
         inner, writer = (
             source(f"blocks.0.{name}.weight", torch.Size(reversed(sizes[name])))
             for name in ("mixer.qkv", "mixer.out")
         )
+        # Another technique, as muP, may have scaled all normal matrices of a block by one factor.
+        scaled = any("source" in technique.claims for technique in build.techniques)
+        std = float(inner.std()) if scaled else config.init_std
         outputs = {"depth_scaled": std / sqrt(2 * config.layers), "zero_output": 0.0}
         right = _has(writer, outputs.get(self.kind, std)) and _has(inner, std)
         if self.kind == "he":
