@@ -4,6 +4,7 @@
 refuse what does not, with a message that has the key, both values and the command that goes on.
 """
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from headrace.core.command import rerun_train
 from headrace.core.errors import ConfigError
 from headrace.data.prepared import check_same_data
 from headrace.model.adapter import load_pretrained, weights_digest
-from headrace.plan.changes import flatten, override, rewritten
+from headrace.plan.changes import flatten, override, rewritten, word
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Technique, installed
 from headrace.train.checkpoint import Saved
@@ -202,6 +203,8 @@ def back(saved: Saved, key: str, pair: tuple[Any, Any]) -> str:
     """Return the words to type after a plan so that a key is as it was at a checkpoint."""
     if _switched(key) and not pair[0]:
         return f"--without {key.split('.')[1]}"
+    if pair[0] is not None and not _switched(key):  # also where the saved plan does not say it
+        return shlex.quote(f"{key}={word(pair[0])}")
     return override(saved.values["plan"], key)
 
 
