@@ -38,7 +38,13 @@ from headrace.train.identity import (
     without_base,
 )
 from headrace.train.run_folder import RunFolder
-from headrace.train.state import largest, last_sound, refuse_wild, restore_state
+from headrace.train.state import (
+    largest,
+    last_sound,
+    refuse_wild,
+    restore_state,
+    restore_techniques,
+)
 
 T = TypeVar("T")
 AVERAGED = "weights_for_eval"
@@ -273,7 +279,10 @@ def _fill(build: Build, saved: Saved, plan: Plan) -> None:
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", parameter, converts=converts)
     if averaged := [*build.weights_for_eval] or build.notes.get(AVERAGED, []):
-        restore_state(build, saved)
+        # Other optimizers than those of the run are made where none holds an average.
+        on = plan.techniques.values()
+        held = any({AVERAGED, "routes"} <= {*t.composes} for t in on)
+        (restore_state if held else restore_techniques)(build, saved)
         # The weights of an evaluation stay in the model. Leaving a context would put others back,
         # so that none of them may be closed while the build lives.
         stack = ExitStack()

@@ -97,13 +97,22 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
 def restore_state(build: Build, saved: Saved) -> None:
     """Fill the state of every optimizer and of every technique from a checkpoint.
 
-    A technique that was switched on since starts afresh.
-
     Raises:
         RunError: the checkpoint is damaged.
     """
     for route, optimizer in build.optimizers.items():
         _restore_optimizer(build, optimizer, build.routed[route], saved)
+    restore_techniques(build, saved)
+
+
+def restore_techniques(build: Build, saved: Saved) -> None:
+    """Fill the state of every technique from a checkpoint.
+
+    A technique that was switched on since starts afresh.
+
+    Raises:
+        RunError: the checkpoint is damaged.
+    """
     for who, keeper in build.state.items():
         if who not in saved.values["techniques"]:
             continue

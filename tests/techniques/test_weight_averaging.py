@@ -122,3 +122,14 @@ def test_says_what_would_average_nothing(tiny_plan: Callable[..., Any]) -> None:
     doubt = WeightAveraging(kind="lawa").doubt(plan)
     assert doubt is not None and doubt.remedy.text == f"techniques.{NAME}.every=1"
     assert WeightAveraging(kind="lawa", every=6).doubt(plan) is None
+
+
+def test_what_is_handed_out_does_not_ask_for_the_runs_optimizers(
+    train: Callable[..., Path],
+) -> None:
+    """Muon takes some matrices and Lion the rest, and neither holds what the average needs."""
+    words = ("techniques.muon={}", "techniques.lion={}", f"techniques.{NAME}.decay=0.9")
+    run = train("name=others", "goal.steps=3", "eval.every_steps=3", *words)
+    opened = open_model(run, catalogue(), with_data=True)
+    found = evaluate(opened, opened.plan.eval.tokens)
+    assert found.loss_nats == pytest.approx(report(run)["val"][-1]["loss_nats"], rel=1e-6)
