@@ -12,6 +12,7 @@ from torch import Tensor
 from headrace.assemble.context import make_context
 from headrace.assemble.sockets import Build
 from headrace.cli.catalogue import catalogue
+from headrace.core.errors import ConfigError
 from headrace.inference.load import open_model
 from headrace.plan.technique import Unsupported
 from headrace.techniques.schedule.weight_averaging import WeightAveraging
@@ -133,3 +134,8 @@ def test_what_is_handed_out_does_not_ask_for_the_runs_optimizers(
     opened = open_model(run, catalogue(), with_data=True)
     found = evaluate(opened, opened.plan.eval.tokens)
     assert found.loss_nats == pytest.approx(report(run)["val"][-1]["loss_nats"], rel=1e-6)
+
+
+def test_two_averages_of_one_evaluation_are_refused(make_tiny: Make) -> None:
+    with pytest.raises(ConfigError, match="cannot stand beside schedule_free"):
+        make_tiny(f"techniques.{NAME}={{}}", "techniques.schedule_free={}")

@@ -159,6 +159,10 @@ class WeightAveraging(Technique[Build]):
     room: ClassVar[str] = "schedule"
     stage: ClassVar[Stage] = Stage.SCHEDULE
     composes: ClassVar[tuple[str, ...]] = ("values", "state", "weights_for_eval", "after_update")
+    excludes: ClassVar[Mapping[str, str]] = {
+        "schedule_free": "both say which average of the weights an evaluation reads (arXiv "
+        "2405.15682)"
+    }
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
