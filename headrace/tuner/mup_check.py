@@ -129,7 +129,13 @@ def _at_width(plan: Plan, width: int) -> Plan:
         "ffn": max(1, round(model.resolved_ffn * width / model.dim)),
     }
     own = plan.optimizer.model_dump(exclude_unset=True)
+    kept = {
+        name: technique
+        for name, technique in plan.techniques.items()
+        if technique.room != "schedule" and "model.dim" not in technique.keys(plan)
+    }
     return plan.replaced(
+        techniques=kept,
         model={**model.model_dump(exclude_unset=True), **sizes},
         optimizer={**own, "clip_norm": 0, "weight_decay": 0, "eps": 1e-12},
         schedule={"kind": "constant"},

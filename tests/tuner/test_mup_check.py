@@ -47,3 +47,10 @@ def test_a_plan_without_mup_and_widths_without_whole_heads_are_refused(
     assert caught.value.remedy.text == "--widest 128"
     told = CliRunner().invoke(app, ["check", "mup", str(plan_file), "--json"])
     assert told.exit_code == 2 and "mup" in json.loads(told.stdout)["error"]
+
+
+def test_what_says_the_schedule_or_the_width_is_left_out(tiny_plan: Callable[..., Plan]) -> None:
+    """The check has a schedule and widths of its own."""
+    more = ("techniques.warmup.steps=2", "techniques.weight_decay_schedule={}", "schedule.steps=9")
+    check = check_mup(tiny_plan(ON, *KEYS, *more), widest=64)
+    assert check.widths[-1] == 64 and check.passes
