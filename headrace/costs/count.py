@@ -68,6 +68,12 @@ def total_parameters(config: ModelConfig) -> int:
     return count
 
 
+def parameters_in_blocks(config: ModelConfig) -> int:
+    """Return the count of all trained numbers but the tables that have a row for each token."""
+    tables = (1 if config.tied_embeddings else 2) * config.vocab * config.dim
+    return total_parameters(config) - tables - _value_numbers(config)
+
+
 def _norm_numbers(config: ModelConfig) -> int:
     """Return the learned numbers of one norm of the residual stream."""
     return config.dim * {"rms_norm": 1, "unit_rms_norm": 0, "layer_norm": 2}[config.norm]

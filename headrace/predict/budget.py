@@ -18,7 +18,7 @@ from headrace.core.errors import ConfigError, HeadraceError, UnsupportedError, a
 from headrace.core.limits import MOST
 from headrace.core.model_config import ModelConfig
 from headrace.core.units import format_count
-from headrace.costs.count import model_flops_per_token, total_parameters
+from headrace.costs.count import model_flops_per_token, parameters_in_blocks, total_parameters
 from headrace.costs.machine import Machine
 from headrace.data.tokenizer import entries
 from headrace.plan.plan import Plan
@@ -71,6 +71,8 @@ WARMUP_SHARE, WARMUP_STEPS = 0.05, 2000
 """Warmup of the recipes here as a share of the steps, and Step Law's own, which is the longest."""
 EVALUATIONS, CHECKPOINTS = 20, 10
 """How often a run is evaluated and saved on its way."""
+UNTOLD_STEPS = 10**6
+"""Length of a plan of which only a step is predicted: longer than what a technique warms up."""
 ROUNDS = 4
 """How often speed, tokens and batch are computed from each other; two suffice for most shapes."""
 
@@ -92,8 +94,8 @@ class Budget:
         written = WRITTEN.fullmatch(text.strip())
         word = re.sub(r"[ -]+", "-", written[2].strip().lower()) if written else ""
         amount = _number(written[1]) if written else 0.0
-        if not word and text.strip()[:1] == "$":
-            word = "usd"
+        if text.strip()[:1] == "$":
+            word = "usd" if not word or UNITS.get(word, ("",))[0] == "usd" else "$"
         if word not in UNITS or not 0 < amount < math.inf:
             near = alike(word, UNITS) or "gpu-hours"
             kept = f"{amount:g}".replace("e+", "e") if 0 < amount < math.inf else "1"
@@ -136,6 +138,7 @@ def read_tokens(text: str) -> float:
     """
     written = WRITTEN.fullmatch(text.strip())
     count = _number(written[1]) * SCALES.get(written[2].strip().lower(), 0) if written else 0.0
+    count *= "$" not in text
     if not 1 <= count <= MOST:
         raise ConfigError(
             f"--data {text!r} is no number of tokens from 1 to {MOST:.0e}, such as 300M or 1.5B",
@@ -189,7 +192,8 @@ class Bought:
     @property
     def steps(self) -> int:
         """Return the optimizer steps of the run."""
-        return self.tokens // self.plan.batch.tokens
+        assert self.plan.goal.steps is not None
+        return self.plan.goal.steps
 
     def to_dict(self) -> dict[str, Any]:
         """Return every number, the prediction and the plan as JSON values, in one table."""
@@ -270,7 +274,7 @@ class _Offers:
         """Return the search over a shape's tokens and batch."""
         model, vocab = self.shapes[index]
         data = {**self.base.data.model_dump(exclude_unset=True), "vocab": vocab}
-        shape = self.base.replaced(model=model, data=data)
+        shape = self.base.replaced(model=model, data=data).with_keys({})
         places = self.context, self.machine
         return _BudgetSearch(self.budget, self.seconds, shape, *places, self.fresh_tokens)
 
@@ -386,8 +390,7 @@ class _BudgetSearch:
         """Return what the budget buys of this shape; None where that is no step."""
         model, length = self.model, self.shape.data.sequence_length
         a_token, parameters = model_flops_per_token(model, length), total_parameters(model)
-        tables = (1 if model.tied_embeddings else 2) * model.vocab * model.dim
-        in_blocks = parameters - tables
+        in_blocks = parameters_in_blocks(model)
         plan, prediction, tokens = None, None, 0.0
         if self.budget.unit == "flops":
             tokens = self.budget.amount / a_token
@@ -410,7 +413,7 @@ class _BudgetSearch:
             return None
         steps = int(tokens // batch)
         plan = self.finished(plan, steps, in_blocks)
-        whole = steps * batch
+        whole = plan.batches.before(steps)
         return Bought(
             budget=self.budget,
             plan=plan,
@@ -456,7 +459,8 @@ class _BudgetSearch:
             micro //= 2
         while True:
             batch = {"tokens": rows * self.least, "micro_sequences": micro}
-            plan = self.shape.replaced(batch=batch, goal={"steps": 1}, schedule=self.schedule(1))
+            ends = {"goal": {"steps": UNTOLD_STEPS}, "schedule": self.schedule(UNTOLD_STEPS)}
+            plan = self.shape.replaced(batch=batch, **ends).with_keys({})
             context = at(self.context, plan)
             if micro > 1 and make_ledger(plan, context).peak()[1] > left:  # sooner than a replay
                 micro //= 2
@@ -489,4 +493,4 @@ class _BudgetSearch:
             optimizer=optimizer,
             eval=evaluation,
             checkpoint=saved,
-        )
+        ).with_keys({})

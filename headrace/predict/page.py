@@ -153,7 +153,7 @@ def _format_end(plan: Plan, prediction: Prediction) -> list[str]:
             hours += f" ({format_seconds(3600 * ends.low)} to {format_seconds(3600 * ends.high)})"
         facts.append(hours)
     if run.steps is not None and not last.startswith("step "):
-        tokens = format_count(run.steps * plan.batch.tokens)
+        tokens = format_count(plan.batches.before(run.steps))
         facts.append(f"room for {format_count(run.steps)} steps, {tokens} tokens")
     if run.dollars is not None:
         dollars = f"${run.dollars:,.2f}"

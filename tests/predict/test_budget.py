@@ -55,6 +55,7 @@ def test_a_budget_is_read(text: str, amount: float, unit: str) -> None:
         ("8gpu", "8gpu-hours"),
         ("3e19flip", "3e19flop"),
         ("-3usd", "1gpu"),
+        ("$5 gpu-hours", "5gpu-hours"),
     ],
 )
 def test_no_budget_is_refused_with_the_nearest(text: str, near: str) -> None:
@@ -66,9 +67,23 @@ def test_no_budget_is_refused_with_the_nearest(text: str, near: str) -> None:
 
 def test_tokens_are_read() -> None:
     assert [read_tokens(t) for t in ("300M", "1.5B", "2e9", "5k")] == [3e8, 1.5e9, 2e9, 5e3]
-    for wrong in ("many", "3q", "0", "1e30"):
+    for wrong in ("many", "3q", "0", "1e30", "$5M"):
         with pytest.raises(ConfigError):
             read_tokens(wrong)
+
+
+def test_what_a_technique_says_of_the_plan_stays_said() -> None:
+    """The plan that is bought can be read again, with the warmup and the heads that were asked."""
+    one = bought("1e16flops", "techniques.warmup.steps=7", "techniques.gqa.queries_per_key=2")
+    assert one.plan.schedule.warmup_steps == 7
+    assert one.plan.model.heads == 2 * one.plan.model.kv_heads
+    assert Plan.read(one.plan.to_toml(), catalogue()) == one.plan
+
+
+def test_tokens_of_a_growing_batch_are_those_that_are_read() -> None:
+    one = bought("1e16flops", "techniques.batch_ramp.divide=2", "techniques.batch_ramp.until=4.0")
+    assert one.tokens == one.plan.batches.before(one.steps)
+    assert one.tokens == (one.steps - 2) * one.plan.batch.tokens
 
 
 def test_more_buys_a_lower_loss_and_a_larger_model() -> None:
