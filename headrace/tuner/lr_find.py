@@ -26,7 +26,7 @@ from headrace.core.files import write_whole
 from headrace.core.limits import LR_STEPS
 from headrace.core.progress import Progress
 from headrace.core.units import format_count
-from headrace.costs.count import total_parameters
+from headrace.costs.count import parameters_in_blocks
 from headrace.parallel.world import open_world
 from headrace.plan.plan import Plan
 from headrace.predict.scaling import is_swept, step_law_rate
@@ -83,7 +83,7 @@ class RangeTest:
     def tokens(self) -> int | None:
         """Return the tokens of the plan's whole run; None where it has no horizon."""
         steps = self.plan.horizon_steps
-        return None if steps is None else steps * self.plan.batch.tokens
+        return None if steps is None else self.plan.batches.before(steps)
 
     @property
     def step_law(self) -> float | None:
@@ -212,15 +212,14 @@ def find_rate(
         for flags in build.runtime:
             stack.enter_context(flags())
         build.values["lr"] = lambda index: rates[index] / plan.optimizer.lr
+        build.judges.clear()  # they refuse the steps at which the loss rises, and hide where it is
         for index in range(steps):
             losses.append(float(step(build, build.loader.step(index).micros, index)[0]))
             progress.task("range test", index + 1, steps)
             if not math.isfinite(losses[-1]) or has_diverged(smooth(losses, growth)):
                 break
         model = build.config
-    tables = (1 if model.tied_embeddings else 2) * model.vocab * model.dim
-    in_blocks = total_parameters(model) - tables
-    return RangeTest(plan, rates[: len(losses)], losses, in_blocks)
+    return RangeTest(plan, rates[: len(losses)], losses, parameters_in_blocks(model))
 
 
 def format_test(test: RangeTest) -> str:
@@ -240,6 +239,8 @@ def format_test(test: RangeTest) -> str:
         )
     if end is not None:
         lines.append(f"it diverged at {end:.2g}")
+    if test.fall < NOISE:
+        lines.append(f"a fall of less than {NOISE:g} nats is noise: no rate can be read from it")
     return "\n".join([*lines, f"overrides: {' '.join(test.words)}"])
 
 

@@ -15,6 +15,7 @@ from headrace.plan.plan import MeshConfig, Plan
 from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.schedule.batch_ramp import BatchRamp
 from headrace.train.train import step
+from headrace.tuner.lr_find import RangeTest
 
 NAME = "batch_ramp"
 RAMP = (f"techniques.{NAME}.divide=4", f"techniques.{NAME}.until=4.0")
@@ -113,3 +114,9 @@ def test_two_ranks_train_what_one_does(zygote: Any, plan_file: Path) -> None:
     assert report(one)["stream_sha256"] == report(two)["stream_sha256"]
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4) and a["tokens"] == b["tokens"]
+
+
+def test_what_is_counted_ahead_counts_the_ramp(tiny_plan: Callable[..., Plan]) -> None:
+    """Steps until 4 read 32, 32, 64 and 64 tokens, and the others 128."""
+    plan = tiny_plan(*RAMP, "schedule.steps=10")
+    assert RangeTest(plan, [1.0], [1.0], 1).tokens == 192 + 6 * 128
