@@ -47,6 +47,9 @@ UNITS: dict[str, tuple[Unit, float]] = {
     "flop": ("flops", 1),
 }
 """Word behind the number of a budget -> its unit, and how many of that unit it is."""
+LARGEST: dict[Unit, float] = {"usd": 1e12, "gpu-hours": 1e11, "flops": 1e30}
+"""Largest budget of each unit: a thousand times those of the largest runs. More has batches and
+lengths that no plan can say."""
 SCALES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 """Letter behind a number of tokens -> its factor."""
 DIMS = (
@@ -96,15 +99,15 @@ class Budget:
         amount = _number(written[1]) if written else 0.0
         if text.strip()[:1] == "$":
             word = "usd" if not word or UNITS.get(word, ("",))[0] == "usd" else "$"
-        if word not in UNITS or not 0 < amount < math.inf:
-            near = alike(word, UNITS) or "gpu-hours"
-            kept = f"{amount:g}".replace("e+", "e") if 0 < amount < math.inf else "1"
+        near = alike(word, UNITS) or "gpu-hours"
+        unit, factor = UNITS[near]
+        if word not in UNITS or not 0 < amount * factor <= LARGEST[unit]:
+            kept = min(amount, LARGEST[unit] / factor) if 0 < amount < math.inf else 1
             raise ConfigError(
                 f"--budget {text!r} is no amount of money, GPU hours or FLOPs, such as 100usd, "
-                "8gpu-hours or 3e19flops",
-                f"--budget {kept}{near}",
+                "8gpu-hours or 3e19flops, up to 1e12usd, 1e11gpu-hours or 1e30flops",
+                f"--budget {kept:g}{near}".replace("e+", "e"),
             )
-        unit, factor = UNITS[word]
         return cls(amount * factor, unit)
 
     def __str__(self) -> str:

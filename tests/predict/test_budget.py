@@ -56,6 +56,7 @@ def test_a_budget_is_read(text: str, amount: float, unit: str) -> None:
         ("3e19flip", "3e19flop"),
         ("-3usd", "1gpu"),
         ("$5 gpu-hours", "5gpu-hours"),
+        ("1e30usd", "1e12usd"),
     ],
 )
 def test_no_budget_is_refused_with_the_nearest(text: str, near: str) -> None:
