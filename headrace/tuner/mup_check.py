@@ -70,7 +70,7 @@ class CoordinateCheck:
     @property
     def passes(self) -> bool:
         """Return whether no part's move grows faster than `STEEPEST` allows."""
-        return max(self.slopes().values()) <= STEEPEST
+        return all(slope <= STEEPEST for slope in self.slopes().values())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the moves, their slopes and the verdict as JSON values."""
@@ -90,7 +90,8 @@ def check_mup(
     """Train the plan's model for a few steps at each width, and return how far activations moved.
 
     Raises:
-        ConfigError: the plan has no muP, has several ranks, or its heads are too wide.
+        ConfigError: the plan has no muP, has several ranks, or its heads are too wide; or a part
+            does not move, or not by a finite number.
         ConfigError, UnsupportedError: the plan cannot run.
     """
     if TECHNIQUE not in plan.techniques:
@@ -112,6 +113,12 @@ def check_mup(
     moved: dict[str, list[list[float]]] = {}
     for index, width in enumerate(widths):
         for name, moves in _moves(_at_width(plan, width), progress).items():
+            if not all(0 < move < math.inf for move in moves):
+                raise ConfigError(
+                    f"what {name} gives at {width} features moved by {moves[-1]:.3g} in {STEPS} "
+                    f"steps at optimizer.lr = {plan.optimizer.lr:g}, which tells nothing of widths",
+                    mend("optimizer.lr=0.001"),
+                )
             moved.setdefault(name, []).append(moves)
         progress.task("widths", index + 1, len(widths))
     return CoordinateCheck(plan, widths, moved)

@@ -32,6 +32,9 @@ PLANS = {
     "tuner/mup_check:check_mup#2": Case(
         "check mup {tiny} --with mup techniques.mup.base_dim=32 --widest 100"
     ),
+    "tuner/mup_check:check_mup#3": Case(
+        "check mup {tiny} --with mup techniques.mup.base_dim=32 --widest 128 optimizer.lr=1e30"
+    ),
     "tuner/mup_check:write_check#1": Case(
         "check mup {tiny} --with mup techniques.mup.base_dim=32 --widest 128 --out /proc/mup"
     ),

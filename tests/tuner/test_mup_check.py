@@ -12,7 +12,14 @@ from headrace.cli.app import app
 from headrace.core.errors import ConfigError
 from headrace.plan.plan import Plan
 from headrace.techniques.design.mup import Mup
-from headrace.tuner.mup_check import STEEPEST, STEPS, check_mup, format_check, write_check
+from headrace.tuner.mup_check import (
+    STEEPEST,
+    STEPS,
+    CoordinateCheck,
+    check_mup,
+    format_check,
+    write_check,
+)
 
 ON = "techniques.mup.base_dim=32"
 KEYS = ("model.heads=2", "model.head_dim=8", "optimizer.lr=0.02", "model.init_std=0.1")
@@ -54,3 +61,10 @@ def test_what_says_the_schedule_or_the_width_is_left_out(tiny_plan: Callable[...
     more = ("techniques.warmup.steps=2", "techniques.weight_decay_schedule={}", "schedule.steps=9")
     check = check_mup(tiny_plan(ON, *KEYS, *more), widest=64)
     assert check.widths[-1] == 64 and check.passes
+
+
+def test_moves_that_are_no_numbers_tell_nothing(tiny_plan: Callable[..., Plan]) -> None:
+    with pytest.raises(ConfigError, match="which tells nothing of widths"):
+        check_mup(tiny_plan(ON, *KEYS[:2], "optimizer.lr=1e30"), widest=64)
+    slopes = {"logits": [[1.0], [1.0]], "block 0": [[1.0], [float("nan")]]}
+    assert not CoordinateCheck(tiny_plan(ON), [8, 16], slopes).passes, "whatever comes first"
