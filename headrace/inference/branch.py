@@ -19,7 +19,14 @@ from headrace.optim.schedule import decay_begins, learning_rate
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue
 from headrace.train.checkpoint import Saved, steps_in
-from headrace.train.identity import MUST_STAY, among, back, differences, switched_off_course
+from headrace.train.identity import (
+    MUST_STAY,
+    Differences,
+    among,
+    back,
+    differences,
+    switched_off_course,
+)
 from headrace.train.run_folder import RunFolder
 
 FALLING = ("cosine", "warmup_stable_decay")
@@ -66,7 +73,8 @@ def plan_of_branch(
     before = read_plan(folder, catalogue)
     plan = Plan.read(before.to_toml(), catalogue, overrides=overrides, with_=with_, without=without)
     checkpoint = f"step-{step}"
-    _check_continues(Saved(folder / "checkpoints" / checkpoint, verify=False), plan)
+    saved = Saved(folder / "checkpoints" / checkpoint, verify=False)
+    _check_continues(saved, before, plan, step)
     if (ends := plan.goal_steps) is not None and ends <= step:
         more = max(1, round(OWN_SHARE * step))
         raise ConfigError(
@@ -110,7 +118,7 @@ def _split(where: str) -> tuple[str, int, Path]:
     )
 
 
-def _check_continues(saved: Saved, plan: Plan) -> None:
+def _check_continues(saved: Saved, before: Plan, plan: Plan, step: int) -> None:
     """Refuse changes by which a branch would not go on from its parent's weights and rows.
 
     Raises:
@@ -118,13 +126,26 @@ def _check_continues(saved: Saved, plan: Plan) -> None:
     """
     changes = differences(saved, plan)
     fixed = [key for key in changes if among(key, MUST_STAY)]
-    for key in (*fixed, *switched_off_course(saved, plan, changes)):
+    other_rows = _of_other_rows(changes, before, plan, step)
+    for key in (*fixed, *other_rows, *switched_off_course(saved, plan, changes)):
         was, now = changes[key]
         raise ConfigError(
             f"a branch goes on with its parent's weights and data: {key} was {was!r} and is "
             f"{now!r} now",
-            back(saved, key, changes[key]),
+            f"schedule.steps={before.horizon_steps}"
+            if key == "goal.steps"
+            else back(saved, key, changes[key]),
         )
+
+
+def _of_other_rows(changes: Differences, before: Plan, plan: Plan, step: int) -> list[str]:
+    """Return the changes by which steps before the checkpoint would have read other rows."""
+    if before.batches.before(step) == plan.batches.before(step):
+        return []
+    plans = (before, plan)
+    grow = [f"techniques.{n}" for p in plans for n, t in p.techniques.items() if t.batch_stages(p)]
+    ends = [key for key in ("schedule.steps", "goal.steps") if key in changes]
+    return [key for key in changes if among(key, grow)] or ends[:1]
 
 
 def _check_phase(before: Plan, plan: Plan, step: int, run: str, folder: Path) -> None:

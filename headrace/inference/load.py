@@ -195,19 +195,21 @@ def _laid_out_as(named: Plan, before: Plan) -> dict[str, Any]:
 def note_rate_jump(
     before: Plan, plan: Plan, folder: Path, checkpoint: str | None, note: Callable[[str], None]
 ) -> None:
-    """Show by how much the learning rate jumps where another goal or schedule changes it."""
+    """Show by how much the learning rate jumps where a goal, schedule or rate changes it."""
     root = folder / "checkpoints"
     names = [(root / checkpoint).resolve().name] if checkpoint else []
     steps = [n for n in steps_in(root) if not names or f"step-{n}" in names]
     if not steps:
         return
-    was, now, lr = before.horizon_steps, plan.horizon_steps, plan.optimizer.lr
-    old = learning_rate(before.schedule, was)(steps[-1] - 1)
-    new = learning_rate(plan.schedule, now)(steps[-1] - 1)
+    was, now = before.horizon_steps, plan.horizon_steps
+    old = before.optimizer.lr * learning_rate(before.schedule, was)(steps[-1] - 1)
+    new = plan.optimizer.lr * learning_rate(plan.schedule, now)(steps[-1] - 1)
     if old == new:
         return
-    goes = f"the rate goes from {lr * old:.2g} to {lr * new:.2g}, {new / max(old, 1e-9):.2g} times"
-    if plan.schedule == before.schedule:
+    goes = f"the rate goes from {old:.2g} to {new:.2g}, {new / max(old, 1e-15):.2g} times"
+    if plan.schedule == before.schedule and was == now:
+        note(f"optimizer.lr changed: at step {steps[-1]} {goes}")
+    elif plan.schedule == before.schedule:
         note(
             f"the schedule's horizon was {was} steps and is {now}: {goes}; schedule.steps={was} "
             "keeps it"
@@ -281,8 +283,8 @@ def _fill(build: Build, saved: Saved, plan: Plan) -> None:
     if averaged := [*build.weights_for_eval] or build.notes.get(AVERAGED, []):
         # Other optimizers than those of the run are made where none holds an average.
         on = plan.techniques.values()
-        held = any({AVERAGED, "routes"} <= {*t.composes} for t in on)
-        (restore_state if held else restore_techniques)(build, saved)
+        in_optimizer = any({AVERAGED, "routes"} <= {*t.composes} for t in on)
+        (restore_state if in_optimizer else restore_techniques)(build, saved)
         # The weights of an evaluation stay in the model. Leaving a context would put others back,
         # so that none of them may be closed while the build lives.
         stack = ExitStack()

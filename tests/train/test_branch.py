@@ -78,6 +78,7 @@ def test_a_branch_may_switch_what_is_to_come_and_nothing_else(base: Path) -> Non
         (["seed=4"], {}, "seed", "seed=3"),
         (["batch.tokens=64"], {}, "batch.tokens", "batch.tokens=128"),
         ([], {"with_": ["z_loss"]}, "techniques.z_loss", "--without z_loss"),
+        ([], {"with_": ["batch_ramp"]}, "techniques.batch_ramp", "--without batch_ramp"),
     ):
         with pytest.raises(ConfigError, match=in_order("a branch goes on", key)) as told:
             branch("base@8", "goal.steps=10", *words, **more)
@@ -119,6 +120,9 @@ def test_a_cosine_goes_on_falling_and_not_at_the_whole_rate(base: Path) -> None:
         == "step-12"
     )
     assert "schedule changed" in notes[0]
+    steeper = [*falls, "optimizer.lr=1"]
+    plan_of_branch("base@12", installed(), overrides=steeper, note=notes.append)
+    assert "from 0.0066 to 0.84" in notes[1], "3/8 down from 0.01, and 11/40 down from 1"
     with pytest.raises(ConfigError, match="stable phase"):
         constant = ["goal.steps=20", "schedule.kind=constant"]
         plan_of_branch("base@12", installed(), overrides=constant, note=notes.append)
@@ -133,3 +137,14 @@ def test_the_command_takes_changes_in_the_place_of_a_plan(base: Path) -> None:
         more = [] if wrong[0] == "demo" else ["--resume"]
         ended = CliRunner().invoke(app, ["train", *wrong, *more])
         assert ended.exit_code == 2 and "--branch" in ended.stderr
+
+
+def test_a_branch_within_a_growing_batch_keeps_its_stages(
+    train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the schedule's steps are others where the schedule is longer."""
+    monkeypatch.chdir(tmp_path)
+    train("name=grown", "goal.steps=4", "schedule.steps=8", "techniques.batch_ramp.until=0.5")
+    with pytest.raises(ConfigError, match=in_order("a branch goes on", "schedule.steps")) as told:
+        branch("grown@4", "goal.steps=9", "schedule.steps=40")
+    assert told.value.remedy.text == "schedule.steps=8"
