@@ -77,9 +77,7 @@ def _complete(dumped: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         completed[name] = _with_defaults(kind, dumped.get(name, {}))
     had = dumped.get("techniques", {})
     completed["techniques"] = {
-        name: _with_knobs(type(plan.techniques[name]), knobs)
-        if name in plan.techniques
-        else knobs
+        name: _with_knobs(type(plan.techniques[name]), knobs) if name in plan.techniques else knobs
         for name, knobs in had.items()
     }
     return completed

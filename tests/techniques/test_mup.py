@@ -50,7 +50,7 @@ def test_starting_values_and_rates_are_table_3(make_tiny: Callable[..., Build]) 
 def test_another_start_of_matrices_is_scaled_by_width_once(
     make_tiny: Callable[..., Build], kind: str
 ) -> None:
-    """He's rule and orthonormal matrices fall with the root of the width without muP."""
+    """Matrices by He's rule and orthonormal ones are smaller by the root of the width already."""
     build = make_tiny(BASE, f"techniques.weight_init.kind={kind}", "model.dim=64", "model.heads=8")
     plain = random_source(build.config, build.plan.seed)
     for name, power in (("blocks.0.mlp.gate_up.weight", 0.5), ("head.weight", 1.0)):
