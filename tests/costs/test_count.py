@@ -1,5 +1,7 @@
 """What is counted of a decoder, against the decoder."""
 
+from typing import Any
+
 import torch
 
 from headrace.core.model_config import ModelConfig
@@ -23,7 +25,8 @@ def test_learned_positions_are_as_many_as_a_row_has_tokens() -> None:
 
 def test_what_is_in_blocks_has_no_table_of_tokens() -> None:
     """Value embeddings have a row for each token as the embedding and the output matrix have."""
-    for words in ({}, {"tied_embeddings": True}, {"value_embeddings": 1}):
+    changes: list[dict[str, Any]] = [{}, {"tied_embeddings": True}, {"value_embeddings": 1}]
+    for words in changes:
         config = ModelConfig(vocab=311, dim=16, heads=2, layers=2, ffn=24, **words)
         with torch.device("meta"):
             model = Decoder(config, baseline_parts(config), MaskSpec())

@@ -236,11 +236,8 @@ class Muon(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Route the matrices of blocks here."""
-        cuts, compiled, context = (
-            cuts_of(build.config, self.head_pairs),
-            self.compiled,
-            build.context,
-        )
+        cuts, context = cuts_of(build.config, self.head_pairs), build.context
+        compiled = self.compiled
         if compiled is None:
             compiled = context.device == "cuda" and context.has_triton
         if self.momentum_warmup_steps:
