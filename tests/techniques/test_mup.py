@@ -61,9 +61,10 @@ def test_another_start_of_matrices_is_scaled_by_width_once(
 
 
 def test_evidence_wants_every_matrix_at_its_rate(make_tiny: Callable[..., Build]) -> None:
-    build = make_tiny(BASE)
-    mup = build.plan.techniques["mup"]
+    build = make_tiny(BASE, "optimizer.lr_factors.matrices=3")
+    mup, rate = build.plan.techniques["mup"], build.plan.optimizer.lr / 2
     assert mup.active(build).active
+    assert f"learn at {rate:g} and {3 * rate:g}, the rest" in mup.active(build).detail
     matrices, group = build.routed["mup"], build.optimizers["mup"].param_groups[0]
     build.routed["mup"] = dict([*matrices.items()][1:])
     assert not mup.active(build).active, "one is another optimizer's"

@@ -31,6 +31,7 @@ from headrace.costs.ledger import Ledger
 from headrace.model.init import is_drawn_as_matrix
 from headrace.model.zoo import families
 from headrace.optim.adamw import make_adamw
+from headrace.optim.roles import role_of
 from headrace.plan.technique import (
     Card,
     Context,
@@ -156,17 +157,20 @@ class Mup(Technique[Build]):
 
     def active(self, build: Build) -> Evidence:
         """Report the learning rate of every parameter, by the optimizer that holds it."""
-        wanted = build.plan.optimizer.lr * self.base_dim / build.config.dim
+        config, narrower = build.plan.optimizer, self.base_dim / build.config.dim
         rates = {name: rate for name, rate in _rates(build).items() if is_slow(*name)}
-        right = [n for n, rate in rates.items() if abs(rate / wanted - 1) < 1e-9]
+        factors = {name: getattr(config.lr_factors, role_of(*name)) for name in rates}
+        wanted = {name: config.lr * narrower * factor for name, factor in factors.items()}
+        right = [n for n, rate in rates.items() if abs(rate / wanted[n] - 1) < 1e-9]
         routed = build.routed.get(self.name(), {})
         if not rates:
             return Evidence(None, "this rank holds no matrix")
         return Evidence(
             active=len(right) == len(rates) == len(routed),
-            detail=f"{len(right)} of {len(rates)} matrices learn at {wanted:g}, the rest at "
-            f"{build.plan.optimizer.lr:g}",
-            numbers={"matrices": len(right), "lr": wanted},
+            detail=f"{len(right)} of {len(rates)} matrices learn at "
+            f"{' and '.join(f'{rate:g}' for rate in sorted({*wanted.values()}))}, the rest by "
+            f"{config.lr:g}",
+            numbers={"matrices": len(right), "lr": min(wanted.values())},
         )
 
 
@@ -180,6 +184,7 @@ def _rates(build: Build) -> dict[tuple[str, int], float]:
     by_parameter: dict[Any, float] = {}
     for optimizer in build.optimizers.values():
         for group in optimizer.param_groups:
-            by_parameter |= dict.fromkeys(group["params"], group["initial_lr"])
+            rate = group["initial_lr"] * group["lr_factor"]
+            by_parameter |= dict.fromkeys(group["params"], rate)
     named = build.model.named_parameters()
     return {(n, p.ndim): by_parameter[p] for n, p in named if p in by_parameter}
