@@ -41,7 +41,16 @@ VERBS: dict[str, tuple[str, ...]] = {
     "doctor": (RUN,),
     "tune": ("TINY", "--for", "time"),
     "lr-find": ("TINY", "--steps", "20"),
-    "check mup": ("TINY", "--with", "mup", "techniques.mup.base_dim=32", "--widest", "128"),
+    "check mup": (
+        "TINY",
+        "--without",
+        "muon",
+        "--with",
+        "mup",
+        "techniques.mup.base_dim=32",
+        "--widest",
+        "128",
+    ),
     "ablate": ("TINY", "--with", "z_loss", "--out", "OUT"),
 }
 """Words after each verb with which it succeeds."""

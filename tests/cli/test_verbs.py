@@ -266,7 +266,7 @@ def test_a_remedy_is_a_command_that_works(
     monkeypatch.setattr(trainer, "run", run)
     assert CliRunner().invoke(app, words[1:], prog_name="headrace").exit_code == 0
     (plan,) = told
-    assert {*plan.techniques} == {"cuda_graphs", "torch_compile"}
+    assert {*plan.techniques} == {"cuda_graphs", "muon", "torch_compile"}
 
 
 def test_probe_keeps_what_it_measured(
