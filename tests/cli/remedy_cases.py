@@ -36,7 +36,8 @@ PLANS = {
         "check mup {tiny} --with mup techniques.mup.base_dim=32 --widest 128 optimizer.lr=1e30"
     ),
     "tuner/mup_check:write_check#1": Case(
-        "check mup {tiny} --without muon --with mup techniques.mup.base_dim=32 --widest 128 --out /proc/mup"
+        "check mup {tiny} --without muon --with mup techniques.mup.base_dim=32 --widest 128 "
+        "--out /proc/mup"
     ),
     "predict/budget:Budget.read#1": Case(f"{BUDGET} 1e11flips"),
     "predict/budget:Budget.seconds#1": Case(f"{BUDGET} 0.001usd"),
@@ -55,7 +56,7 @@ PLANS = {
         "explain timed.toml", write("timed.toml", "[goal]\nminutes = 1\n")
     ),
     "plan/optimizer_config:OptimizerConfig.check_tied#1": Case(
-        f"{PLAN} model.tied_embeddings=true optimizer.lr_factors.head=3"
+        f"{PLAN} model.tied_embeddings=true model.head_init=normal optimizer.lr_factors.head=2"
     ),
     "plan/plan:Plan._check_techniques#1": Case(
         f"{PLAN} attention=measured --with varlen_attention"

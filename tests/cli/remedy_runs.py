@@ -175,7 +175,7 @@ FILES = {
         f"train {RUN} --resume goal.steps=7 optimizer.lr=0.1"
     ),
     "train/identity:check_same_run#1 technique": Case(
-        f"train {RUN} --resume goal.steps=7 --with muon", fills=NEW
+        f"train {RUN} --resume goal.steps=7 --without muon", fills=NEW
     ),
     "train/identity:without_base#1": Case(
         "eval tuned",
