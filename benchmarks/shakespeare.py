@@ -35,7 +35,7 @@ from headrace.train import train
 from headrace.train.run_folder import RunFolder
 from headrace.train.start import process_age_s
 
-HELD_OUT = 0.1
+VALIDATION_SHARE = 0.1
 """Share of the characters, at the end of the text, that are held out; nanoGPT's."""
 MOST_PARAMETERS = 1_000_000
 """A model of this size or more is not measured."""
@@ -64,7 +64,7 @@ def busy_share(of: Sequence[int], seconds: float) -> float | None:
 
 def split(text: str, work: Path) -> list[str]:
     """Write both parts of the text, and return the overrides that name them."""
-    cut = int(len(text) * (1 - HELD_OUT))
+    cut = int(len(text) * (1 - VALIDATION_SHARE))
     parts = {"data.sources": text[:cut], "data.validation": text[cut:]}
     for key, part in parts.items():
         (work / f"{key}.txt").write_text(part)
@@ -132,7 +132,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     """Return the plan without its places and its clock, which differ from run to run."""
     plain = {k: v for k, v in plan.dump().items() if k not in ("directory", "name", "seed", "goal")}
     kept = {k: v for k, v in plain["data"].items() if k not in ("directory", "sources")}
-    return {**plain, "data": kept | {"validation": HELD_OUT}}
+    return {**plain, "data": kept | {"validation": VALIDATION_SHARE}}
 
 
 def main() -> None:
