@@ -39,15 +39,18 @@ EMPTY = "No receipts yet: nothing has been measured with this version, so nothin
 GIB = 2**30
 PAGES = (ROOT / "README.md", ROOT / "docs" / "numbers.md")
 """Pages that have markers, between which numbers are written."""
+POINTS = ("tune", "search")
+"""Kinds of rows that are one point of a sweep or a search."""
 PLACES = ("data.sources", "data.directory", "directory")
 """Keys of a plan that hold a place of this machine, which tables leave out."""
 HOW_RIGHT = ROOT / "docs" / "how-right.md"
 """The page that is written as a whole, and not between markers."""
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
+def read_rows(file: Path, *, points: bool = False) -> list[dict[str, Any]]:
     """Return a topic's rows, retracted ones and those that retract left out.
 
+    A sweep's or search's single points are left out too, unless `points` asks for them.
     Rows without a `loss_schedule` lose their loss difference: their schedule ended after 24 of 200
     steps.
     """
@@ -59,7 +62,9 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return [
         row
         for number, row in enumerate(rows, 1)
-        if number not in retracted and "retracts" not in row and row.get("kind") != "tune"
+        if number not in retracted
+        and "retracts" not in row
+        and (points or row.get("kind") not in POINTS)
     ]
 
 

@@ -9,6 +9,7 @@ import torch
 from headrace.assemble.build import check_weights, make_ledger
 from headrace.assemble.context import check_supported
 from headrace.assemble.sockets import COMPOSED, SOCKETS
+from headrace.catalogue.reasons import format_reasons, reasons, to_dicts
 from headrace.core.command import rerun
 from headrace.core.errors import ConfigError, alike
 from headrace.core.known import describe_known
@@ -17,7 +18,7 @@ from headrace.core.units import format_bytes, format_count
 from headrace.costs.ledger import WORDS
 from headrace.plan.doubts import doubts_of
 from headrace.plan.plan import Plan
-from headrace.plan.technique import Catalogue, Context, Technique
+from headrace.plan.technique import Catalogue, Context, Technique, installed
 
 
 def explain_technique(technique: type[Technique[Any]]) -> tuple[dict[str, Any], str]:
@@ -53,7 +54,7 @@ def explain_technique(technique: type[Technique[Any]]) -> tuple[dict[str, Any], 
 
 
 def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
-    """Return a plan's sockets in order with who fills each, and its predicted memory and work.
+    """Return a plan's sockets in order, its predicted memory and work, and why each line stands.
 
     Raises:
         ConfigError, UnsupportedError: a technique cannot run here, or two clash.
@@ -67,6 +68,7 @@ def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
     check_weights(plan)
     ledger = make_ledger(plan, context)
     instant, peak = ledger.peak()
+    why = reasons(plan, installed())
     value = {
         "name": plan.name,
         "device": context.device,
@@ -79,6 +81,7 @@ def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
         "memory_lines": dict(ledger.owners()),
         "flops_per_token": ledger.flops,
         "doubts": [doubt.to_dict() for doubt in doubts_of(plan)],
+        "reasons": to_dicts(why),
     }
     lines = [f"{plan.name} on {context.device} in {context.precision}", "", "sockets in order:"]
     for socket, names in fillers.items():
@@ -91,6 +94,7 @@ def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
     work = ", ".join(f"{k} {format_count(v)}" for k, v in ledger.flops.items())
     lines += ["", f"FLOPs per token: {work}"]
     lines += [f"note: {doubt.line}" for doubt in doubts_of(plan)]
+    lines += ["", *format_reasons(why)]
     return value, "\n".join(lines)
 
 

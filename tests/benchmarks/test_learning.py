@@ -1,0 +1,117 @@
+"""The search, the final and the techniques of `learning.py`, whole on a tiny plan of a CPU."""
+
+import math
+import random
+import sys
+from pathlib import Path
+
+import learning
+import learning_page
+import pytest
+from learning_runs import LOOKS, SIDES, Point, Runs
+from programs import rows
+from tiny import WORDS
+
+TINY = [
+    "device=cpu",
+    "model.dim=16",
+    "model.layers=2",
+    "model.heads=2",
+    "data.vocab=300",
+    "data.sequence_length=8",
+    "eval.tokens=256",
+    "goal.bits_per_byte=3.0",
+]
+OFF = ["torch_compile", "cudnn_attention"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train and val of words, as --data takes it."""
+    folder, words = tmp_path_factory.mktemp("novels"), random.Random(0)
+    for name, count in (("train", 6000), ("val", 700)):
+        (folder / name).mkdir()
+        (folder / name / "one.txt").write_text(" ".join(words.choices(WORDS, k=count)))
+    return folder
+
+
+def call(patch: pytest.MonkeyPatch, text: Path, results: Path, *words: object) -> None:
+    given = [*words, "--data", text, "--work", text, "--results", results, "--shape", "tiny"]
+    given += ["--set", *TINY, "--without", *OFF]
+    patch.setattr(sys, "argv", ["learning", *map(str, given)])
+    learning.main()
+
+
+def test_one_call_each_fills_the_rows_and_goes_on_where_it_was_cut_off(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for side in SIDES:
+        call(monkeypatch, text, tmp_path, "search", "--side", side, "--runs", 1)
+    call(monkeypatch, text, tmp_path, "search", "--side", "ours", "--runs", 1)  # it has had them
+    call(monkeypatch, text, tmp_path, "final", "--seeds", 2)
+    only = ["--only", "muon", "mup", "logit_cap", "optimizer.eps"]
+    few = ["techniques", "--seeds", 2, "--longer", 1, *only]
+    call(monkeypatch, text, tmp_path, *few, "--part", "1/2", "--minutes", 0)
+    first = [r["technique"] for r in rows(tmp_path, "learning") if r["kind"] == "technique"]
+    call(monkeypatch, text, tmp_path, *few)
+    found = rows(tmp_path, "learning")
+    kinds = [row["kind"] for row in found]
+    assert kinds == ["search"] * 2 + ["time_to_target"] * 2 + ["technique"] * 4
+    assert [row["side"] for row in found[:4]] == ["adamw", "ours", "adamw", "ours"]
+    best = found[3]
+    assert best["seeds"] == [0, 1] and best["searched"] == 1 and all(best["reached"])
+    assert 0 < best["metrics"]["ratio"]["low"] < best["metrics"]["ratio"]["value"]
+    assert 0 < best["p"] < 1 and "muon" in best["techniques"]
+    assert best["curve"][-1][1] <= 3.0 < best["curve"][0][1]
+    parts = {row["technique"]: row for row in found[4:]}
+    assert len(first) == 1 and {*parts} == {*only[1:]}  # none twice
+    assert "another rule" not in parts["muon"].get("refused", "")
+    assert parts["muon"]["change"] == "left out" and "muon" not in parts["muon"]["techniques"]
+    assert parts["logit_cap"]["change"] == "added" and parts["logit_cap"]["n"] == 2
+    assert len({row["plan_sha256"] for row in parts.values()}) == 4
+    page = learning_page.render(tmp_path)["page"]
+    assert "`logit_cap`" in page and "not measured yet" not in page.lower()
+
+
+def test_a_point_is_the_plan_that_is_trained(tmp_path: Path, text: Path) -> None:
+    runs = Runs(text, tmp_path, TINY, OFF)
+    plan = runs.plan("ours", Point(2.0, 8, 0.5, 0.6), seed=3)
+    assert (plan.optimizer.lr, plan.techniques["muon"].model_dump()["lr"]) == (6e-3, 0.05)
+    assert (plan.schedule.kind, plan.schedule.decay_fraction) == ("warmup_stable_decay", 0.6)
+    assert (plan.rows_per_step, plan.seed, plan.schedule.final_fraction) == (8, 3, 0)
+    assert plan.goal_steps == round(runs.text_tokens * 0.5 / 8 / 8)
+    cosine = runs.plan("ours", Point(1.0, 8, 0.5, 0.0))
+    assert (cosine.schedule.kind, cosine.schedule.final_fraction) == ("cosine", 0)
+    reading = runs.run(runs.plan("ours", Point(1.0, 8, 0.5, 0.4), words=["goal.bits_per_byte=0.1"]))
+    assert not reading.reached and reading.to_target == math.inf
+    assert reading.tokens == plan.goal_steps * 8 * 8 and len(reading.curve) <= LOOKS
+
+
+def test_a_search_walks_to_the_neighbours_of_its_best_point() -> None:
+    start, tried = Point(1.0, 32, 0.8, 0.4), list[tuple[Point, float]]()
+    for _ in range(40):
+        point = learning.proposed(start, tried)
+        assert point not in [known for known, _ in tried]
+        tried.append((point, abs(math.log(point.factor / 2)) + abs(point.epochs - 0.6)))
+    best = min(tried, key=lambda one: one[1])[0]
+    assert tried[0][0] == start and (best.factor, best.epochs) == (2.0, 0.6)
+
+
+def test_every_change_is_of_the_recipe_or_says_why_not(text: Path, tmp_path: Path) -> None:
+    runs = Runs(text, tmp_path, TINY, OFF)
+    start = SIDES["ours"].start
+    recipe = runs.plan("ours", start)
+    for name, (change, words) in learning.changes([*recipe.techniques]).items():
+        plan = runs.plan("ours", start, words=words)
+        assert plan != recipe, name
+        if change != "set":
+            assert (name in plan.techniques) == (change == "added")
+
+
+def test_the_page_is_not_behind_the_rows() -> None:
+    assert not learning_page.behind(learning_page.RESULTS)
+
+
+def test_a_page_without_rows_says_that_nothing_was_measured(tmp_path: Path) -> None:
+    files = learning_page.render(tmp_path)
+    assert {*files} == {"page", "receipts"} and files["page"].count(learning_page.NOT_YET) == 3

@@ -1,0 +1,50 @@
+"""Every recipe trains, shrunk to what a CPU does at once."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.plan.plan import Plan
+from headrace.plan.technique import installed
+from headrace.recipes import read_recipe, recipes
+from headrace.train import train
+from headrace.train.run_folder import RunFolder
+
+SHRUNK = [
+    "device=cpu",
+    "model.dim=32",
+    "model.layers=2",
+    "model.heads=2",
+    "data.vocab=320",
+    "data.sequence_length=16",
+    "batch.tokens=128",
+    "batch.micro_sequences=4",
+    "eval.tokens=128",
+    "goal.steps=60",
+    "schedule.steps=60",
+    "checkpoint.every_steps=0",
+]
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_learns_with_all_of_its_techniques_in_force(
+    name: str, tmp_path: Path, corpus: Path, prepared_folder: Path
+) -> None:
+    text = read_recipe(name)
+    where = [f"data.sources='{corpus}'", f"data.directory='{prepared_folder}'"]
+    where.append(f"directory='{tmp_path}'")
+    wide = Plan.read(text, installed())
+    less = ["model.ffn=64"] if wide.model.ffn else []
+    if "warmup" in wide.techniques:
+        less.append("techniques.warmup.steps=4")
+    else:
+        less.append("schedule.warmup_steps=4")
+    if "muon" in wide.techniques:
+        less.append("techniques.muon.momentum_warmup_steps=20")
+    plan = Plan.read(
+        text, installed(), overrides=[*where, *SHRUNK, *less], without=["torch_compile"]
+    )
+    report = RunFolder(train.run(plan).folder).read_report()
+    assert report["status"] == "done" and {*report["techniques"]} == {*plan.techniques}
+    assert all(one["active"] for one in report["techniques"].values())
+    assert report["val"][-1]["loss_nats"] < 5.5
