@@ -159,14 +159,14 @@ def final(args: argparse.Namespace, runs: Runs) -> None:
 def compare(changed: Sequence[Reading], base: Sequence[Reading]) -> dict[str, Any]:
     """Return how many times as long `base` takes to the target, seed by seed, and the p-value."""
     ours, theirs = ([r.to_target for r in side] for side in (changed, base))
-    found = seeds_ratio(ours, theirs)
+    sooner = seeds_ratio(ours, theirs)
     missed = all(seconds == math.inf for seconds in (*ours, *theirs))
     p = None if len(ours) < 2 or missed else seeds_error(ours, theirs)
-    if found is None:
+    if sooner is None:
         return {"ratio": None, "p": p}
-    high = found.high if math.isfinite(found.high) else None
-    ratio = {"value": found.value, "low": found.low, "high": high, "unit": "ratio"}
-    return {"ratio": ratio, "p": p, "pairs": found.n}
+    high = sooner.high if math.isfinite(sooner.high) else None
+    ratio = {"value": sooner.value, "low": sooner.low, "high": high, "unit": "ratio"}
+    return {"ratio": ratio, "p": p, "pairs": sooner.n}
 
 
 # --- one technique at a time -----------------------------------------------------------------
@@ -178,13 +178,13 @@ def changes(on: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
     Args:
         on: the recipe's techniques.
     """
-    found: dict[str, tuple[str, list[str]]] = {}
+    by_name: dict[str, tuple[str, list[str]]] = {}
     for name, technique in catalogue().techniques.items():
         if technique.room in ROOMS and name in on:
-            found[name] = ("left out", [f"-{name}"])
+            by_name[name] = ("left out", [f"-{name}"])
         elif technique.room in ROOMS:
-            found[name] = ("added", [f"+{name}", *NEEDS.get(name, [])])
-    return found | {key: ("set", words) for key, words in SET.items()}
+            by_name[name] = ("added", [f"+{name}", *NEEDS.get(name, [])])
+    return by_name | {key: ("set", words) for key, words in SET.items()}
 
 
 def techniques(args: argparse.Namespace, runs: Runs) -> None:

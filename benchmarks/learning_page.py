@@ -90,9 +90,9 @@ class Gain:
 def gains(rows: Iterable[dict[str, Any]]) -> list[Gain]:
     """Return the newest row of each technique and key, the best first and what is refused last."""
     newest = {row["technique"]: row for row in rows if row.get("kind") == "technique"}
-    found = [_gain(row) for row in newest.values()]
+    measured = [_gain(row) for row in newest.values()]
     order = {"helps": 0, "not shown": 1, "hurts": 2, "cannot stand here": 3}
-    return sorted(found, key=lambda g: (order[g.verdict], -(g.ratio or 0.0), g.line))
+    return sorted(measured, key=lambda g: (order[g.verdict], -(g.ratio or 0.0), g.line))
 
 
 def _gain(row: dict[str, Any]) -> Gain:
@@ -118,9 +118,9 @@ def _gain(row: dict[str, Any]) -> Gain:
     )
 
 
-def bars(found: Sequence[Gain]) -> str | None:
+def bars(measured: Sequence[Gain]) -> str | None:
     """Draw the ratio of each technique with its interval."""
-    shown = [gain for gain in found if gain.ratio is not None]
+    shown = [gain for gain in measured if gain.ratio is not None]
     if not shown:
         return None
     ends = [e for g in shown for e in (g.ratio, g.low, g.high) if e]
@@ -157,7 +157,7 @@ def _interval(low: float | None, high: float | None) -> str:
     return "" if low is None else f" ({_times(low)} to {_times(high) if high else 'no end'})"
 
 
-def technique_table(found: Sequence[Gain]) -> str:
+def technique_table(measured: Sequence[Gain]) -> str:
     """Return a table of what was measured, and a list of what cannot stand in the recipe."""
     lines = [
         (
@@ -168,11 +168,11 @@ def technique_table(found: Sequence[Gain]) -> str:
             f"{g.row.get('horizon_factor', 1):g}",
             g.verdict,
         )
-        for g in found
+        for g in measured
         if not g.refused
     ]
     head = ("technique or key", "change", "times sooner with it", "reached", "horizon", "verdict")
-    refused = [f"- `{g.line}` (`{g.words}`): {g.refused}" for g in found if g.refused]
+    refused = [f"- `{g.line}` (`{g.words}`): {g.refused}" for g in measured if g.refused]
     cannot = ["", "What cannot stand in the recipe:", "", *refused, ""] if refused else []
     return (markdown(head, lines) if lines else "") + "\n".join(cannot)
 
@@ -224,10 +224,10 @@ def render(results: Path) -> dict[str, str]:
     """Return the page, its picture and the receipts of recipes, by name."""
     file = results / "learning.jsonl"
     rows = read_rows(file, points=True) if file.is_file() else []
-    found = gains(rows)
+    measured = gains(rows)
     race = [row for row in rows if row.get("kind") == "time_to_target"]
     points = [row for row in rows if row.get("kind") == "search"]
-    picture = bars(found)
+    picture = bars(measured)
     shown = "![Times sooner with each technique](pictures/learning.svg)\n" if picture else ""
     parts = [
         OPENING,
@@ -239,16 +239,16 @@ def render(results: Path) -> dict[str, str]:
         "key set to another value. `horizon` is the factor of the recipe's length that the\n"
         "changed one was given.\n",
         shown,
-        technique_table(found) if found else f"{NOT_YET}\n",
+        technique_table(measured) if measured else f"{NOT_YET}\n",
         "## The search\n",
         search_table(points) if points else f"{NOT_YET}\n",
     ]
     page = "\n".join(part for part in parts if part)
-    files = {"page": page, "receipts": _receipts(found)}
+    files = {"page": page, "receipts": _receipts(measured)}
     return files | ({"picture": picture} if picture else {})
 
 
-def _receipts(found: Sequence[Gain]) -> str:
+def _receipts(measured: Sequence[Gain]) -> str:
     """Return the receipts of recipes as JSON, one a line."""
     own = [
         {
@@ -260,7 +260,7 @@ def _receipts(found: Sequence[Gain]) -> str:
             "verdict": g.verdict,
             **{key: g.row[key] for key in ("n", "hardware", "shape", "date", "commit")},
         }
-        for g in found
+        for g in measured
         if not g.refused
     ]
     lines = ",\n".join(f" {json.dumps(receipt)}" for receipt in own)
@@ -282,9 +282,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, and fail on a change")
     args = parser.parse_args()
-    late = behind(RESULTS)
-    if args.check and late:
-        sys.exit(f"{late[0]} is behind results/: python benchmarks/learning_page.py")
+    stale = behind(RESULTS)
+    if args.check and stale:
+        sys.exit(f"{stale[0]} is behind results/: python benchmarks/learning_page.py")
     files = render(RESULTS)
     for name in files:
         FILES[name].parent.mkdir(parents=True, exist_ok=True)

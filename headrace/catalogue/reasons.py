@@ -96,35 +96,35 @@ def reasons(plan: Plan, known: Catalogue, file: Path = RECEIPTS) -> list[Reason]
         known: every technique.
         file: the receipts of lines.
     """
-    measured, found = read_learning(file), list[Reason]()
+    measured, why = read_learning(file), list[Reason]()
     for name, technique in plan.techniques.items():
         knobs = technique.model_dump(mode="json", exclude_defaults=True)
         evidence, text = _of_technique(type(technique), measured)
-        found.append(Reason(name, knobs, evidence, text))
+        why.append(Reason(name, knobs, evidence, text))
         for knob, value in knobs.items():
             key = f"techniques.{name}.{knob}"
             if key in measured:
-                found.append(Reason(key, value, "receipt", measured[key].text))
+                why.append(Reason(key, value, "receipt", measured[key].text))
     made = {key for keys in plan.made().values() for key in keys}
     setters = _setters(plan, known)
     for key, value, meaning in _keys(plan):
         if key in made or key in PLACES:
             continue
         if key in measured:
-            found.append(Reason(key, value, "receipt", measured[key].text))
+            why.append(Reason(key, value, "receipt", measured[key].text))
         elif (setter := setters.get((key, repr(value)))) is not None:
             evidence, text = _of_technique(setter, measured)
-            found.append(Reason(key, value, evidence, f"as {setter.name()}: {text}"))
+            why.append(Reason(key, value, evidence, f"as {setter.name()}: {text}"))
         else:
-            found.append(Reason(key, value, "none", meaning))
-    return found
+            why.append(Reason(key, value, "none", meaning))
+    return why
 
 
-def format_reasons(found: list[Reason]) -> list[str]:
+def format_reasons(why: list[Reason]) -> list[str]:
     """Return the reasons as lines of text."""
     words = {"source": "no receipt; source: ", "none": "no receipt; it is: "}
     lines = ["why each line stands:"]
-    for one in found:
+    for one in why:
         if isinstance(one.value, Mapping):
             knobs = ", ".join(f"{knob}={value}" for knob, value in one.value.items())
             lines.append(f"  {one.line}" + (f" ({knobs})" if knobs else ""))
@@ -134,9 +134,9 @@ def format_reasons(found: list[Reason]) -> list[str]:
     return lines
 
 
-def to_dicts(found: list[Reason]) -> list[dict[str, Any]]:
+def to_dicts(why: list[Reason]) -> list[dict[str, Any]]:
     """Return the reasons as JSON values."""
-    return [asdict(one) for one in found]
+    return [asdict(one) for one in why]
 
 
 def _of_technique(
@@ -152,13 +152,13 @@ def _of_technique(
 
 def _setters(plan: Plan, known: Catalogue) -> dict[tuple[str, str], type[Technique[Any]]]:
     """Return (key, its value) -> the technique that would set it alone, with default knobs."""
-    found: dict[tuple[str, str], type[Technique[Any]]] = {}
+    setters: dict[tuple[str, str], type[Technique[Any]]] = {}
     for technique in known.techniques.values():
         if technique.room in ("design", "schedule"):
             keys = technique().keys(plan)
             for key, value in keys.items() if len(keys) <= 2 else ():
-                found.setdefault((key, repr(value)), technique)
-    return found
+                setters.setdefault((key, repr(value)), technique)
+    return setters
 
 
 def _keys(plan: Plan) -> Iterator[tuple[str, Any, str]]:

@@ -1,4 +1,4 @@
-"""The search, the final and the techniques of `learning.py`, whole on a tiny plan of a CPU."""
+"""Run the search, the final and the techniques of `learning.py` whole on a tiny plan of a CPU."""
 
 import math
 import random
@@ -49,14 +49,14 @@ def test_one_call_each_fills_the_rows_and_goes_on_where_it_was_cut_off(
         call(monkeypatch, text, tmp_path, "search", "--side", side, "--runs", 1)
     call(monkeypatch, text, tmp_path, "search", "--side", "ours", "--runs", 1)  # it has had them
     call(monkeypatch, text, tmp_path, "final", "--seeds", 2)
-    only = ["--only", "muon", "mup", "logit_cap", "optimizer.eps"]
+    only = ["--only", "muon", "logit_cap", "optimizer.eps"]
     few = ["techniques", "--seeds", 2, "--longer", 1, *only]
     call(monkeypatch, text, tmp_path, *few, "--part", "1/2", "--minutes", 0)
     first = [r["technique"] for r in rows(tmp_path, "learning") if r["kind"] == "technique"]
     call(monkeypatch, text, tmp_path, *few)
     found = rows(tmp_path, "learning")
     kinds = [row["kind"] for row in found]
-    assert kinds == ["search"] * 2 + ["time_to_target"] * 2 + ["technique"] * 4
+    assert kinds == ["search"] * 2 + ["time_to_target"] * 2 + ["technique"] * 3
     assert [row["side"] for row in found[:4]] == ["adamw", "ours", "adamw", "ours"]
     best = found[3]
     assert best["seeds"] == [0, 1] and best["searched"] == 1 and all(best["reached"])
@@ -65,10 +65,9 @@ def test_one_call_each_fills_the_rows_and_goes_on_where_it_was_cut_off(
     assert best["curve"][-1][1] <= 3.0 < best["curve"][0][1]
     parts = {row["technique"]: row for row in found[4:]}
     assert len(first) == 1 and {*parts} == {*only[1:]}  # none twice
-    assert "another rule" not in parts["muon"].get("refused", "")
     assert parts["muon"]["change"] == "left out" and "muon" not in parts["muon"]["techniques"]
     assert parts["logit_cap"]["change"] == "added" and parts["logit_cap"]["n"] == 2
-    assert len({row["plan_sha256"] for row in parts.values()}) == 4
+    assert len({row["plan_sha256"] for row in parts.values()}) == 3
     page = learning_page.render(tmp_path)["page"]
     assert "`logit_cap`" in page and "not measured yet" not in page.lower()
 
@@ -84,7 +83,7 @@ def test_a_point_is_the_plan_that_is_trained(tmp_path: Path, text: Path) -> None
     assert (cosine.schedule.kind, cosine.schedule.final_fraction) == ("cosine", 0)
     reading = runs.run(runs.plan("ours", Point(1.0, 8, 0.5, 0.4), words=["goal.bits_per_byte=0.1"]))
     assert not reading.reached and reading.to_target == math.inf
-    assert reading.tokens == plan.goal_steps * 8 * 8 and len(reading.curve) <= LOOKS
+    assert reading.tokens == (plan.goal_steps or 0) * 8 * 8 and len(reading.curve) <= LOOKS
 
 
 def test_a_search_walks_to_the_neighbours_of_its_best_point() -> None:
@@ -98,7 +97,8 @@ def test_a_search_walks_to_the_neighbours_of_its_best_point() -> None:
 
 
 def test_every_change_is_of_the_recipe_or_says_why_not(text: Path, tmp_path: Path) -> None:
-    runs = Runs(text, tmp_path, TINY, OFF)
+    shape = [word for word in TINY if not word.startswith("model.")]  # deep_thin sets its own
+    runs = Runs(text, tmp_path, shape, OFF)
     start = SIDES["ours"].start
     recipe = runs.plan("ours", start)
     for name, (change, words) in learning.changes([*recipe.techniques]).items():
