@@ -21,7 +21,7 @@ RECEIPTS = Path(__file__).parent / "learning.json"
 """What lines of recipes were measured to buy."""
 PLACES = ("name", "directory", "device", "data.sources", "data.validation", "data.directory")
 """Keys that say where and not how a run is."""
-Evidence = Literal["receipt", "card receipt", "source", "none"]
+RestsOn = Literal["receipt", "card receipt", "source", "none"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class LearningReceipt:
 
 
 @dataclass(frozen=True)
-class Reason:
+class LineReason:
     """Hold why one line of a plan stands.
 
     Args:
@@ -78,7 +78,7 @@ class Reason:
 
     line: str
     value: Any
-    evidence: Evidence
+    evidence: RestsOn
     text: str
 
 
@@ -88,7 +88,7 @@ def read_learning(file: Path = RECEIPTS) -> dict[str, LearningReceipt]:
     return {row["line"]: LearningReceipt(**row) for row in rows}
 
 
-def reasons(plan: Plan, known: Catalogue, file: Path = RECEIPTS) -> list[Reason]:
+def reasons(plan: Plan, known: Catalogue, file: Path = RECEIPTS) -> list[LineReason]:
     """Return why each line of a plan stands, its techniques first.
 
     Args:
@@ -96,31 +96,31 @@ def reasons(plan: Plan, known: Catalogue, file: Path = RECEIPTS) -> list[Reason]
         known: every technique.
         file: the receipts of lines.
     """
-    measured, why = read_learning(file), list[Reason]()
+    measured, why = read_learning(file), list[LineReason]()
     for name, technique in plan.techniques.items():
         knobs = technique.model_dump(mode="json", exclude_defaults=True)
         evidence, text = _of_technique(type(technique), measured)
-        why.append(Reason(name, knobs, evidence, text))
+        why.append(LineReason(name, knobs, evidence, text))
         for knob, value in knobs.items():
             key = f"techniques.{name}.{knob}"
             if key in measured:
-                why.append(Reason(key, value, "receipt", measured[key].text))
+                why.append(LineReason(key, value, "receipt", measured[key].text))
     made = {key for keys in plan.made().values() for key in keys}
     setters = _setters(plan, known)
     for key, value, meaning in _keys(plan):
         if key in made or key in PLACES:
             continue
         if key in measured:
-            why.append(Reason(key, value, "receipt", measured[key].text))
+            why.append(LineReason(key, value, "receipt", measured[key].text))
         elif (setter := setters.get((key, repr(value)))) is not None:
             evidence, text = _of_technique(setter, measured)
-            why.append(Reason(key, value, evidence, f"as {setter.name()}: {text}"))
+            why.append(LineReason(key, value, evidence, f"as {setter.name()}: {text}"))
         else:
-            why.append(Reason(key, value, "none", meaning))
+            why.append(LineReason(key, value, "none", meaning))
     return why
 
 
-def format_reasons(why: list[Reason]) -> list[str]:
+def format_reasons(why: list[LineReason]) -> list[str]:
     """Return the reasons as lines of text."""
     words = {"source": "no receipt; source: ", "none": "no receipt; it is: "}
     lines = ["why each line stands:"]
@@ -134,14 +134,14 @@ def format_reasons(why: list[Reason]) -> list[str]:
     return lines
 
 
-def to_dicts(why: list[Reason]) -> list[dict[str, Any]]:
+def to_dicts(why: list[LineReason]) -> list[dict[str, Any]]:
     """Return the reasons as JSON values."""
     return [asdict(one) for one in why]
 
 
 def _of_technique(
     technique: type[Technique[Any]], measured: Mapping[str, LearningReceipt]
-) -> tuple[Evidence, str]:
+) -> tuple[RestsOn, str]:
     """Return the best evidence that there is for a technique."""
     if technique.name() in measured:
         return "receipt", measured[technique.name()].text
