@@ -113,7 +113,8 @@ def score(row: dict[str, Any]) -> float:
     metrics = row["metrics"]
     if row["reached"]:
         return metrics["seconds"]["value"]
-    return 1e6 * (1 + metrics["bits_per_byte"]["value"])
+    loss = metrics["bits_per_byte"]["value"]
+    return 1e6 * (1 + loss) if math.isfinite(loss) else math.inf  # it diverged
 
 
 def searched(args: argparse.Namespace, side: str) -> list[tuple[Point, float]]:

@@ -115,3 +115,10 @@ def test_the_page_is_not_behind_the_rows() -> None:
 def test_a_page_without_rows_says_that_nothing_was_measured(tmp_path: Path) -> None:
     files = learning_page.render(tmp_path)
     assert {*files} == {"page", "receipts"} and files["page"].count(learning_page.NOT_YET) == 3
+
+
+def test_a_point_that_diverged_is_the_worst() -> None:
+    def missed(loss: float) -> float:
+        return learning.score({"reached": False, "metrics": {"bits_per_byte": {"value": loss}}})
+
+    assert missed(1.6) < missed(1.7) < missed(math.nan) == math.inf
