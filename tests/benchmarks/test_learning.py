@@ -42,6 +42,7 @@ def call(patch: pytest.MonkeyPatch, text: Path, results: Path, *words: object) -
     learning.main()
 
 
+@pytest.mark.slow
 def test_one_call_each_fills_the_rows_and_goes_on_where_it_was_cut_off(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ if sys.argv[1:2] == ["train"]:
 """A package that takes one step, and works on after it."""
 
 
+@pytest.mark.slow
 def test_the_time_is_read_at_the_first_update(tmp_path: Path) -> None:
     (tmp_path / "headrace").mkdir()
     (tmp_path / "headrace" / "__init__.py").touch()

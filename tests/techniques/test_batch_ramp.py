@@ -117,6 +117,6 @@ def test_two_ranks_train_what_one_does(zygote: Any, plan_file: Path) -> None:
 
 
 def test_what_is_counted_ahead_counts_the_ramp(tiny_plan: Callable[..., Plan]) -> None:
-    """Four steps read 32, 32, 64 and 64 tokens, and the others read 128."""
+    """Check that four steps read 32, 32, 64 and 64 tokens, and the others read 128."""
     plan = tiny_plan(*RAMP, "schedule.steps=10")
     assert RangeTest(plan, [1.0], [1.0], 1).tokens == 192 + 6 * 128
