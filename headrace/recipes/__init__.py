@@ -44,6 +44,6 @@ def read_recipe(name: str, verb: str = "train") -> str:
         hint = f"the nearest recipe is {near}" if near else f"the recipes are {', '.join(known)}"
         raise ConfigError(
             f"{name!r} is neither a recipe nor a plan file; {hint}",
-            rerun((name, near or next(iter(known))), verb=verb),
+            rerun((name, near or "demo"), verb=verb),
         )
     return read_plan_text(path)

@@ -84,8 +84,8 @@ def test_what_a_tuning_kept_is_measured_apart_and_only_once(
 
     def train_with(worker: Any, folder: Path) -> Callable[..., Reading]:
         def train(plan: Any, limit_s: float) -> Reading:
-            asked.append((plan.seed, "muon" in plan.techniques))
-            return Reading(seconds=[1.0 if "muon" in plan.techniques else 2.0])
+            asked.append((plan.seed, "sophia" in plan.techniques))
+            return Reading(seconds=[1.0 if "sophia" in plan.techniques else 2.0])
 
         return train
 
@@ -93,11 +93,11 @@ def test_what_a_tuning_kept_is_measured_apart_and_only_once(
     monkeypatch.setattr(tune_demo, "train_with", train_with)
     monkeypatch.setattr(tune_demo, "prepare", lambda plan: None)
     monkeypatch.setattr(tune_demo.os, "sched_setaffinity", lambda *given: None)
-    tune_demo.write(job, "tuned", {}, aim="quality", changes=["+muon"], recipe="demo", set=[])
+    tune_demo.write(job, "tuned", {}, aim="quality", changes=["+sophia"], recipe="demo", set=[])
     for _ in range(2):
         tune_demo.work(job)
     runs = [(seed, side) for seed in tune_demo.SEEDS for side in (False, True)]
-    assert asked == [{"muon"}, *runs]
+    assert asked == [{"sophia"}, *runs]
     rows = tune_demo.rows_of(tmp_path)
     assert [one["part"] for one in rows] == ["tuned", "steps", "target", "target"]
     assert tune_demo.summary(rows)["3 min, target"]["ratios"] == [2.0]

@@ -33,11 +33,12 @@ PLANS = {
         "check mup {tiny} --without muon --with mup techniques.mup.base_dim=32 --widest 100"
     ),
     "tuner/mup_check:check_mup#3": Case(
-        "check mup {tiny} --with mup techniques.mup.base_dim=32 --widest 128 optimizer.lr=1e30"
+        "check mup {tiny} --without muon --with mup techniques.mup.base_dim=32 --widest 128 "
+        "optimizer.lr=1e30"
     ),
     "tuner/mup_check:write_check#1": Case(
         "check mup {tiny} --without muon --with mup techniques.mup.base_dim=32 --widest 128 "
-        "--out /proc/mup"
+        "model.head_init=normal --out /proc/mup"
     ),
     "predict/budget:Budget.read#1": Case(f"{BUDGET} 1e11flips"),
     "predict/budget:Budget.seconds#1": Case(f"{BUDGET} 0.001usd"),

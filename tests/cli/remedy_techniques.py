@@ -44,6 +44,7 @@ def no_scale_fits(patch: pytest.MonkeyPatch) -> None:
 def rounded(_: Path) -> None:
     """Train a run whose weights keep what was rounded."""
     words = ["train", "runs/demo/plan.toml", "name=own", "goal.steps=3", "guard=false"]
+    words += ["--without", "muon"]
     assert not run([*words, *f"{BF16}=master".split()]).code
 
 
@@ -104,7 +105,7 @@ TECHNIQUES = {
     "assemble/autotune:measure#1": Case(f"{ONE} attention=measured", fake=four_rows),
     "train/guard:compare#1": Case(f"{ONE} {CHUNKED}", fake=twice_the_loss),
     "techniques/precision/fp16_loss_scaling:Fp16LossScaling._recover#1": Case(
-        f"{ONE} guard=false model.precision=fp16 --with fp16_loss_scaling "
+        f"{ONE} guard=false optimizer.lr=2e-3 model.precision=fp16 --with fp16_loss_scaling "
         "techniques.fp16_loss_scaling.patience=1",
         fake=no_scale_fits,
     ),

@@ -45,6 +45,7 @@ VERBS: dict[str, tuple[str, ...]] = {
         "TINY",
         "--without",
         "muon",
+        "model.head_init=normal",
         "--with",
         "mup",
         "techniques.mup.base_dim=32",

@@ -160,7 +160,7 @@ def test_a_guess_is_only_made_where_a_name_is_near(
     told = call_here("train", *tiny_demo, "data.validation=qqq", "name=x")
     assert "nearest" not in told["error"]
     told = call_here("train", "qqq")
-    assert "the recipes are demo" in told["error"] and told["remedy"] == "headrace train demo"
+    assert "the recipes are 124m, demo" in told["error"] and told["remedy"] == "headrace train demo"
 
 
 def test_a_device_that_is_not_here_is_told_with_the_option(call: Call) -> None:
