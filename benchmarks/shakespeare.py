@@ -10,8 +10,10 @@ are the loss in nats per token times the tokens, by the characters.
 The clock starts with the process and stops with the last update: it counts importing, learning the
 tokenizer, compiling and training, and leaves out evaluating alone. The process stays on the first
 `--cores` cores that it may use. A run that the clock ends before its schedule does has not decayed
-to the end; its row says so by `steps` beside `horizon_steps`. `--steps` gives another horizon. A
-row also says how busy these cores were just before, and how much of them the run then got.
+to the end; its row says so by `steps` beside `horizon_steps`. `--steps` gives another horizon. What
+is imported and written beside the steps may end the run after its minutes: a row that is not
+`within_budget` shows nothing. A row also says how busy these cores were just before, and how much
+of them the run then got.
 """
 
 import argparse
@@ -115,6 +117,7 @@ def measure(args: argparse.Namespace, on: Sequence[int], work: Path) -> dict[str
         shape=plan.name,
         minutes=args.minutes,
         steps=report["steps"],
+        within_budget=metrics["seconds"][0] <= args.minutes * 60,
         horizon_steps=plan.horizon_steps,
         cores=list(on),
         busy_before=busy,
@@ -156,7 +159,7 @@ def main() -> None:
                 row = measure(args, on, Path(work))
         else:
             row = measure(args, on, Path(work))
-    facts = ("steps", "horizon_steps", "busy_before", "load_before", "cores_had")
+    facts = ("steps", "horizon_steps", "within_budget", "busy_before", "load_before", "cores_had")
     values = {name: metric["value"] for name, metric in row["metrics"].items()}
     print(json.dumps({**{name: row[name] for name in facts}, **values}, indent=1))
 

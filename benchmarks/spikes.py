@@ -256,11 +256,16 @@ def measure(
         masks = [sum(spike["masked"] for spike in each) for each in spikes]
         write(
             {
-                "recovered": share(aided), "unaided": share(alone),
-                "rewinds": count(rewinds), "masked": count(masks),
+                "recovered": share(aided),
+                "unaided": share(alone),
+                "rewinds": count(rewinds),
+                "masked": count(masks),
             },
-            **facts, fault=fault, n=seeds, seeds=[*range(seeds)],
-        )  # fmt: skip
+            **facts,
+            fault=fault,
+            n=seeds,
+            seeds=[*range(seeds)],
+        )
         print(f"{fault}: recovered {sum(aided)} of {seeds}, unaided {sum(alone)}")
     if healthy:
         spikes = [ended[case].spikes for case in cases[:healthy]]
@@ -268,8 +273,11 @@ def measure(
         masks = [sum(spike["masked"] for spike in each) for each in spikes]
         write(
             {"false_rewinds": count(rewinds), "false_masks": count(masks)},
-            **facts, fault="", n=healthy, seeds=[*range(healthy)],
-        )  # fmt: skip
+            **facts,
+            fault="",
+            n=healthy,
+            seeds=[*range(healthy)],
+        )
         print(f"healthy: {sum(rewinds)} rewinds and {sum(masks)} masks in {healthy} runs")
 
 

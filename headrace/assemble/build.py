@@ -364,8 +364,6 @@ def _optimizers(build: Build) -> None:
             build.optimizers[route.name] = optimizer = route.make(taken)
             build.routed[route.name] = taken
             group_by_role(optimizer.param_groups, taken, build.plan.optimizer)
-            for group in optimizer.param_groups:
-                group["initial_weight_decay"] = group.get("weight_decay", 0.0)
 
 
 def _data(build: Build) -> None:

@@ -341,10 +341,8 @@ class MuonOptimizer(torch.optim.Optimizer):
         cut, rule, team = batch.cut, self.rule, batch.team
         self.orthogonalized += cut.pieces * len(taken)
         if team is None:
-            self._run(
-                update_, weights, gradients, kept, rows, scalars.lr, shrink, scalars.momentum,
-                scalars.keep, rule, cut,
-            )  # fmt: skip
+            moving = kept, rows, scalars.lr, shrink, scalars.momentum, scalars.keep
+            self._run(update_, weights, gradients, *moving, rule, cut)
             return
         directions = self._run(direction_, gradients, kept, scalars.momentum, scalars.keep, rule)
         if directions.is_cuda:

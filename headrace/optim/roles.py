@@ -38,8 +38,8 @@ def group_by_role(
     """Split an optimizer's groups, in place, so that each has one factor of rate and of decay.
 
     Every group gets `initial_lr`, the rate that its optimizer was made with, and `lr_factor`; a
-    step multiplies both with the schedule's share. Roles with equal factors stay in one group,
-    since fused updates launch kernels for each group.
+    step multiplies both with the schedule's share, and `initial_weight_decay` with the decay's.
+    Roles with equal factors stay in one group, since fused updates launch kernels for each group.
 
     Args:
         groups: `param_groups` of the optimizer; their dicts stay the same objects.
@@ -58,6 +58,6 @@ def group_by_role(
         for index, ((rate, decay), parameters) in enumerate(parts.items()):
             part = group if index == 0 else {}
             part |= {**shared, "params": parameters, "initial_lr": group["lr"], "lr_factor": rate}
-            part["weight_decay"] = shared["weight_decay"] * decay
+            part["weight_decay"] = part["initial_weight_decay"] = shared["weight_decay"] * decay
             split.append(part)
     groups[:] = split

@@ -38,6 +38,12 @@ class BatchStages:
         """Return how many steps count at least `total` together."""
         return self.step_of(total - 1) + 1 if total > 0 else 0
 
+    def whole(self, steps: float) -> float:
+        """Return how many steps of the last count are as much as so many steps from the first."""
+        if len(self.stages) == 1:
+            return steps
+        return self.before(round(steps)) / self.stages[-1][1]
+
     def each(self, edit: Callable[[int], int]) -> "BatchStages":
         """Return the same stages with `edit(count)` in each."""
         return replace(self, stages=tuple((first, edit(count)) for first, count in self.stages))

@@ -152,8 +152,8 @@ def ending(
         scale = ends.low / step_s, ends.high / step_s
 
     def seconds(steps: float) -> float | None:
-        if step_s is not None:
-            return steps * step_s
+        if step_s is not None:  # a step is predicted of the whole batch
+            return plan.batches.whole(steps) * step_s
         return None if curve is None else curve.seconds_to(plan.batches.before(round(steps)))
 
     budgets: dict[str, float] = {}

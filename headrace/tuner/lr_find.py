@@ -4,35 +4,28 @@ The plan's own step is taken for a hundred or two batches while the learning rat
 exponentially. The loss falls slowly, then fast, then no more, and rises where the rate is too high.
 The suggestion is where it has made somewhat more than half of its fall.
 The factor grows for all parameter groups alike, so that several optimizers keep the ratios of their
-rates, and the answer names each. The run is a scratch one: it has no folder, its model and
-optimizers are dropped, and torch's random numbers go on as if it had not been.
+rates, and the answer names each. The run is a scratch one (tuner/scratch.py).
 """
 
-import json
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from headrace.assemble.build import make_build
-from headrace.assemble.context import check_supported, choose_device, make_context
 from headrace.core.errors import ConfigError
-from headrace.core.files import write_whole
 from headrace.core.limits import LR_STEPS
 from headrace.core.progress import Progress
 from headrace.core.units import format_count
 from headrace.costs.count import parameters_in_blocks
-from headrace.parallel.world import open_world
 from headrace.plan.plan import Plan
 from headrace.predict.scaling import is_swept, step_law_rate
 from headrace.report.chart import ChartAxis, ChartLine, line_chart
-from headrace.report.page import Safe, figure, legend, page, swatch, tag, write_page
-from headrace.train.train import prepare_together, step
+from headrace.report.page import Safe, figure, legend, swatch
+from headrace.train.train import step
+from headrace.tuner.scratch import scratch_build, write_measured
 
 LOWEST, HIGHEST = 1e-5, 1.0
 """Learning rates between which the test runs, as a rule: AdamW learns little below, and diverges
@@ -197,20 +190,9 @@ def find_rate(
         )
     progress = progress or Progress()
     plan = plan.with_keys(plan.model_dump(exclude_unset=True, exclude={"techniques"}))
-    device = choose_device(plan)
     rates, losses = growing(low, high, steps), list[float]()
     growth = math.log10(rates[1] / rates[0])
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        world = stack.enter_context(open_world(plan.mesh, device))
-        techniques = list(plan.techniques.values())
-        checked = check_supported(techniques, make_context(plan, device))
-        prepared = prepare_together(plan, world, progress)
-        torch.manual_seed(plan.seed + world.rank)
-        build = make_build(plan, prepared, world, device, checked=checked)
-        stack.callback(build.loader.close)
-        for flags in build.runtime:
-            stack.enter_context(flags())
+    with scratch_build(plan, progress) as build:
         build.values["lr"] = lambda index: rates[index] / plan.optimizer.lr
         build.judges.clear()  # they refuse the steps at which the loss rises, and hide where it is
         for index in range(steps):
@@ -250,15 +232,6 @@ def write_curve(test: RangeTest, folder: Path) -> Path:
     Raises:
         ConfigError, RunError: the folder cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "lr-find.json", json.dumps(test.to_dict(), indent=1, allow_nan=False))
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be written: {error.strerror or error}", "--out lr-find"
-        ) from None
-    title = f"{test.plan.name} - learning rate"
-    lines = [tag("p", line) for line in format_test(test).splitlines()]
     entries = [
         (swatch("c0", "line"), "smoothed loss"),
         (swatch("soft", "line"), "loss of a step"),
@@ -267,9 +240,8 @@ def write_curve(test: RangeTest, folder: Path) -> Path:
     if test.step_law is not None:
         entries.append((swatch("c1", "line"), f"Step Law: {test.step_law:.3g}"))
     picture = figure("Loss as the learning rate grows", _chart(test))
-    return write_page(
-        folder / "lr-find.html", page(title, tag("h1", title), *lines, picture, legend(entries))
-    )
+    title, text = f"{test.plan.name} - learning rate", format_test(test)
+    return write_measured(folder, "lr-find", title, text, test.to_dict(), picture, legend(entries))
 
 
 def _chart(test: RangeTest) -> Safe:

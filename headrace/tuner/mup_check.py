@@ -7,10 +7,8 @@ wider models' activations move as far as the narrow one's; where it does not the
 (arXiv 2203.03466, appendix D.1). The runs are scratch ones: they have no folder.
 """
 
-import json
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,20 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.assemble.build import make_build
-from headrace.assemble.context import check_supported, choose_device, make_context
 from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
-from headrace.core.files import write_whole
 from headrace.core.limits import WIDEST_CHECKED
 from headrace.core.progress import Progress
 from headrace.core.remedy import mend
 from headrace.model.mask import Rows
-from headrace.parallel.world import open_world
 from headrace.plan.plan import Plan
 from headrace.report.chart import ChartAxis, ChartLine, line_chart
-from headrace.report.page import Safe, figure, legend, page, swatch, tag, write_page
-from headrace.train.train import prepare_together, step
+from headrace.report.page import Safe, figure, legend, swatch
+from headrace.train.train import step
+from headrace.tuner.scratch import scratch_build, write_measured
 
 TECHNIQUE = "mup"
 DOUBLINGS = 3
@@ -113,7 +108,8 @@ def check_mup(
     moved: dict[str, list[list[float]]] = {}
     for index, width in enumerate(widths):
         for name, moves in _moves(_at_width(plan, width), progress).items():
-            if not all(0 < move < math.inf for move in moves):
+            # Behind outputs that begin at zero nothing moves in the first step.
+            if not all(map(math.isfinite, moves)) or not moves[-1]:
                 raise ConfigError(
                     f"what {name} gives at {width} features moved by {moves[-1]:.3g} in {STEPS} "
                     f"steps at optimizer.lr = {plan.optimizer.lr:g}, which tells nothing of widths",
@@ -151,19 +147,9 @@ def _at_width(plan: Plan, width: int) -> Plan:
 
 def _moves(plan: Plan, progress: Progress) -> dict[str, list[float]]:
     """Return how far each part's output moved after each step; by the part's name."""
-    device = choose_device(plan)
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        world = stack.enter_context(open_world(plan.mesh, device))
-        checked = check_supported(list(plan.techniques.values()), make_context(plan, device))
-        prepared = prepare_together(plan, world, progress)
-        torch.manual_seed(plan.seed)
-        build = make_build(plan, prepared, world, device, checked=checked)
-        stack.callback(build.loader.close)
-        for flags in build.runtime:
-            stack.enter_context(flags())
+    with scratch_build(plan, progress) as build:
         micros = build.loader.step(0).micros
-        ids = micros[0].ids_BT.to(device)
+        ids = micros[0].ids_BT.to(build.device)
         before, moved = _outputs(build, ids), dict[str, list[float]]()
         for index in range(STEPS):
             step(build, micros, index)
@@ -214,19 +200,10 @@ def write_check(check: CoordinateCheck, folder: Path) -> Path:
     Raises:
         ConfigError, RunError: the folder cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "mup.json", json.dumps(check.to_dict(), indent=1, allow_nan=False))
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be written: {error.strerror or error}", "--out mup"
-        ) from None
-    title = f"{check.plan.name} - coordinate check"
-    lines = [tag("p", line) for line in format_check(check).splitlines()]
     marks = [(swatch(_colour(i), "line"), name) for i, name in enumerate(check.moved)]
     picture = figure(f"How far activations moved in {STEPS} steps", _chart(check))
-    text = page(title, tag("h1", title), *lines, picture, legend(marks))
-    return write_page(folder / "mup.html", text)
+    title, text = f"{check.plan.name} - coordinate check", format_check(check)
+    return write_measured(folder, "mup", title, text, check.to_dict(), picture, legend(marks))
 
 
 def _colour(index: int) -> str:

@@ -27,7 +27,7 @@ PLANS = {
     "cli/predict:_check#3": Case("plan demo --data 1M --device-name H200"),
     "cli/budget:_write#1": Case(f"{BUDGET} 1e11flops --out nowhere/plan.toml"),
     "tuner/lr_find:find_rate#1": Case("lr-find {tiny} --steps 20 --low 2"),
-    "tuner/lr_find:write_curve#1": Case("lr-find {tiny} --steps 20 --out /proc/curve"),
+    "tuner/scratch:write_measured#1": Case("lr-find {tiny} --steps 20 --out /proc/curve"),
     "tuner/mup_check:check_mup#1": Case("check mup {tiny} --widest 128 --without muon"),
     "tuner/mup_check:check_mup#2": Case(
         "check mup {tiny} --without muon --with mup techniques.mup.base_dim=32 --widest 100"
@@ -36,9 +36,9 @@ PLANS = {
         "check mup {tiny} --without muon --with mup techniques.mup.base_dim=32 --widest 128 "
         "optimizer.lr=1e30"
     ),
-    "tuner/mup_check:write_check#1": Case(
+    "tuner/scratch:write_measured#1 mup": Case(
         "check mup {tiny} --without muon --with mup techniques.mup.base_dim=32 --widest 128 "
-        "model.head_init=normal --out /proc/mup"
+        "--out /proc/mup"
     ),
     "predict/budget:Budget.read#1": Case(f"{BUDGET} 1e11flips"),
     "predict/budget:Budget.seconds#1": Case(f"{BUDGET} 0.001usd"),

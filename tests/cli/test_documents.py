@@ -45,7 +45,6 @@ VERBS: dict[str, tuple[str, ...]] = {
         "TINY",
         "--without",
         "muon",
-        "model.head_init=normal",
         "--with",
         "mup",
         "techniques.mup.base_dim=32",

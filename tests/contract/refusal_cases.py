@@ -215,15 +215,6 @@ CASES: dict[str, Asked] = {
         ("model.layers=1",), ("activation_offload",), "H200"
     ),
     "techniques/memory/adamw_8bit:Adamw8bit.supports#1": Asked(
-        ("techniques.adamw_8bit.compiled=true",), ("adamw_8bit",), "bare H200"
-    ),
-    "techniques/memory/adamw_8bit:Adamw8bit.supports#2": Asked(
-        ("techniques.adamw_8bit.compiled=true",), ("adamw_8bit",), "bare cpu"
-    ),
-    "techniques/memory/adamw_8bit:Adamw8bit.supports#3": Asked(
-        ("techniques.adamw_8bit.compiled=true",), ("adamw_8bit",), "mps"
-    ),
-    "techniques/memory/adamw_8bit:Adamw8bit.supports#4": Asked(
         ("techniques.adamw_8bit.smallest=1000000000",), ("adamw_8bit", "lora")
     ),
     "techniques/memory/adamw_8bit:_unshared#1": Asked(

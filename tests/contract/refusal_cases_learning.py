@@ -57,22 +57,19 @@ LEARNING: dict[str, Asked] = {
     "techniques/design/weight_init:WeightInit.supports#2": Asked(
         ("model.tied_embeddings=true", "techniques.weight_init.zero_head=true"), ("weight_init",)
     ),
-    "techniques/optim/adamw:Adamw.supports#1": Asked((), ("lora", "muon", "adamw")),
     "techniques/optim/ademamix:Ademamix.supports#1": Asked(
         (),
         ("ademamix",),
         base=("goal.minutes=1", "device=cpu", "model.vocab=512", "schedule.kind=constant"),
     ),
-    "techniques/optim/muon:Muon.supports#1": Asked((), ("lora", "muon", "sophia")),
-    "techniques/optim/muon:Muon.supports#2": Asked(
+    "techniques/optim/muon:Muon.supports#1": Asked((), ("lora", "muon", "adamw")),
+    "optim/compiled:lacks_compiler#1": Asked(
         ("techniques.muon.compiled=true",), ("muon",), "bare H200"
     ),
-    "techniques/optim/muon:Muon.supports#3": Asked(
+    "optim/compiled:lacks_compiler#2": Asked(
         ("techniques.muon.compiled=true",), ("muon",), "bare cpu"
     ),
-    "techniques/optim/muon:Muon.supports#4": Asked(
-        ("techniques.muon.compiled=true",), ("muon",), "mps"
-    ),
+    "optim/compiled:lacks_compiler#3": Asked(("techniques.muon.compiled=true",), ("muon",), "mps"),
     "techniques/optim/muon:Muon._wrong#1": Asked(
         ("techniques.muon.momentum_warmup_steps=2", "techniques.muon.momentum=0.5"), ("muon",)
     ),
@@ -111,13 +108,10 @@ LEARNING: dict[str, Asked] = {
         ("techniques.batch_ramp.divide=64",), ("batch_ramp",)
     ),
     "techniques/schedule/batch_ramp:BatchRamp.supports#4": Asked((), ("batch_ramp",), base=ENDLESS),
-    "techniques/schedule/cosine:Cosine.supports#1": Asked(
+    "assemble/scheduled:Falling.supports#1": Asked(
         ("techniques.cosine.final_fraction=1",), ("cosine",)
     ),
     "techniques/schedule/warmup:Warmup.supports#1": Asked((), ("warmup",)),
-    "techniques/schedule/warmup_stable_decay:WarmupStableDecay.supports#1": Asked(
-        ("techniques.warmup_stable_decay.final_fraction=1",), ("warmup_stable_decay",)
-    ),
     "techniques/schedule/weight_averaging:WeightAveraging.supports#1": Asked(
         ("techniques.weight_averaging.decay=0",), ("weight_averaging",)
     ),

@@ -100,7 +100,7 @@ def test_polar_express_leaves_lengths_half_as_far_from_one() -> None:
 @names
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
 def test_iterating_on_squares_is_the_same(power: float, name: Name) -> None:
-    """In fp32 to rounding; in bf16 it stays near, where one segment of five steps would not."""
+    """Check that fp32 agrees to rounding, and bf16 stays near, as one segment of five does not."""
     matrix = spectrum(128, 352, power) if power else draw(128, 352)
     coefficients, margin = POLYNOMIALS[name]
     x = (matrix / (matrix.norm() * margin))[None]

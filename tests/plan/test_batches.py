@@ -25,4 +25,7 @@ def test_stages_count_as_their_steps_do(lengths: list[tuple[int, int]]) -> None:
         0,
         *(place + 1 for place in places[: len(places) - 1]),
     ]
+    assert stages.whole(5) * lengths[-1][1] == (
+        stages.before(5) if len(lengths) > 1 else sum(steps[:5])
+    )
     assert stages.each(lambda count: 2 * count).before(5) == 2 * stages.before(5)

@@ -1,6 +1,7 @@
 """Faults that are planted into runs: masked, undone, told, and repeated to the bit on a resume."""
 
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 import torch
 from tiny import assert_same_run, losses, metrics, report
 from torch import nn
+from typer.testing import CliRunner
 
 from headrace.assemble.kept_states import KeptStates
 from headrace.assemble.nonfinite import Where, first_nonfinite
 from headrace.assemble.sockets import Build
+from headrace.cli.app import app
 from headrace.core.errors import Diverged
 from headrace.costs.reserved import KEPT_STATES
 from headrace.data.loader import Micro
@@ -174,15 +177,24 @@ def test_no_checkpoint_holds_what_was_refused(train: Train, plant: Callable[...,
     assert report(cut)["spikes"] == [spike]
 
 
-def test_it_gives_up_with_one_error(train: Train, plant: Callable[..., None]) -> None:
+def test_it_gives_up_with_one_error(
+    train: Train, plant: Callable[..., None], tmp_path: Path
+) -> None:
     """Data that stays bad is no spike: after the states that are kept there is one error."""
     plant(repeat_a_token, *range(20, 100))
     with pytest.raises(Diverged) as told:
-        train(*ON, "techniques.spike_rewind.skip=3", "goal.steps=60", "directory=given_up")
+        train(
+            *ON, "techniques.spike_rewind.skip=3", "goal.steps=60", f"directory={tmp_path}/given_up"
+        )
     message = told.value.message
     assert "step 20" in message and "going back to the states after steps" in message
     assert "checkpoints" in str(told.value.remedy) or "--checkpoint" in str(told.value.remedy)
     assert "techniques.spike_rewind.sigmas=12" in str(told.value.remedy)
+    plant(repeat_a_token)  # the data is mended: the command goes on from before the fault
+    command, _, _ = told.value.remedy.text.partition(" (or ")
+    ended = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert ended.exit_code == 0, ended.output
+    assert "--checkpoint step-16" in command
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -273,9 +285,8 @@ def test_the_first_module_is_named(built: Build) -> None:
     source = first_nonfinite(build, 0)
     hook.remove()
     assert source is not None and source.where is Where.MODULE
-    assert (source.name, source.kind, source.dtype) == (
-        "blocks.1.mlp", type(module).__name__, "float32",
-    )  # fmt: skip
+    assert (source.name, source.dtype) == ("blocks.1.mlp", "float32")
+    assert source.kind == type(module).__name__
     assert 0 < source.largest < 100 and "blocks.1.mlp" in source.sentence
 
     weight = build.model.get_parameter("blocks.1.mixer.qkv.weight")

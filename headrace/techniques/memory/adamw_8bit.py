@@ -37,6 +37,7 @@ from headrace.kernels.blockwise_8bit import (
     levels,
 )
 from headrace.model.adapter import shape_of
+from headrace.optim.compiled import lacks_compiler
 from headrace.parallel.layout import local_of
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import LoopChange
@@ -166,20 +167,8 @@ class Adamw8bit(Technique[Build]):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Require a code generator where compiled; refuse small adapters and cut blocks."""
-        if self.compiled and context.device == "cuda" and not context.has_triton:
-            return Unsupported(
-                "compiled = true needs Triton on a GPU", "pip install triton", RefusalKind.PACKAGE
-            )
-        if self.compiled and context.device == "cpu" and not context.has_compiler:
-            return Unsupported(
-                "compiled = true needs a C++ compiler on a CPU", "install g++", RefusalKind.PACKAGE
-            )
-        if self.compiled and context.device == "mps":
-            return Unsupported(
-                "compiling on Apple GPUs is not proven here",
-                mend("techniques.adamw_8bit.compiled=false"),
-                RefusalKind.DEVICE,
-            )
+        if self.compiled and (why := lacks_compiler(context, self.name())):
+            return why
         on = context.plan.techniques.values() if context.plan else ()
         if context.plan and (cut := self._cut(context.plan)):
             return cut

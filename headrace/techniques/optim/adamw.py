@@ -14,8 +14,6 @@ import torch
 from pydantic import Field
 
 from headrace.assemble.sockets import Build
-from headrace.core.errors import RefusalKind
-from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.parallel.layout import local_of
 from headrace.plan.technique import (
@@ -25,7 +23,6 @@ from headrace.plan.technique import (
     Stage,
     Supported,
     Technique,
-    Unsupported,
 )
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -62,18 +59,8 @@ class Adamw(Technique[Build]):
         knobs["betas"] = None if self.betas is None else [*self.betas]  # as TOML has them
         return {f"optimizer.{key}": value for key, value in knobs.items() if value is not None}
 
-    def supports(self, context: Context) -> Supported | Unsupported:
-        """Run everywhere; refuse a plan in which nothing is left to it."""
-        on = context.plan.techniques.items() if context.plan else ()
-        adapts = [name for name, other in on if "frozen" in other.composes]
-        takes = [n for n, other in on if "routes" in other.composes and not other.rest]
-        if adapts and takes:
-            return Unsupported(
-                f"all that {adapts[0]} trains are matrices of blocks, which {takes[0]} takes, and "
-                f"nothing is left to {self.name()}",
-                mend(f"-{takes[0]}"),
-                RefusalKind.COMBINATION,
-            )
+    def supports(self, context: Context) -> Supported:
+        """Run everywhere."""
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:

@@ -29,6 +29,7 @@ from headrace.costs.ledger import DERIVED, Ledger
 from headrace.costs.work import COMPILED, EAGER, Matmul, Stream, Work, collective
 from headrace.kernels.orthogonalize import SEGMENTS, SQUARED, STEPS, Name, is_wide
 from headrace.model.fusion import fusions
+from headrace.optim.compiled import lacks_compiler
 from headrace.optim.muon import (
     CHUNK_MATRICES,
     CHUNK_NUMBERS,
@@ -122,7 +123,7 @@ class Muon(Technique[Build]):
         """Run everywhere, in fp32 on a CPU; alone where only adapters learn."""
         on = context.plan.techniques.items() if context.plan else ()
         adapts = [name for name, other in on if "frozen" in other.composes]
-        left = [n for n, other in on if n != self.name() and "routes" in other.composes]
+        left = [n for n, o in on if n != self.name() and (o.rest or "routes" in o.composes)]
         if adapts and left:
             return Unsupported(
                 f"all that {adapts[0]} trains are matrices of blocks, which it takes, and nothing "
@@ -130,20 +131,8 @@ class Muon(Technique[Build]):
                 mend(f"-{left[0]}"),
                 RefusalKind.COMBINATION,
             )
-        if self.compiled and context.device == "cuda" and not context.has_triton:
-            return Unsupported(
-                "compiled = true needs Triton on a GPU", "pip install triton", RefusalKind.PACKAGE
-            )
-        if self.compiled and context.device == "cpu" and not context.has_compiler:
-            return Unsupported(
-                "compiled = true needs a C++ compiler on a CPU", "install g++", RefusalKind.PACKAGE
-            )
-        if self.compiled and context.device == "mps":
-            return Unsupported(
-                "compiling on Apple GPUs is not proven here",
-                mend("techniques.muon.compiled=false"),
-                RefusalKind.DEVICE,
-            )
+        if self.compiled and (why := lacks_compiler(context, self.name())):
+            return why
         return self._wrong(context.plan) or Supported()
 
     def _wrong(self, plan: Plan | None) -> Unsupported | None:

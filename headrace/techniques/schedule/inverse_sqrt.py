@@ -10,22 +10,15 @@ Source: arXiv 1706.03762, section 5.3; T5 (arXiv 1910.10683, section 3.1.2).
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from headrace.assemble.sockets import Build
+from headrace.assemble.scheduled import Scheduled
 from headrace.core.remedy import mend
-from headrace.costs.ledger import Ledger
-from headrace.optim.rates import follows_schedule
 from headrace.plan.doubts import usual_warmup
-from headrace.plan.technique import Card, Context, Doubt, Evidence, Stage, Supported, Technique
+from headrace.plan.technique import Card, Doubt
 
 
-class InverseSqrt(Technique[Build]):
+class InverseSqrt(Scheduled):
     """Let the learning rate fall with the root of the step, without an end."""
 
-    timed: ClassVar[bool] = True
-    room: ClassVar[str] = "schedule"
-    stage: ClassVar[Stage] = Stage.SCHEDULE
-    equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
         buys="a run without an end, whose rate falls all the same",
         costs="a rate that is not near zero where the run stops, so that a cooldown still gains "
@@ -35,9 +28,9 @@ class InverseSqrt(Technique[Build]):
         source="arXiv 1706.03762; arXiv 1910.10683; arXiv 2106.04560",
     )
 
-    def keys(self, plan: Any) -> Mapping[str, Any]:
-        """Return `schedule.kind`."""
-        return {"schedule.kind": "inverse_sqrt"}
+    def curve(self) -> Mapping[str, Any]:
+        """Return the kind."""
+        return {"kind": "inverse_sqrt"}
 
     def doubt(self, plan: Any) -> Doubt | None:
         """Warn of a curve without a warmup, which falls at once."""
@@ -48,20 +41,3 @@ class InverseSqrt(Technique[Build]):
             "after 4 steps, and a tenth after 100",
             mend(f"schedule.warmup_steps={usual_warmup(plan)}"),
         )
-
-    def supports(self, context: Context) -> Supported:
-        """Support every plan."""
-        return Supported()
-
-    def predict(self, ledger: Ledger) -> Ledger:
-        """Return the ledger as it is: a rate costs nothing."""
-        return ledger
-
-    def apply(self, build: Build) -> None:
-        """Check that the plan's key is in force."""
-        assert build.plan.schedule.kind == "inverse_sqrt"
-
-    def active(self, build: Build) -> Evidence:
-        """Compare the optimizers' rates with the curve."""
-        rate, step, optimizers = build.values["lr"], build.now["step"], build.optimizers.values()
-        return follows_schedule(build.plan, {"kind": "inverse_sqrt"}, rate, step, optimizers)

@@ -12,32 +12,18 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from headrace.assemble.sockets import Build
+from headrace.assemble.scheduled import Scheduled
 from headrace.core.limits import MOST
 from headrace.core.remedy import mend
-from headrace.costs.ledger import Ledger
-from headrace.optim.rates import follows_schedule
-from headrace.plan.technique import (
-    Card,
-    Context,
-    Evidence,
-    Stage,
-    Supported,
-    Technique,
-    Unsupported,
-)
+from headrace.plan.technique import Card, Context, Supported, Unsupported
 
 
-class Warmup(Technique[Build]):
+class Warmup(Scheduled):
     """Raise the learning rate from near zero over the first steps."""
 
     steps: int = Field(default=100, ge=1, le=MOST)
     """Steps until the rate is whole; tuner range 10 to 2000."""
 
-    timed: ClassVar[bool] = True
-    room: ClassVar[str] = "schedule"
-    stage: ClassVar[Stage] = Stage.SCHEDULE
-    equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("instability", "recipe")
     card: ClassVar[Card] = Card(
         buys="learning rates at which a run without it diverges (arXiv 2406.09405, fig. 1)",
@@ -50,7 +36,11 @@ class Warmup(Technique[Build]):
     def keys(self, plan: Any) -> Mapping[str, Any]:
         """Return `schedule.warmup_steps`; nothing where it ends too late, which `supports` says."""
         ends = plan.horizon_steps
-        return {} if ends and self.steps > ends else {"schedule.warmup_steps": self.steps}
+        return {} if ends and self.steps > ends else super().keys(plan)
+
+    def curve(self) -> Mapping[str, Any]:
+        """Return the steps of the warmup."""
+        return {"warmup_steps": self.steps}
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Require that the warmup ends within the schedule."""
@@ -61,16 +51,3 @@ class Warmup(Technique[Build]):
                 mend(f"techniques.{self.name()}.steps={max(1, ends // 10)}"),
             )
         return Supported()
-
-    def predict(self, ledger: Ledger) -> Ledger:
-        """Return the ledger as it is: a rate costs nothing."""
-        return ledger
-
-    def apply(self, build: Build) -> None:
-        """Check that the plan's key is in force."""
-        assert build.plan.schedule.warmup_steps == self.steps
-
-    def active(self, build: Build) -> Evidence:
-        """Compare the optimizers' rates with the curve that begins with this warmup."""
-        rate, step, optimizers = build.values["lr"], build.now["step"], build.optimizers.values()
-        return follows_schedule(build.plan, {"warmup_steps": self.steps}, rate, step, optimizers)

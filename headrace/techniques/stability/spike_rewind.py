@@ -272,8 +272,15 @@ class SpikeRewind(Technique[Build]):
     }
     symptoms: ClassVar[tuple[str, ...]] = ("instability",)
     settled: ClassVar[tuple[str, ...]] = (
-        "sigmas", "window", "patience", "skip", "every", "states", "most", "within",
-    )  # fmt: skip
+        "sigmas",
+        "window",
+        "patience",
+        "skip",
+        "every",
+        "states",
+        "most",
+        "within",
+    )
     card: ClassVar[Card] = Card(
         buys="a run that goes on by itself after a bad batch, a flipped bit or a step that was too "
         "long, with at most two times `every` steps undone (derived)",

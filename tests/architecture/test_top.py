@@ -1,0 +1,33 @@
+"""The top of the repository holds what it is known for: no folder of a run, and no scratch file."""
+
+from fnmatch import fnmatch
+from pathlib import Path
+
+KNOWN = {
+    ".ci",
+    ".git",
+    ".github",
+    ".gitignore",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "LOG.md",
+    "Makefile",
+    "README.md",
+    "benchmarks",
+    "constraints.txt",
+    "docs",
+    "headrace",
+    "mkdocs.yml",
+    "pyproject.toml",
+    "results",
+    "tests",
+}
+"""Every name that is committed, and git's own."""
+
+
+def test_nothing_else_lies_at_the_top(root: Path) -> None:
+    """A test that writes into the folder that it was started in leaves a name behind."""
+    ignored = [line.strip("/") for line in (root / ".gitignore").read_text().split()]
+    names = {path.name for path in root.iterdir()}
+    assert sorted(n for n in names - KNOWN if not any(fnmatch(n, one) for one in ignored)) == []
