@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import date
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +25,8 @@ given_commit: str | None = None
 
 It is for a copy of the code whose checkout may be older.
 """
+SCRATCH = ("--work", "--results", "--folder", "--keep")
+"""Options that say where a program works and writes, which changes nothing that it measures."""
 COMMIT_HELP = "commit of this code, where the checkout is older; rows tell it"
 """The help of `--commit`."""
 
@@ -93,6 +96,19 @@ def sha256(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def command(words: Sequence[str]) -> str:
+    """Return a command as another reader may give it: without folders of this machine.
+
+    Args:
+        words: the program and its words; a folder is one word behind the option that takes it.
+    """
+    kept = ["python", *words[:1]]
+    for before, word in pairwise(words):
+        if word not in SCRATCH and before not in SCRATCH:
+            kept.append("DIR" if before == "--data" else word)
+    return " ".join(kept)
+
+
 def append(topic: str, metrics: dict[str, Any], *, results: Path, **facts: Any) -> dict[str, Any]:
     """Write one row and return it.
 
@@ -105,7 +121,7 @@ def append(topic: str, metrics: dict[str, Any], *, results: Path, **facts: Any) 
     row = {
         "date": date.today().isoformat(),
         "commit": commit(),
-        "command": "python " + " ".join(sys.argv),
+        "command": command(sys.argv),
         "hardware": hardware(),
         "host_gpus": host_gpus(),
         "torch": torch.__version__,

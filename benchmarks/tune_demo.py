@@ -225,7 +225,7 @@ def jobs_of(args: argparse.Namespace) -> list[dict[str, Any]]:
         "results": str(args.results),
         "ends_s": ends_s,
         "only": args.only,
-        "command": "python " + " ".join(sys.argv),
+        "command": receipts.command(sys.argv),
         "commit": args.commit,
     }
     if args.measure:
