@@ -19,7 +19,8 @@ demo: .venv/installed
 test: .venv/installed-dev
 	$(PYTEST) -m "not slow and not gpu"
 
-test-full: .venv/installed-dev
+# A test of Slurm starts one where Debian's packages are: apt-get install slurmctld slurmd slurm-client munge
+test-full: .venv/installed-full
 	$(PYTEST) -m "not gpu"
 
 coverage: .venv/installed-dev
@@ -51,6 +52,11 @@ clean:
 	@echo "installing headrace with what its tests need into .venv"
 	@$(PIP) -e '.[dev]'
 	@touch $@ .venv/installed
+
+.venv/installed-full: .venv/installed-dev
+	@echo "installing what the tests of engines and object stores need into .venv"
+	@$(PIP) -e '.[engines]'
+	@touch $@
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

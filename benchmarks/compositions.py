@@ -175,7 +175,7 @@ def main() -> None:
         faulthandler.dump_traceback_later(arguments.patience, exit=True)
         key = json.dumps(composition.mesh, sort_keys=True)
         if key not in worlds:
-            mesh = MeshConfig(**composition.mesh)
+            mesh = MeshConfig.model_validate(dict(composition.mesh))
             worlds[key] = join(mesh, torch.device(DEVICE))
         world = worlds[key]
         row: dict[str, Any] = {}

@@ -219,7 +219,7 @@ def timed_steps(plan: Plan) -> Reading:
                 began_s = time.perf_counter()
                 train.step(build, micros(index), index)
                 reading.seconds.append(time.perf_counter() - began_s)
-            if not build.compiled:
+            if build.is_eager:
                 tracked = TrackedMemory(build.model, list(build.optimizers.values()))
                 build.model.zero_grad()
                 with tracked:

@@ -174,10 +174,24 @@ def serve_peer(name: str, size: str) -> None:
 
 
 class Peer:
-    """Read a peer in a process of its own, which the first reading starts."""
+    """Read a peer in a process of its own, which the first reading starts.
 
-    def __init__(self, name: str, size: str) -> None:
-        self.name, self.size = name, size
+    Args:
+        name: the peer.
+        size: the shape.
+        command: what starts the process; without it this program, for the peer.
+        limit_s: seconds after which a reading is given up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: str,
+        command: list[str] | None = None,
+        limit_s: float = CHILD_LIMIT_S,
+    ) -> None:
+        self.name, self.size, self.limit_s = name, size, limit_s
+        self.command = command or [sys.executable, __file__, size, "--only", name]
         self.process: subprocess.Popen[str] | None = None
 
     def read(self) -> dict[str, Any]:
@@ -188,20 +202,20 @@ class Peer:
         """
         if self.process is None:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, self.size, "--only", self.name],
+                self.command,
                 text=True,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
         assert self.process.stdin is not None and self.process.stdout is not None
-        limit = Timer(CHILD_LIMIT_S, self.process.kill)
+        limit = Timer(self.limit_s, self.process.kill)
         limit.start()
         with suppress(BrokenPipeError):
             print(file=self.process.stdin, flush=True)
         answer = next((line for line in self.process.stdout if line.startswith("{")), None)
         limit.cancel()
         if answer is None:
-            raise RuntimeError(f"{self.name} {self.size} failed, or took over {CHILD_LIMIT_S} s")
+            raise RuntimeError(f"{self.name} {self.size} failed, or took over {self.limit_s:g} s")
         return json.loads(answer)
 
     def close(self) -> None:

@@ -41,6 +41,8 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "numbers.md")
 """Pages that have markers, between which numbers are written."""
 POINTS = ("tune", "search")
 """Kinds of rows that are one point of a sweep or a search."""
+BY_KIND = ("learning", "data")
+"""Topics whose kinds of rows measure different things: each kind has a table of its own."""
 PLACES = ("data.sources", "data.directory", "directory")
 """Keys of a plan that hold a place of this machine, which tables leave out."""
 HOW_RIGHT = ROOT / "docs" / "how-right.md"
@@ -76,6 +78,8 @@ def subject(row: dict[str, Any]) -> str:
         changed = " ".join(changes(row))
         base = f"{row['base']} ({changed})" if changed else row["base"]
         return f"{row['technique']}{knobs} {how} the {base}"
+    if "fault" in row:
+        return row["fault"] or "no fault"
     names = (row.get(key) for key in ("peer", "recipe", "side", "technique"))
     return next(filter(None, names), "trunk")
 
@@ -118,10 +122,14 @@ def _keys(shape: str) -> dict[str, str]:
 
 def tables(topic: str, rows: list[dict[str, Any]]) -> str:
     """Return one topic as Markdown, with a table for each of its measurements."""
-    measurements = dict.fromkeys(row.get("measurement", "") for row in rows)
+
+    def measurement(row: dict[str, Any]) -> str:
+        kind = row.get("kind", "").replace("_", " ") if topic in BY_KIND else ""
+        return row.get("measurement", kind)
+
     return "\n\n".join(
-        table(topic, kind, [row for row in rows if row.get("measurement", "") == kind])
-        for kind in measurements
+        table(topic, name, [row for row in rows if measurement(row) == name])
+        for name in dict.fromkeys(map(measurement, rows))
     )
 
 

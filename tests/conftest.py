@@ -138,6 +138,14 @@ def own_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_samples() -> Iterator[None]:
+    """A run ends with a few words: each takes a pass of the model, and a test trains hundreds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headrace.report.conclude.SAMPLE_TOKENS", 8)
+        yield
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of text that is written once for all tests."""

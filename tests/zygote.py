@@ -26,7 +26,7 @@ import headrace.report.conclude
 import headrace.report.single
 import headrace.train.train
 import headrace.tuner.ablate
-import headrace.tuner.command  # noqa: F401 - what verbs import when they are called
+import headrace.tuner.command
 from headrace.cli.app import app
 from headrace.cli.catalogue import catalogue
 
@@ -58,6 +58,7 @@ def main() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run in the background
     catalogue()
+    headrace.report.conclude.SAMPLE_TOKENS = 8  # as the fixture `short_samples` does
     gc.collect()
     gc.freeze()  # no child's collector walks, and so copies, what all of them share
     for line in sys.stdin:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.assemble.adapted import begin_with_adapters, given_adapters
 from headrace.assemble.clipping import clip
 from headrace.assemble.context import check_supported, make_context
 from headrace.assemble.filled import fillers, record
 from headrace.assemble.materialize import freeze, materialize
+from headrace.assemble.ordered import order_rows
 from headrace.assemble.sockets import Build, Pass, Route, auxiliary_loss, place
 from headrace.core.errors import ConfigError, Diverged
 from headrace.core.files import python
@@ -28,8 +30,8 @@ from headrace.costs.count import baseline_ledger
 from headrace.costs.decoder_work import baseline_work, shared_work
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import COMMUNICATORS
+from headrace.costs.mask_work import with_own_mask
 from headrace.data.loader import Loader
-from headrace.data.order import make_order
 from headrace.data.prepared import Prepared
 from headrace.data.pretrained import check_tokenizer, unchecked_tokenizer
 from headrace.data.rows import Cut, Packer
@@ -38,6 +40,7 @@ from headrace.model.adapter import files_left_out, load_pretrained, read_config
 from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.head import with_terms
 from headrace.model.init import adding, random_source
+from headrace.model.mask import mask_of
 from headrace.optim.adamw import make_adamw
 from headrace.optim.roles import group_by_role
 from headrace.optim.schedule import learning_rate
@@ -94,6 +97,7 @@ def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
     )
     work |= shared_work(model, ranks)
     ledger = replace(ledger, sizes={**ledger.sizes, **ranks}, work=work)
+    ledger = with_own_mask(ledger, model)
     for technique in sorted(plan.techniques.values(), key=_when_predicted):
         ledger = technique.predict(ledger)
     return ledger
@@ -218,11 +222,14 @@ def check_weights(plan: Plan) -> None:
         if plan.data.tokenizer not in ("bpe", folder):  # a new one is compared once it is trained
             used = open_tokenizer(plan.data.tokenizer)
             check_tokenizer(used, folder, "model.pretrained", entries_there)
+        if plan.model.adapter:
+            given_adapters(plan.model)
 
 
 NOT_OF_WEIGHTS = {
     "family",
     "pretrained",
+    "adapter",
     "precision",
     "init_std",
     "output_init",
@@ -253,7 +260,7 @@ def _as_pretrained(model: ModelConfig) -> ModelConfig:
                 )
             ),
         )
-    kept = {k: getattr(model, k) for k in ("family", "pretrained", "precision")}
+    kept = {k: getattr(model, k) for k in ("family", "pretrained", "adapter", "precision")}
     return pretrained_config.model_copy(update=kept)
 
 
@@ -279,6 +286,7 @@ def _baseline_build(
         techniques=techniques,
         prepared=prepared,
         config=config,
+        mask=mask_of(config),
         parts=baseline_parts(config),
         source=random_source(config, plan.seed),
         engine=local_engine,
@@ -288,9 +296,7 @@ def _baseline_build(
         clip=clip,
         passes=_one_pass,
         pack=lambda build, shards: Cut(shards, build.plan.data.sequence_length),
-        order=lambda build, packer: make_order(
-            packer.units, seed=build.plan.seed, weights=build.plan.data.weights
-        ),
+        order=order_rows,
         transport=_threads,
         place=place,
         recover=_stop,
@@ -315,6 +321,8 @@ def _parts(build: Build) -> None:
     if build.config.pretrained:
         _, stored = load_pretrained(Path(build.config.pretrained))
         build.source = adding(stored, build.source)
+        if build.config.adapter:
+            begin_with_adapters(build)
         folder, spec = build.config.pretrained, build.plan.data.tokenizer
         for line in (
             files_left_out(Path(folder)),
@@ -363,7 +371,12 @@ def _optimizers(build: Build) -> None:
         if taken:
             build.optimizers[route.name] = optimizer = route.make(taken)
             build.routed[route.name] = taken
-            group_by_role(optimizer.param_groups, taken, build.plan.optimizer)
+            group_by_role(
+                optimizer.param_groups,
+                taken,
+                build.plan.optimizer,
+                lambda name: prod(rate(name) for rate in build.rates),
+            )
 
 
 def _data(build: Build) -> None:

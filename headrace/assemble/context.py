@@ -77,7 +77,7 @@ def precision_of(plan: Plan, capability: tuple[int, int] | None) -> Literal["fp3
 
 def on_one_process(plan: Plan) -> str:
     """Return the changes after which a plan runs in one process."""
-    sizes = [f"mesh.{axis}=1" for axis, size in plan.mesh if size > 1]
+    sizes = [f"mesh.{axis}=1" for axis, size in plan.mesh.sizes.items() if size > 1]
     spread = [
         name
         for name, technique in plan.techniques.items()
@@ -122,8 +122,8 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> Conte
     twice.
 
     Raises:
-        UnsupportedError: a technique cannot run, with its reason and remedy; or the GPU multiplies
-            no bf16, and the plan asks for it.
+        UnsupportedError: a technique cannot run, with its reason and remedy; the GPU multiplies no
+            bf16, and the plan asks for it; or ranks cannot talk to each other there.
         ConfigError: two of them own one socket, exclude each other, or update all that is left.
     """
     check_claims(techniques)
@@ -148,6 +148,12 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> Conte
             mend("model.precision=fp32").otherwise(
                 mend("model.precision=fp16", "+fp16_loss_scaling")
             ),
+        )
+    if context.device == "mps" and context.ranks > 1:
+        raise UnsupportedError(
+            f"torch.distributed has no backend for Apple GPUs, and the plan wants {context.ranks} "
+            "ranks",
+            mend("device=cpu"),
         )
     if len(rest := sorted(t.name() for t in techniques if t.rest)) > 1:
         one, two = rest[:2]

@@ -100,11 +100,13 @@ class LastLook:
         lost: techniques that were in force and are not any more, by their evidence on any rank.
         unseen: techniques that showed nothing, as after a step without targets -> why.
         evidence: of the techniques that this rank sees in force, with what they counted so far.
+        reached: of each technique that trains parts of its own, whether a gradient reached each.
     """
 
     lost: list[str]
     unseen: dict[str, str]
     evidence: Mapping[str, Evidence]
+    reached: Mapping[str, Mapping[str, bool]]
 
 
 def last_look(build: Build, counted: bool) -> LastLook:
@@ -114,16 +116,23 @@ def last_look(build: Build, counted: bool) -> LastLook:
         build: the run, at its end.
         counted: whether its last step counted a target.
     """
-    lost, unseen, seen = [], {}, {}
+    lost, unseen, seen, reached = [], {}, {}, {}
     for technique in build.techniques:
         try:
             evidence = technique.active(build)
             active: bool | str | None = evidence.active
             if active:
                 seen[technique.name()] = evidence
+            parts = dict(technique.reached(build))
         except Exception as error:
-            active = f"nobody could look: {error}"
-        answers = build.world.gather(active)
+            active, parts = f"nobody could look: {error}", {}
+        looks = build.world.gather((active, parts))
+        answers = [active for active, _ in looks]
+        names = [name for _, parts in looks for name in parts]
+        if names:  # a rank may hold no row of a part that learned
+            reached[technique.name()] = {
+                name: any(parts.get(name) for _, parts in looks) for name in names
+            }
         failed = [active for active in answers if isinstance(active, str)]
         missing = False in answers or all(active is None for active in answers)
         if missing and counted:
@@ -132,7 +141,7 @@ def last_look(build: Build, counted: bool) -> LastLook:
             unseen[technique.name()] = "the last step counted no target"
         elif failed:
             unseen[technique.name()] = failed[0]
-    return LastLook(lost, unseen, seen)
+    return LastLook(lost, unseen, seen, reached)
 
 
 def newest(build: Build) -> dict[str, str]:

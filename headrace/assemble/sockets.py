@@ -24,6 +24,7 @@ from headrace.model.decoder import Decoder, Parts
 from headrace.model.head import Objective, cross_entropy
 from headrace.model.init import Source
 from headrace.model.mask import MaskSpec, Rows
+from headrace.model.peft import GivenAdapters
 from headrace.optim.stability import Spike
 from headrace.parallel.layout import Layout
 from headrace.parallel.world import World
@@ -62,6 +63,8 @@ class Route:
     make: Callable[[Mapping[str, nn.Parameter]], Optimizer]
     rest: bool = False
     """whether it is asked after the other routes, in place of AdamW; at most one route is"""
+    compiled: bool = False
+    """whether its update is compiled"""
 
 
 class MicroBatch(NamedTuple):
@@ -73,7 +76,8 @@ class MicroBatch(NamedTuple):
     index_BT: Tensor
     """index of each token in the whole stream: its sequence's number x T + its place in that"""
     extras: Mapping[str, Tensor] | None = None
-    """what `enrich` adds for the objective by name, such as a teacher's logits: [B x T, ...]"""
+    """what rows say beside tokens, and what `enrich` adds for the objective, such as a teacher's
+    logits; by name, [B x T, ...]"""
 
 
 def place(build: "Build", micro: Micro) -> MicroBatch:
@@ -85,12 +89,17 @@ def place(build: "Build", micro: Micro) -> MicroBatch:
     targets_BT = micro.targets_BT.to(build.device, non_blocking=True)
     B, T = ids_BT.shape
     index_BT = torch.arange(B * T, device=build.device).view(B, T) + micro.first_token
+    numbers = {
+        name: values_BT.to(build.device, non_blocking=True).flatten(0, 1)
+        for name, values_BT in (micro.numbers_BT or {}).items()
+    }
     if micro.positions_BT is None or micro.segments_BT is None:
-        positions_1T = torch.arange(T, device=build.device)[None]
-        return MicroBatch(ids_BT, targets_BT, Rows(positions_1T), index_BT)
+        rows = Rows(torch.arange(T, device=build.device)[None])
+        return MicroBatch(ids_BT, targets_BT, rows, index_BT, numbers or None)
     positions_BT = micro.positions_BT.to(build.device, non_blocking=True)
     segments_BT = micro.segments_BT.to(build.device, non_blocking=True)
-    return MicroBatch(ids_BT, targets_BT, Rows(positions_BT, segments_BT), index_BT)
+    rows = Rows(positions_BT, segments_BT)
+    return MicroBatch(ids_BT, targets_BT, rows, index_BT, numbers or None)
 
 
 @dataclass
@@ -213,6 +222,8 @@ class Build:
     """how each parameter lies on the ranks, by name"""
     frozen: list[Callable[[str], bool]] = field(default_factory=list)
     routes: list[Route] = field(default_factory=list)
+    rates: list[Callable[[str], float]] = field(default_factory=list)
+    """each gives the parameter of a name a factor of its learning rate"""
     values: dict[str, Callable[[int], float]] = field(default_factory=dict)
     recut: list[Callable[["Build", Micro], Micro]] = field(default_factory=list)
     """each arranges a micro-batch's tokens in other sequences, before `place`"""
@@ -233,17 +244,31 @@ class Build:
         default_factory=list
     )
     runtime: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+    begins: list[Callable[["Build"], None]] = field(default_factory=list)
+    """each is called once, when the weights that the run begins or goes on with are in the model; a
+    signal ends it at once, so it keeps what it has"""
     before_step: list[Callable[["Build"], None]] = field(default_factory=list)
     """each acts on weights and states before a step's first forward pass"""
     judges: list[Callable[["Build", Tensor, Tensor], Tensor]] = field(default_factory=list)
     """(build, loss, gradient norm) -> on the device 1.0 where the step's update may be applied,
     else 0.0; the answer is the same on every rank"""
+    measured: dict[str, Callable[["Build"], Tensor]] = field(default_factory=dict)
+    """name in metrics.jsonl -> what it was in the newest step: a scalar on the device, the same on
+    every rank"""
+    evaluates: list[Callable[["Build", int | None], Mapping[str, float]]] = field(
+        default_factory=list
+    )
+    """each measures the validation text beside its loss: (build, most tokens, or None for all) ->
+    numbers by name, the same on every rank"""
     after_update: list[Callable[["Build", Tensor], None]] = field(default_factory=list)
     block_forward: list[str] = field(default_factory=list)
     """names of the wraps around each block's forward pass, innermost first"""
 
     given: Mapping[str, Tensor] = field(default_factory=dict)
     """values on the device by name, of another build, that are used in place of `source`"""
+
+    adapters: GivenAdapters | None = None
+    """those of `model.adapter` that a technique trains on"""
 
     # Made by the baseline from the sockets above.
     model: Decoder = None  # type: ignore[assignment]
@@ -270,6 +295,12 @@ class Build:
         """Return the type in which matmuls and attention compute."""
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return half.get(self.context.precision, torch.float32)
+
+    @property
+    def is_eager(self) -> bool:
+        """Return whether dispatch modes see a whole step: no model or update is compiled."""
+        updates = (route.compiled for route in self.routes if route.name in self.optimizers)
+        return not self.compiled and not any(updates)
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of a forward pass; it is off in fp32."""
@@ -346,6 +377,7 @@ COMPOSED = (
     "layouts",
     "frozen",
     "routes",
+    "rates",
     "values",
     "recut",
     "objective",
@@ -355,8 +387,11 @@ COMPOSED = (
     "state",
     "weights_for_eval",
     "runtime",
+    "begins",
     "before_step",
     "judges",
+    "measured",
+    "evaluates",
     "after_update",
     "compiled",
 )

@@ -102,10 +102,16 @@ def _plan() -> str:
 def _tables(table: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
     """Yield the dotted name and class of every table inside of one, the outer before the inner."""
     for name, info in table.model_fields.items():
-        inner = info.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        for inner in _inside(info.annotation):
             yield f"{prefix}{name}", inner
             yield from _tables(inner, f"{prefix}{name}.")
+
+
+def _inside(kind: Any) -> list[type[BaseModel]]:
+    """Return the tables that a type names: itself, one that may be left out, or those of a list."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [table for item in get_args(kind) for table in _inside(item)]
 
 
 def _families(catalogue: Catalogue) -> str:
@@ -155,6 +161,8 @@ def _type(info: FieldInfo) -> str:
 
 def _words(kind: Any) -> str:
     """Render a type as a reader writes its values."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "table"
     if kind in TYPE_NAMES:
         return TYPE_NAMES[kind]
     origin, inner = get_origin(kind), get_args(kind)
@@ -183,6 +191,8 @@ def _with_limits(words: str, metadata: Iterable[Any]) -> str:
 def _default(info: FieldInfo) -> str:
     if info.default is PydanticUndefined:
         return "none" if info.default_factory is None else "empty"
+    if isinstance(info.default, BaseModel):
+        return "a table at its defaults"
     return "not set" if info.default is None else f"`{json.dumps(info.default)}`"
 
 

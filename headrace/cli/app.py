@@ -20,6 +20,23 @@ class Headrace(Verbs):
             "runs.evaluate_run",
             "Validation loss of a run's checkpoint over all its text, in nats and bits per byte.",
         ),
+        Verb("finetune", "finetune.finetune", "Fine-tune a model on your examples."),
+        Verb(
+            "extend",
+            "extend.extend",
+            "Let a model read longer rows, and say what short ones lost.",
+        ),
+        Verb(
+            "compress",
+            "compress.compress",
+            "Quantize a model in several ways, and say what each costs and saves.",
+        ),
+        Verb(
+            "distill",
+            "distill.distill",
+            "Let a small model learn from a larger one, in the loop or from what it said once.",
+        ),
+        Verb("chat", "chat.chat", "Talk with a run that was trained on conversations."),
         Verb("sample", "runs.sample", "Continue a prompt with a trained run."),
         Verb(
             "list",
@@ -38,6 +55,7 @@ class Headrace(Verbs):
             "Write a run's page again, or lay runs side by side on one page.",
         ),
         Verb("export", "runs.export", "Write a run's model in another tool's format."),
+        Verb("run", "run_file.run_file", "Run an exported file by its own runtime."),
         Verb(
             "plan",
             "predict.plan",

@@ -42,6 +42,9 @@ With = Annotated[list[str] | None, typer.Option("--with", help="Add a technique.
 Without = Annotated[list[str] | None, typer.Option("--without", help="Remove a technique.")]
 PlanName = Annotated[str, typer.Argument(help="A recipe's name or a TOML file.")]
 RunName = Annotated[Path, typer.Argument(help="A run: runs/NAME, or its NAME.")]
+Adapter = Annotated[
+    str, typer.Option(help="Put this adapter on the run's base: a run, a folder, or a name.")
+]
 Checkpoint = Annotated[
     str | None, typer.Option(help="step-N, latest or best.", callback=_check_name)
 ]

@@ -1,5 +1,7 @@
 """This module reads the plan that a command line names, and finds where it would run."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,27 @@ def place(plan: Plan, device_name: str = "") -> tuple[Context, Machine]:
         return there, Machine.assumed(device_name)
     device = choose_device(plan)
     return make_context(plan, device), rates_here(device)
+
+
+def laid_out(plan: Plan, show: Callable[[str], None]) -> Plan:
+    """Return a plan of `mesh.auto = true` with a layout of the processes that were started.
+
+    Args:
+        plan: any plan; one that names its layout is returned as it is.
+        show: called with each line about the choice.
+
+    Raises:
+        ConfigError, UnsupportedError: no layout can run here, or none is predicted to fit.
+    """
+    if not plan.mesh.auto:
+        return plan
+    from headrace.predict.mesh import choose_mesh
+
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    chosen = choose_mesh(plan, ranks, *place(plan), catalogue())
+    for line in chosen.lines:
+        show(line)
+    return chosen.plan
 
 
 def rates_here(device: torch.device, *, sure: bool = False) -> Machine:

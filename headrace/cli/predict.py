@@ -127,19 +127,26 @@ def _check(plan: str, budget: str, *, data: str, output: Path | None, near: bool
 
 def _show(name: str, wanted: "Plan", prediction: "Prediction", *, as_json: bool) -> None:
     """Print the prediction of a plan, with what may be a mistake in it and where it begins."""
+    from headrace.cli.data_mix import prepared_mix
     from headrace.inference.load import run_of
     from headrace.plan.doubts import doubts_of
     from headrace.predict import page
     from headrace.train.run_folder import RunFolder
 
     parent = RunFolder(run).parent if (run := run_of(name)) else None
-    doubts = doubts_of(wanted)
+    doubts, mix = doubts_of(wanted), prepared_mix(wanted)
     if as_json:
-        more = {"parent": parent, "doubts": [doubt.to_dict() for doubt in doubts]}
+        more = {
+            "parent": parent,
+            "doubts": [doubt.to_dict() for doubt in doubts],
+            "mixture": None if mix is None else mix.to_dict(),
+        }
         show_json({**prediction.to_dict(), **more})
         return
     notes = [f"note: {doubt.line}" for doubt in doubts]
     print(page.format_prediction(wanted, prediction), *notes, sep="\n")
+    if mix is not None:
+        print(*mix.lines(), sep="\n")
     if parent:
         print(f"it begins at step {parent['step']} of {parent['run']}")
 

@@ -6,22 +6,51 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.arguments import Checkpoint, Json, RunName
+from headrace.cli.arguments import Adapter, Checkpoint, Json, RunName
 from headrace.cli.catalogue import catalogue
+from headrace.cli.eval_tasks import evaluate_tasks
 from headrace.cli.terminal import exit_codes, show_json, show_table
-from headrace.core.command import rerun
+from headrace.core.command import rerun, rerun_without
 from headrace.core.errors import ConfigError
 from headrace.core.limits import MOST, WIDEST
 from headrace.core.loading import loading
+
+if TYPE_CHECKING:
+    from headrace.export.start import Opened
+    from headrace.model.lora import StorageErrors
 
 LENGTH = "data.sequence_length"
 """The one key that an evaluation may set."""
 MOST_NEW = 1_000_000
 """The most tokens that a sample may add; each of them takes a forward pass."""
+
+
+Tokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=MOST, help="At most this many, spread evenly over the text; all without it."
+    ),
+]
+Stride = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=WIDEST,
+        help="Let rows overlap: each begins so many tokens after the last, and a target counts "
+        "once, where it has the most tokens before it.",
+    ),
+]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Score sets of questions instead: a file of JSON lines, a folder of them, or the name "
+        "of a task of lm-evaluation-harness (again for several)."
+    ),
+]
 
 
 def evaluate_run(
@@ -32,59 +61,141 @@ def evaluate_run(
     ] = None,
     *,
     checkpoint: Checkpoint = None,
-    tokens: Annotated[
+    adapter: Adapter = "",
+    tokens: Tokens = None,
+    stride: Stride = None,
+    tasks: Tasks = None,
+    delimiter: Annotated[
+        str, typer.Option(help="What stands between a prompt of --tasks and an answer.")
+    ] = " ",
+    limit: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=MOST, help="At most this many, spread evenly over the text; all without it."
-        ),
+        typer.Option(min=1, max=MOST, help="At most this many questions of each task."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Print the validation loss of a run's checkpoint, in nats and bits per byte."""
+    """Print the validation loss of a run's checkpoint, or what it scores on sets of questions."""
     with exit_codes(json):
-        with loading():
-            from headrace.inference.load import computed, open_model, resolve_run
-            from headrace.train.evaluate import (
-                LossByPlace,
-                bins_of,
-                check_length,
-                doubts,
-                evaluate,
-                finite,
+        if tasks:
+            _refuse_beside_tasks(overrides, tokens, stride)
+            evaluate_tasks(
+                run,
+                tasks,
+                delimiter=delimiter,
+                limit=limit,
+                checkpoint=checkpoint,
+                adapter=adapter,
+                as_json=json,
             )
-        folder, length = resolve_run(run), _length_asked(overrides or ())
-        build = open_model(folder, catalogue(), checkpoint=checkpoint, with_data=True)
-        trained, places = build.plan.data.sequence_length, None
-        if length is not None:
-            check_length(build, length)
-            places = LossByPlace(bins_of(trained, length), build.device)
-        validation = computed(
-            lambda: finite(evaluate(build, tokens, length=length, places=places)),
-            build,
-            folder,
-            catalogue(),
-            checkpoint=checkpoint,
-        )
-        values = {"run": str(folder), **vars(validation), **build.prepared.loss_fields}
-        by_place = {} if places is None else {"places": places.rows(trained)}
-        lengths = {} if places is None else {"sequence_length": length, "trained_length": trained}
-        # A user who asks for few of many targets knows it, so all targets count then.
-        counted = (
-            validation.tokens if validation.share == 1 else build.prepared.validation.tokens - 1
-        )
-        reasons = doubts(build, None, counted, bits_per_byte=validation.bits_per_byte)
-        if json:
-            doubtful = {"doubts": [doubt.to_dict() for doubt in reasons]} if reasons else {}
-            show_json(values | lengths | by_place | doubtful)
-        else:
-            show_table(
-                list(values),
-                [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in values.values()]],
+            return
+        if limit is not None:
+            raise ConfigError(
+                "--limit counts questions, and there are none without --tasks",
+                rerun_without("--limit", verb="eval"),
             )
-            if places is not None:
-                _show_places(by_place["places"], trained, folder)
-            for doubt in reasons:
-                print(doubt.line)
+        _show_loss(run, overrides or (), checkpoint, adapter, tokens, stride, as_json=json)
+
+
+def _show_loss(
+    run: Path,
+    overrides: Sequence[str],
+    checkpoint: str | None,
+    adapter: str,
+    tokens: int | None,
+    stride: int | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the loss of a run on its validation text."""
+    with loading():
+        from headrace.train.evaluate import (
+            LossByPlace,
+            bins_of,
+            check_length,
+            check_stride,
+            doubts,
+            evaluate,
+            finite,
+        )
+    length = _length_asked(overrides)
+    opened = _opened(run, adapter, checkpoint, with_data=True)
+    build, folder = opened.build, opened.run
+    trained, places = build.plan.data.sequence_length, None
+    if length is not None:
+        check_length(build, length)
+        places = LossByPlace(bins_of(trained, length), build.device)
+    if stride is not None:
+        check_stride(stride, length or trained)
+    validation = opened.compute(
+        lambda: finite(evaluate(build, tokens, length=length, stride=stride, places=places))
+    )
+    beside = {"adapter": adapter} if adapter else {}
+    values = {"run": str(folder), **beside, **vars(validation), **build.prepared.loss_fields}
+    values |= values.pop("more")
+    if stride is not None:
+        values |= {"stride": stride, "least_context": (length or trained) - stride}
+    by_place = {} if places is None else {"places": places.rows(trained)}
+    lengths = {} if places is None else {"sequence_length": length, "trained_length": trained}
+    # A user who asks for few of many targets knows it, so all targets count then.
+    counted = validation.tokens if validation.share == 1 else build.prepared.validation.tokens - 1
+    reasons = doubts(build, None, counted, bits_per_byte=validation.bits_per_byte)
+    if as_json:
+        doubtful = {"doubts": [doubt.to_dict() for doubt in reasons]} if reasons else {}
+        show_json(values | lengths | by_place | doubtful)
+    else:
+        show_table(
+            list(values),
+            [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in values.values()]],
+        )
+        if places is not None:
+            _show_places(by_place["places"], trained, folder)
+        for doubt in reasons:
+            print(doubt.line)
+
+
+def _opened(
+    run: Path, adapter: str, checkpoint: str | None, *, with_data: bool = False
+) -> "Opened":
+    """Return the model of a run, with another adapter where one is named, or a quantized model.
+
+    Raises:
+        ConfigError: it is neither, or a quantized model is asked for a checkpoint or an adapter.
+    """
+    from headrace.export.point import is_point, open_point
+    from headrace.export.start import Opened, open_chosen
+
+    if not is_point(run):
+        return open_chosen(
+            run, catalogue(), adapter=adapter, checkpoint=checkpoint, with_data=with_data
+        )
+    if checkpoint is not None or adapter:
+        option = "--adapter" if adapter else "--checkpoint"
+        raise ConfigError(
+            f"{run} is a quantized model, which has no checkpoints and takes no adapter",
+            rerun_without(option, verb="eval"),
+        )
+    build = open_point(run, catalogue(), with_data=with_data)
+    return Opened(build, run, run, lambda work: work())
+
+
+def _refuse_beside_tasks(
+    overrides: Sequence[str] | None, tokens: int | None, stride: int | None
+) -> None:
+    """Refuse words of the validation text beside `--tasks`, which reads none of it.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    given = [
+        *(overrides or ()),
+        *([f"--tokens {tokens}"] if tokens is not None else ()),
+        *([f"--stride {stride}"] if stride is not None else ()),
+    ]
+    if given:
+        raise ConfigError(
+            f"--tasks reads no validation text, which {given[0]} is of",
+            rerun_without("--tasks", verb="eval"),
+        )
 
 
 def _length_asked(overrides: Sequence[str]) -> int | None:
@@ -126,6 +237,19 @@ def _show_places(rows: Sequence[Mapping[str, Any]], trained: int, folder: Path) 
     show_table(["places", "rows", "targets", "loss_nats"], lines)
 
 
+def read_prompt(prompt: str) -> str:
+    """Return a prompt that was typed as text.
+
+    Raises:
+        ConfigError: it is not UTF-8.
+    """
+    with suppress(UnicodeError):  # UTF-8 that a locale of ASCII handed over as bytes
+        prompt = os.fsencode(prompt).decode()
+    if prompt != (text := prompt.encode(errors="replace").decode()):
+        raise ConfigError(f"the prompt is not UTF-8: {prompt!a}", f"--prompt {shlex.quote(text)}")
+    return prompt
+
+
 def sample(
     run: RunName,
     *,
@@ -136,31 +260,20 @@ def sample(
     top_p: Annotated[float, typer.Option(max=1, help="Above 0; 1 is all.")] = 1.0,
     seed: int = 0,
     checkpoint: Checkpoint = None,
+    adapter: Adapter = "",
     json: Json = False,
 ) -> None:
     """Continue a prompt with a trained run."""
     with exit_codes(json):
-        with suppress(UnicodeError):  # UTF-8 that a locale of ASCII handed over as bytes
-            prompt = os.fsencode(prompt).decode()
-        if prompt != (text := prompt.encode(errors="replace").decode()):
-            raise ConfigError(
-                f"the prompt is not UTF-8: {prompt!a}", f"--prompt {shlex.quote(text)}"
-            )
+        prompt = read_prompt(prompt)
         if not -(2**63) <= seed < 2**63:
             raise ConfigError("--seed takes whole numbers of 64 bits", f"--seed {2**63 - 1}")
         with loading():
-            from headrace.inference.load import computed, open_model, resolve_run
             from headrace.inference.sample import generate_text
-        folder = resolve_run(run)
-        build = open_model(folder, catalogue(), checkpoint=checkpoint)
+        opened = _opened(run, adapter, checkpoint)
+        build = opened.build
         how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-        text = computed(
-            lambda: generate_text(build, prompt, new_tokens=tokens, **how),
-            build,
-            folder,
-            catalogue(),
-            checkpoint=checkpoint,
-        )
+        text = opened.compute(lambda: generate_text(build, prompt, new_tokens=tokens, **how))
         lost = build.prepared.loss_fields
         if json:
             show_json({"prompt": prompt, "text": text, **lost})
@@ -198,38 +311,84 @@ def report(
             print(page)
 
 
+def _storage_words(to: str, base: str, errors: "StorageErrors") -> str:
+    """Return what storage in few bits costs where adapters are used elsewhere."""
+    learned = f"the adapters moved them by {errors.learned:.2%}"
+    if to == "peft":
+        return (
+            f"the adapters learned beside weights in {base}, which are {errors.stored:.2%} off the "
+            f"whole ones (of their norm); {learned}. Beside whole weights logits are off by that"
+        )
+    return (
+        f"the adapters are in the weights as they were stored in {base}, and nothing is lost; "
+        f"stored in {base} again these would be {errors.requantized:.2%} off (of their norm), and "
+        f"{learned}"
+    )
+
+
 def export(
     run: RunName,
     *,
-    to: Annotated[str, typer.Option(help="hf: Hugging Face safetensors, config and tokenizer.")],
-    output: Annotated[Path | None, typer.Option(help="A new folder; RUN/hf without it.")] = None,
+    to: Annotated[
+        str,
+        typer.Option(help="hf: a whole model; peft: adapters alone; gguf: llama.cpp's file."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="A new folder, or file of gguf; RUN/FORMAT without it."),
+    ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="How gguf stores matrices: f32, f16, q8_0 or q4_0.")
+    ] = None,
     checkpoint: Checkpoint = None,
+    adapter: Adapter = "",
     json: Json = False,
 ) -> None:
-    """Write a run's model in another tool's format."""
+    """Write a run's model in another tool's format; with --adapter, its base with that merged."""
     with exit_codes(json):
         with loading():
+            from headrace.cli.companions import note_template
+            from headrace.export.gguf import Origin, file_name, stored_as
+            from headrace.export.peft import stored_in
             from headrace.export.run import export_run
-            from headrace.inference.load import open_model, read_plan, resolve_run
+            from headrace.export.start import open_chosen
+            from headrace.inference.load import checkpoint_of, read_plan
             from headrace.model.companions import LOST, Companions, read_companions
-        folder = resolve_run(run)
-        build = open_model(folder, catalogue(), checkpoint=checkpoint)
+            from headrace.model.lora import storage_errors
+            from headrace.train.checkpoint import Saved
+        stored = stored_as(to, quantize)
+        opened = open_chosen(run, catalogue(), adapter=adapter, checkpoint=checkpoint)
+        build, folder = opened.build, opened.run
         plan = read_plan(folder, catalogue())
         companions = read_companions(
             folder, plan.model.pretrained, lambda line: print(line, file=sys.stderr)
         )
+        talked = note_template(opened.talks, plan)
+        if talked is not None:
+            companions = (companions or Companions()).with_template(talked.template)
+        file = file_name(plan.name, stored) if to == "gguf" else ""
+        saved = Saved(checkpoint_of(folder, checkpoint), verify=False)
         written = export_run(
             build,
             to,
-            output or folder / to,
+            output or folder / (f"{to}-{Path(adapter).name}" if adapter else to) / file,
             run=folder,
             sequence_length=plan.data.sequence_length,
             companions=companions or Companions(),
+            quantize=stored,
+            origin=Origin.of(plan.name, saved.values),
+            note=lambda line: print(line, file=sys.stderr),
         )
+        errors = storage_errors(build.model, build.source)
+        if errors is not None:
+            print(_storage_words(to, stored_in(build), errors), file=sys.stderr)
         loss_fields = build.prepared.loss_fields
         if json:
-            lost = [*LOST] if companions is None else []
-            show_json({"to": to, "folder": str(written), "not_kept": lost, **loss_fields})
+            values = {"to": to, "file" if to == "gguf" else "folder": str(written)}
+            values |= {"not_kept": [*LOST] if companions is None else []}
+            values |= {} if errors is None else {"storage": errors._asdict()}
+            values |= {} if talked is None else {"chat_template_sha256": talked.template_sha256}
+            show_json({**values, **loss_fields})
         else:
             print(written)
             for loses in loss_fields.values():

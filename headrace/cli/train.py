@@ -1,6 +1,7 @@
 """This module holds the verb `train`."""
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,8 +24,10 @@ from headrace.core.loading import loading
 from headrace.core.units import format_count, format_seconds, part_of_text
 
 if TYPE_CHECKING:
+    from headrace.core.progress import Progress
+    from headrace.plan.plan import Plan
     from headrace.train.interrupts import Closing
-    from headrace.train.result import Conclusion, Verdict
+    from headrace.train.result import Conclusion, Result, Verdict
 
 
 def train(
@@ -51,8 +54,6 @@ def train(
             from headrace.cli.plans import named_plan
             from headrace.inference.branch import plan_of_branch
             from headrace.inference.load import plan_to_resume, run_of
-            from headrace.train import train as trainer
-            from headrace.train.interrupts import Closing, Interrupts
         if branch:
             overrides = _words_of_branch(plan, overrides, resume, checkpoint)
             wanted, parent = None, None
@@ -62,38 +63,25 @@ def train(
             raise ConfigError(
                 "--checkpoint says where to resume from", f"--resume --checkpoint {checkpoint}"
             )
-        Interrupts.print_error = partial(print_error, as_json=json)
-        progress = make_progress(json)
-        closing = stack.enter_context(Closing())
+        progress, closing = begin_training(stack, as_json=json)
         changes: Any = {
             "overrides": overrides or (),
             "with_": with_ or (),
             "without": without or (),
         }
-        try:
+        with concluded(progress, closing):
             if wanted is None:
                 begins = plan_of_branch(branch or "", catalogue(), **changes, note=progress.note)
                 wanted, parent, checkpoint = begins.plan, begins.parent, begins.checkpoint
             elif resume:
                 more = {**changes, "note": progress.note, "checkpoint": checkpoint}
                 wanted = plan_to_resume(wanted, parent, catalogue(), **more)
-            result = trainer.run(
-                wanted,
-                progress=progress,
+            result = training_of(wanted, progress)(
                 resume=resume or bool(branch),
                 folder=parent,
                 checkpoint=checkpoint,
                 branch=bool(branch),
-                catalogue=catalogue(),
-                command=True,
             )
-        except HeadraceError as error:
-            closing.begin()
-            _conclude_failed(error, closing)
-            raise
-        finally:
-            closing.begin()
-            progress.close()
         if not result.first:
             return
         conclusion = result.conclude(closing, note)
@@ -102,6 +90,57 @@ def train(
         else:
             own_text = [*wanted.source_list] != ["stdlib"]
             note(closing_words(result.folder, conclusion, own_text=own_text))
+
+
+def begin_training(stack: ExitStack, *, as_json: bool) -> tuple["Progress", "Closing"]:
+    """Return what shows the progress of a training, and what guards the end of its command.
+
+    Args:
+        stack: leaves the second when the command ends.
+        as_json: print no progress, and an error as JSON.
+    """
+    with loading():
+        import headrace.train.train  # noqa: F401  (it takes seconds)
+        from headrace.train.interrupts import Closing, Interrupts
+
+    Interrupts.print_error = partial(print_error, as_json=as_json)
+    return make_progress(as_json), stack.enter_context(Closing())
+
+
+def training_of(plan: "Plan", progress: "Progress") -> Callable[..., "Result"]:
+    """Return the training of a plan as a command does it, on a layout of the started ranks.
+
+    Args:
+        plan: what is trained; with `mesh.auto` its layout is chosen first.
+        progress: shows the progress.
+
+    Returns:
+        `train.run` of that plan, which takes what else it takes by name.
+    """
+    from headrace.cli.plans import laid_out
+    from headrace.train import train as trainer
+
+    return partial(
+        trainer.run,
+        laid_out(plan, progress.note),
+        progress=progress,
+        catalogue=catalogue(),
+        command=True,
+    )
+
+
+@contextmanager
+def concluded(progress: "Progress", closing: "Closing") -> Iterator[None]:
+    """Close the progress of a training at its end, and conclude the run that an error ends."""
+    try:
+        yield
+    except HeadraceError as error:
+        closing.begin()
+        _conclude_failed(error, closing)
+        raise
+    finally:
+        closing.begin()
+        progress.close()
 
 
 def _words_of_branch(
@@ -158,7 +197,7 @@ def closing_words(folder: Path, conclusion: "Conclusion", *, own_text: bool) -> 
         f"{_outcome(report)}: {last['bits_per_byte']:.3f} bits per byte{part}{target} after "
         f"{format_count(report['tokens'])} tokens and {format_seconds(report['wall_s'])}, {rate}",
         *(f"{doubt['sentence']}; try: {doubt['remedy']}" for doubt in report["data"]["doubts"]),
-        *_verdict_lines(conclusion.verdict),
+        *verdict_lines(conclusion.verdict),
     ]
     if conclusion.sample is not None:
         lines.append(f"sample: {conclusion.sample}")
@@ -184,7 +223,7 @@ def _outcome(report: dict[str, Any]) -> str:
     return outcome
 
 
-def _verdict_lines(verdict: "Verdict | None") -> list[str]:
+def verdict_lines(verdict: "Verdict | None") -> list[str]:
     """Return the lines of the verdict with its remedy; none where no finding could be made."""
     if verdict is None:
         return []

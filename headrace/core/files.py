@@ -33,6 +33,11 @@ def encodable(text: str | Path) -> str:
     return raw.decode(errors="backslashreplace")
 
 
+def in_one_line(text: str) -> str:
+    """Return what another library says with its line breaks as blanks."""
+    return " ".join(text.split())
+
+
 def printable(name: str | Path) -> str:
     """Return a file's name on one line that every file and terminal takes."""
     return "".join(

@@ -74,7 +74,7 @@ def refuse_no_model(path: Path, key: str) -> None:
         key: the plan's key that names it.
 
     Raises:
-        ConfigError: it is a file, a run, or a folder that has no config.json.
+        ConfigError: it is a file, a run, adapters, or a folder that has no config.json.
     """
     if (path / "config.json").is_file():
         return
@@ -90,6 +90,11 @@ def refuse_no_model(path: Path, key: str) -> None:
             run = shlex.quote(str(path))
             raise ConfigError(message, f"headrace export {run} --to hf, then {key}={run}/hf")
         meant = path / "hf"
+    elif key == "model.pretrained" and (path / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{message}: it holds adapters, which stand beside the weights of another folder",
+            f"{key}=FOLDER of these weights model.adapter={path}",
+        )
     else:
         inside = [*path.glob("*/config.json"), *path.glob("snapshots/*/config.json")]
         meant = max(inside, key=lambda file: file.stat().st_mtime).parent if inside else None

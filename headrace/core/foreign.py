@@ -247,6 +247,9 @@ SAME: dict[str, str] = {
     ),
     **dict.fromkeys(("r", "lora_r", "lora_rank"), "techniques.lora.rank"),
     **dict.fromkeys(("lora_alpha",), "techniques.lora.alpha"),
+    **dict.fromkeys(("lora_dropout",), "techniques.lora.dropout"),
+    **dict.fromkeys(("use_rslora",), "techniques.lora.scaling"),
+    **dict.fromkeys(("loraplus_lr_ratio",), "techniques.lora.b_rate"),
     **dict.fromkeys(("target_modules", "lora_target_modules"), "techniques.lora.targets"),
     **dict.fromkeys(
         ("num_experts", "n_experts", "num_local_experts", "n_routed_experts"),
@@ -318,7 +321,8 @@ OPTIONS: dict[str, Remedy] = {
     ),
     **dict.fromkeys(("fp16",), mend("+fp16_loss_scaling")),
     **dict.fromkeys(("tf32", "allow_tf32"), mend("+tf32")),
-    **dict.fromkeys(("fsdp", "zero_stage", "zero"), mend("+fsdp")),
+    "fsdp": mend("+fsdp"),
+    **dict.fromkeys(("zero_stage", "zero"), mend("+zero")),
     **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout"), mend("+stochastic_depth")),
     **dict.fromkeys(
         ("flash_attention", "use_flash", "use_flash_attention"), mend("+flash_attention")

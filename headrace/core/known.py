@@ -56,26 +56,22 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(
         (
-            "zero",
-            "zero1",
-            "zero2",
             "zero3",
             "deepspeed",
-            "ddp",
             "fsdp2",
             "hsdp",
-            "zero_1",
-            "zero_2",
             "zero_3",
-            "distributed_optimizer",
             "deepspeed_zero3",
-            "deepspeed_zero2",
             "accelerate",
-            "data_parallel",
             "fairscale",
             "simple_fsdp",
         ),
         ("fsdp",),
+    ),
+    "ddp": ("data_parallel",),
+    **dict.fromkeys(
+        ("zero1", "zero2", "zero_1", "zero_2", "distributed_optimizer", "deepspeed_zero2"),
+        ("zero",),
     ),
     **dict.fromkeys(
         ("zero_offload", "cpu_offload", "offload"), ("optimizer_offload", "activation_offload")
@@ -85,8 +81,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
         ("tensor_parallel",),
     ),
     **dict.fromkeys(("pp", "gpipe", "zero_bubble", "1f1b", "dualpipe"), ("pipeline_parallel",)),
-    **dict.fromkeys(("ring_attention", "ulysses", "cp", "ulysses_sp"), ("context_parallel",)),
-    "sequence_parallel": ("tensor_parallel", "context_parallel"),
+    **dict.fromkeys(("ring_attention", "cp"), ("context_parallel",)),
+    "ulysses_sp": ("ulysses",),
+    "sequence_parallel": ("tensor_parallel", "ulysses", "context_parallel"),
     **dict.fromkeys(
         (
             "gradient_checkpointing",
@@ -157,7 +154,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(
         (
-            "dora",
             "peft",
             "adapters",
             "ia3",
@@ -172,7 +168,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
             "lisa",
             "spectrum",
         ),
-        ("lora", "qlora"),
+        ("lora", "dora", "qlora"),
     ),
     **dict.fromkeys(("unsloth", "liger", "apex"), ("liger_kernels",)),
     **dict.fromkeys(
@@ -261,9 +257,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("rotary", "rotary_embedding", "rotary_embeddings"), ("rope",)),
     **dict.fromkeys(
-        ("curriculum", "curriculum_learning", "seq_len_warmup", "slw", "sequence_length_warmup"),
+        ("seq_len_warmup", "slw", "sequence_length_warmup"),
         ("sequence_length_schedule",),
     ),
+    "curriculum_learning": ("curriculum", "sequence_length_schedule"),
     **dict.fromkeys(
         ("ema", "swa", "polyak", "lawa", "weight_ema", "checkpoint_averaging"),
         ("weight_averaging",),
@@ -280,8 +277,11 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("compile", "inductor", "dynamo"), ("torch_compile",)),
     **dict.fromkeys(
-        ("packing", "sequence_packing", "sample_packing", "multipack"), ("document_packing",)
+        ("packing", "sequence_packing", "sample_packing", "multipack"),
+        ("document_packing", "best_fit_packing"),
     ),
+    **dict.fromkeys(("bfd", "ffd", "bin_packing", "best_fit_decreasing"), ("best_fit_packing",)),
+    **dict.fromkeys(("dpo", "cdpo", "ipo", "simpo", "orpo"), ("preference",)),
     **dict.fromkeys(("kd", "knowledge_distillation", "teacher", "gkd"), ("distillation",)),
     **dict.fromkeys(("dropout", "layerdrop", "droppath"), ("stochastic_depth",)),
     **dict.fromkeys(("fused_adam", "galore_layerwise", "lomo"), ("optimizer_in_backward",)),
@@ -292,16 +292,12 @@ KNOWN: dict[str, tuple[str, ...]] = {
             "paged_attention",
             "vllm",
             "pruning",
-            "dpo",
             "ppo",
             "grpo",
-            "orpo",
             "kto",
-            "simpo",
             "rlhf",
             "reinforce",
             "rloo",
-            "neftune",
             "mixup",
             "sft",
             "mtp",

@@ -24,3 +24,12 @@ FEWEST_LR_STEPS = 20
 """Fewest steps of a range test: with fewer the rate grows by half or more from one to the next."""
 WIDEST_CHECKED = 512
 """Widest model of a coordinate check, in features, unless it is asked for another."""
+TokenizerPattern = Literal["nanochat", "gpt2", "gpt4", "qwen"]
+"""Rule by which text falls into words before a tokenizer is trained on them."""
+TokenizerText = Literal["sample", "all"]
+"""Text that a tokenizer is trained on: a sample of it, or the counted words of all of it."""
+TextGrouping = Literal["source", "script"]
+"""How texts are grouped on which tokenizers are compared: every file or data set apart, or by the
+script that most letters are of."""
+TRAINED_VOCAB = 32768
+"""Entries of a tokenizer that `data tokenizer` trains, unless it is asked for others."""

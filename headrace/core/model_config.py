@@ -6,11 +6,32 @@ from pydantic import Field, model_validator
 
 from headrace.core.folders import Folder
 from headrace.core.limits import WIDEST
-from headrace.core.remedy import mend
+from headrace.core.remedy import Remedy, mend
 from headrace.core.strict import Strict, Wrong
 from headrace.core.units import largest_divisor
 
 Positive = Annotated[int, Field(ge=1, le=WIDEST)]
+
+
+class RopeScaling(Strict):
+    """A rule that slows rotations down; `none` leaves them."""
+
+    kind: Literal["none", "linear", "ntk", "dynamic", "yarn", "llama3"] = "none"
+    """Every frequency / factor; a larger base; one that grows with a document's length; a ramp from
+    fast pairs to slow ones (arXiv 2309.00071); or Llama 3.1's smooth step."""
+    factor: float = Field(default=1.0, ge=1, le=1e6)
+    """How many times longer rows become."""
+    original_length: int = Field(default=0, ge=0, le=1 << 24)
+    """Tokens of a row of pretraining, which yarn and llama3 count turns in, and beyond which the
+    base of dynamic grows."""
+    beta_fast: float = Field(default=32.0, gt=0, le=1e6)
+    """yarn: pairs with more turns than this within such a row stay as they are."""
+    beta_slow: float = Field(default=1.0, gt=0, le=1e6)
+    """yarn: pairs with fewer turns than this turn `factor` times slower."""
+    low_frequency_factor: float = Field(default=1.0, gt=0, le=1e6)
+    """llama3: pairs with fewer turns than this turn slower by `factor`."""
+    high_frequency_factor: float = Field(default=4.0, gt=0, le=1e6)
+    """llama3: pairs with more turns than this stay as they are."""
 
 
 class ModelConfig(Strict):
@@ -39,12 +60,27 @@ class ModelConfig(Strict):
     nor have the norms of queries and keys beside it."""
     norm_eps: float = Field(default=1e-5, gt=0, le=1)
     """Added to the mean square."""
-    activation: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
-    """The MLP's nonlinearity; swiglu is gated and has three matrices."""
+    activation: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
+    """The MLP's nonlinearity; swiglu and geglu (of gelu_tanh, as in Gemma) are gated and have three
+    matrices."""
     position: Literal["rope", "learned", "none"] = "rope"
     """How tokens know their place."""
     rope_theta: float = Field(default=10_000.0, gt=0, le=1e12)
     """Base of the rotation's wavelengths."""
+    rope_scaling: RopeScaling = RopeScaling()
+    """How rotations are slowed for rows longer than those of pretraining, as weights have it."""
+    local_rope_theta: float = Field(default=0.0, ge=0, le=1e12)
+    """Base of the rotation, unscaled, in the layers that have the window; 0 is `rope_theta` and its
+    scaling there too. Gemma 3 has 10,000 (arXiv 2503.19786)."""
+    window: int = Field(default=0, ge=0, le=WIDEST)
+    """Tokens that a token sees, itself included; 0 is all before it (arXiv 2310.06825)."""
+    window_between: int = Field(default=0, ge=0, le=100_000)
+    """Layers with the window between two without it; 0 is no layer without: 1 in Gemma 2, 5 in
+    Gemma 3."""
+    attention_cap: float = Field(default=0.0, ge=0, le=1e6)
+    """Scores of attention are cap x tanh(score / cap), as in Gemma 2 (50); 0 leaves them."""
+    query_scale: float = Field(default=1.0, gt=0, le=1e6)
+    """Queries are multiplied by it, beside 1 / sqrt(head_dim)."""
     context: int = Field(default=0, ge=0, le=WIDEST)
     """Most positions that `learned` holds; 0 means data.sequence_length."""
     qk_norm: bool = False
@@ -58,6 +94,10 @@ class ModelConfig(Strict):
     """Embedding tables that are mixed into attention's values by learned factors, 0.5 each at
     first: table i in block i, and in the block as far before the last ones' end (modded-nanogpt).
     At most half of the layers, rounded up."""
+    embedding_scale: float = Field(default=1.0, gt=0, le=1e6)
+    """What the first block reads is the embedding times this; sqrt(dim) in Gemma."""
+    post_norms: bool = False
+    """Norms of what attention and MLP give to the stream, beside those before them (Gemma 2)."""
     tied_embeddings: bool = False
     """The output matrix is the embedding."""
     logit_cap: float = Field(default=0.0, ge=0, le=1e6)
@@ -65,6 +105,8 @@ class ModelConfig(Strict):
     nanochat (15); 0 leaves them as they are."""
     bias: bool = False
     """Biases in the linears of attention and MLP, as GPT-2 has."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values alone, as Qwen 2 has."""
     output_init: Literal["depth_scaled", "zero", "plain"] = "depth_scaled"
     """How the two projections that write to the residual start."""
     matrix_init: Literal["normal", "he", "orthogonal"] = "normal"
@@ -76,6 +118,9 @@ class ModelConfig(Strict):
     """Standard deviation of initial weights."""
     pretrained: Folder = ""
     """A folder with config.json and safetensors to start from instead of random weights."""
+    adapter: Folder = ""
+    """A folder of adapters in PEFT's format, beside the weights of `pretrained`. A technique of
+    adapters trains them on; without one they are added to the weights."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic: fp32, or autocast to bf16 or fp16 over fp32 weights; auto is bf16 on a GPU. fp16
     needs a technique that scales the loss."""
@@ -116,6 +161,19 @@ class ModelConfig(Strict):
                 f"the nearest is model.head_dim={self.resolved_head_dim + 1}",
                 mend(f"model.head_dim={self.resolved_head_dim + 1}"),
             )
+        if self.adapter and not self.pretrained:
+            raise Wrong(
+                f"adapter = {self.adapter!r} and no model.pretrained: adapters stand beside the "
+                "weights that they were trained with",
+                Remedy(text="model.pretrained=FOLDER of these weights,") | mend("model.adapter="),
+            )
+        idle = [name for name in ("window_between", "local_rope_theta") if getattr(self, name)]
+        if idle and not self.window:
+            raise Wrong(
+                f"{' and '.join(idle)} say how layers with a window differ, and model.window = 0 "
+                "gives none",
+                mend(*(f"model.{name}=0" for name in idle)),
+            )
         return self
 
     @property
@@ -124,6 +182,16 @@ class ModelConfig(Strict):
         tables, layers = self.value_embeddings, self.layers
         last = {layers - tables + table: table for table in range(tables)}
         return {**last, **{table: table for table in range(tables)}}
+
+    @property
+    def gated(self) -> bool:
+        """Return whether the MLP multiplies its hidden features by a gate."""
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def norms(self) -> int:
+        """Return how many norms of the stream's features there are."""
+        return (4 if self.post_norms else 2) * self.layers + 1
 
     @property
     def has_norm_weights(self) -> bool:
@@ -145,5 +213,5 @@ class ModelConfig(Strict):
         """Return the hidden features of the MLP: `ffn`, or where it is 0 what `dim` gives."""
         if self.ffn:
             return self.ffn
-        wide = 8 * self.dim / 3 if self.activation == "swiglu" else 4 * self.dim
+        wide = 8 * self.dim / 3 if self.gated else 4 * self.dim
         return -(-int(wide) // 32) * 32

@@ -1,11 +1,13 @@
 """Report how a run goes: bars in a terminal, plain lines elsewhere, nothing in a test."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from headrace.core.units import format_bytes, format_seconds
 
+OnProgress = Callable[[str, float, float | None], None]
+"""(what is being done, how far, of how much or None)."""
 LINE_EVERY_S = 30.0
 """Seconds between two lines of a long run, off a terminal."""
 LINES_A_RUN = 20

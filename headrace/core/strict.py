@@ -356,7 +356,9 @@ def _near(field: FieldInfo | None, item: dict[str, Any]) -> Any:
     """Return a value near to the refused one that works: a cleaned text, a bound or the default."""
     given, limits, kind = item["input"], item.get("ctx", {}), item["type"]
     if kind == "string_pattern_mismatch":
-        return re.sub("[^A-Za-z0-9._-]+", "-", given).strip(".-_") or None
+        cleaned = re.sub("[^A-Za-z0-9._-]+", "-", given).strip(".-_")
+        if cleaned != given:
+            return cleaned or None
     if (bound := next((limits[k] for k in ("ge", "le") if k in limits), None)) is not None:
         return bound
     default = None if field is None else field.default

@@ -19,7 +19,7 @@ def linear_parameters(config: ModelConfig) -> int:
     """
     heads, kv, width = config.heads, config.resolved_kv_heads, config.resolved_head_dim
     attention = config.dim * width * (heads + 2 * kv) + heads * width * config.dim
-    mlp = config.dim * config.resolved_ffn * (3 if config.activation == "swiglu" else 2)
+    mlp = config.dim * config.resolved_ffn * (3 if config.gated else 2)
     return config.layers * (attention + mlp) + config.dim * config.vocab
 
 
@@ -27,7 +27,7 @@ def block_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return (features in, features out) of each linear of a block, by the end of its name."""
     heads, width = config.heads, config.resolved_head_dim
     dim, ffn = config.dim, config.resolved_ffn
-    gated = config.activation == "swiglu"
+    gated = config.gated
     return {
         "mixer.qkv": (dim, (heads + 2 * config.resolved_kv_heads) * width),
         "mixer.out": (heads * width, dim),
@@ -58,13 +58,16 @@ def total_parameters(config: ModelConfig) -> int:
         count += config.dim * config.vocab
     if config.position == "learned":
         count += config.context * config.dim
-    count += _norm_numbers(config) * (2 * config.layers + 1) + _value_numbers(config)
+    count += _norm_numbers(config) * config.norms + _value_numbers(config)
     count += _qk_norm_numbers(config) + _factors(config)
     if config.bias:
         heads = config.heads + 2 * config.resolved_kv_heads
-        gates = 2 if config.activation == "swiglu" else 1
+        gates = 2 if config.gated else 1
         per_layer = heads * config.resolved_head_dim + 2 * config.dim + gates * config.resolved_ffn
         count += config.layers * per_layer
+    elif config.qkv_bias:
+        heads = config.heads + 2 * config.resolved_kv_heads
+        count += config.layers * heads * config.resolved_head_dim
     return count
 
 
@@ -239,7 +242,7 @@ def _unsplit_parameters(config: ModelConfig) -> int:
 
     They are norms, positions, and biases that are added once.
     """
-    count = _norm_numbers(config) * (2 * config.layers + 1)
+    count = _norm_numbers(config) * config.norms
     count += config.context * config.dim if config.position == "learned" else 0
     count += _qk_norm_numbers(config) + _factors(config)
     return count + (2 * config.layers * config.dim if config.bias else 0)
@@ -285,7 +288,7 @@ def _work_bytes(config: ModelConfig, tokens: int, size: int) -> float:
 
     The activation's gradient is there too, in the place of the activation.
     """
-    gates = 2 if config.activation == "swiglu" else 1
+    gates = 2 if config.gated else 1
     return size * tokens * (config.dim + gates * config.resolved_ffn)
 
 
@@ -309,7 +312,7 @@ def _block_activations(
     width = config.resolved_head_dim
     q, kv, ffn = config.heads * width, config.resolved_kv_heads * width, config.resolved_ffn
     row = tokens * size
-    gates = 2 if config.activation == "swiglu" else 1
+    gates = 2 if config.gated else 1
     # An RMS norm is a product of its input, its statistics and its weight: autograd keeps the
     # normalised values beside the result. Layer norm, and on a GPU both, is one kernel that keeps
     # its statistics. Under bf16 both keep an fp32 copy of their input in place of the input.
@@ -319,6 +322,8 @@ def _block_activations(
     composed = FP32 * tokens if device == "cpu" and size != FP32 else 0
     if config.norm == "rms_norm":
         norms += 2 * composed * config.dim
+    if config.post_norms:  # each keeps what it normalises, and in half precision an fp32 copy
+        norms *= 2
     lines = {
         "residual": 2 * row * config.dim,
         "norm": norms + 4 * FP32 * tokens,

@@ -8,7 +8,7 @@ Shapes: N = rows x length tokens, D features, L layers, Q and G features of quer
 hidden features, V entries of the vocabulary, P parameters.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from headrace.core.model_config import ModelConfig
@@ -58,9 +58,7 @@ def baseline_work(
         )
         for phase, (bytes, kernels, fused) in passes:
             if bytes:
-                loose = (
-                    HALVES if name == "activation" and config.activation == "swiglu" else UNFUSED
-                )
+                loose = HALVES if name == "activation" and config.gated else UNFUSED
                 work[f"{name}/{phase}"] = Stream(phase, count, bytes, kernels, fused, loose)
     parameters = total_parameters(config)
     if micro_batches > 1:
@@ -152,11 +150,11 @@ def _streams(
     cast = (FP32 + size) * weights if half else 0.0
     head_cast = (FP32 + size) * D * V if half else 0.0
     rope = 9 * wide / N * turned + 2 * cast_bytes / N * turned
-    gates = 2 if config.activation == "swiglu" else 1
+    gates = 2 if config.gated else 1
     cap = int(config.logit_cap > 0)  # a quotient, its tanh and a product; and their gradients
     return {
         "norms": (
-            2 * L + 1,
+            config.norms,
             (2 * cast_bytes * D + 2 * wide * D, 3 if half else 1, 2 * x * D),
             (2 * cast_bytes * D + 3 * wide * D, 4 if half else 2, 3 * x * D),
         ),
@@ -296,49 +294,4 @@ def offloaded(ledger: Ledger, sent: float) -> Ledger:
     """Return the ledger with so many bytes sent to the host in the forward pass, and back later."""
     phases: tuple[Phase, ...] = ("forward", "backward")
     more = {f"offload/{phase}": HostCopy(phase, bytes=sent) for phase in phases}
-    return replace(ledger, work={**ledger.work, **more})
-
-
-def adapted(ledger: Ledger, targets: Sequence[str], rank: int, share: float) -> Ledger:
-    """Return the ledger's work where adapters of `rank` learn beside frozen weights.
-
-    Args:
-        ledger: before, of weights that all learn.
-        targets: ends of names of the adapted linears; all without targets.
-        rank: of the adapters.
-        share: adapters' numbers over all that would learn without them.
-    """
-    sizes, more = ledger.sizes, dict[str, Work]()
-    tokens, layers = int(sizes["tokens"]), sizes["layers"]
-    row = sizes["activation_bytes"] * tokens
-    precision = next((p.precision for p in ledger.work.values() if isinstance(p, Matmul)), "bf16")
-    every = [key[:-3] for key in sizes if key.endswith("/in")]
-    for name in (n for n in every if not targets or n in targets):
-        inner, outer = int(sizes[f"{name}/in"]), int(sizes[f"{name}/out"])
-        matmuls: dict[str, tuple[Phase, tuple[int, int, int]]] = {
-            "down": ("forward", (tokens, rank, inner)),
-            "up": ("forward", (tokens, outer, rank)),
-            "up_input": ("backward", (tokens, rank, outer)),
-            "up_weight": ("backward", (outer, rank, tokens)),
-            "down_input": ("backward", (tokens, inner, rank)),
-            "down_weight": ("backward", (rank, inner, tokens)),
-        }
-        for what, (phase, shape) in matmuls.items():
-            more[f"{name}/adapter_{what}"] = Matmul(phase, layers, shape, precision)
-        # Both results are added up, and so are both gradients of the input.
-        sums: dict[Phase, float] = {"forward": row * outer, "backward": row * inner}
-        for phase, bytes in sums.items():
-            piece = Stream(phase, layers, 3 * bytes, fused=bytes)
-            more[f"{name}/adapter_{phase}"] = piece
-
-    def edit(name: str, piece: Work) -> Work | None:
-        if name.endswith(("/weight", "/sum")) or name in FROZEN:
-            return None
-        if name.startswith(LEARNED):
-            return piece.with_bytes(lambda bytes: share * bytes)
-        if name == "mixer.qkv/input":  # nothing before the first block learns
-            return replace(piece, count=piece.count - 1)
-        return piece
-
-    ledger = ledger.reworked(edit)
     return replace(ledger, work={**ledger.work, **more})

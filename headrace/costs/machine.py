@@ -29,7 +29,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -379,8 +379,12 @@ def _spot(length: int, features: int, causal: bool) -> tuple[float, ...]:
     return (*place(length, features**4), 2.0 * causal)
 
 
+@cache
 def _assumed(hardware: Hardware) -> Machine:
-    """Return the rates of a device whose peaks are published, or of a CPU by guessed peaks."""
+    """Return the rates of a device whose peaks are published, or of a CPU by guessed peaks.
+
+    They are fitted once: a sweep asks for them at each plan.
+    """
     family, cpu = FAMILIES[hardware.family], hardware.family == "cpu"
     peaks = {
         "half": hardware.peak_half_flops or CPU.half_flops * hardware.processors,

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from headrace.core.errors import ConfigError, is_out_of_memory
 from headrace.core.files import python, shell
+from headrace.data import text_file
+from headrace.data.chat.conversation import plain
+from headrace.data.columns import read_columns
 from headrace.data.contents import PARQUET, is_text, other_kind, packed_as
-from headrace.data.fields import MISSING, find, lacks, no_field, once, top
+from headrace.data.fields import lacks, no_field, once
 from headrace.data.json_values import NO_SPACE, fault, json_values
 from headrace.data.left_out import Reason
 from headrace.data.listing import DECOMPRESS, JSON, LINES, TABLES, kind_of
@@ -37,7 +39,6 @@ LOOKED_BEHIND = 1000
 """Lines in which a field is looked for that the first row lacks."""
 NUL_SHARE = 0.1
 """Share of zero bytes above which a file is no text; text in UTF-16 has about a half."""
-UNPACK = {"gzip": "gzip -d", "zstd": "zstd -d --rm", "bz2": "bzip2 -d", "xz": "xz -d"}
 MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
@@ -73,7 +74,7 @@ def _read(file: TextFile) -> Iterator[TextAndOrigin]:
     kind, compression = kind_of(file.path)
     _check_packing(file, kind, compression)
     if kind == ".parquet":
-        yield from _parquet(file, compression)
+        yield from read_columns(file, compression)
         return
     with _open(file.path, compression) as stream:
         begins = _check_text(file, stream)
@@ -84,7 +85,7 @@ def _read(file: TextFile) -> Iterator[TextAndOrigin]:
         elif kind in TABLES:
             yield from _table(file, stream, TABLES[kind])
         else:
-            yield file.decoded(stream.read(), file.name).removeprefix("\ufeff"), file.name
+            yield from _plain(file, stream)
 
 
 class _Unpacked(io.RawIOBase):
@@ -201,22 +202,60 @@ def _check_text(file: TextFile, stream: io.BufferedReader) -> bytes:
     return begins
 
 
+def _plain(file: TextFile, stream: io.BufferedReader) -> Iterator[TextAndOrigin]:
+    """Yield a file as one document, or the parts between separators, of which one is in memory."""
+    limit, separator = text_file.MOST_DOCUMENT_BYTES, file.reading.separator.encode()
+    rest, number, before_bytes = b"", 0, 0
+    while chunk := stream.read(CHUNK_BYTES if separator else limit + 1):
+        parts = (rest + chunk).split(separator) if separator else [rest + chunk]
+        rest = parts.pop()
+        for part in parts:
+            number += 1
+            yield _part(file, part, number, before_bytes)
+            before_bytes += len(part) + len(separator)
+        if len(rest) > limit:
+            where = f"{file.name}:{number + 1}" if number else file.name
+            raise file.too_large(where, _cut(file))
+    if rest or not number:
+        yield _part(file, rest, number + 1 if number else 0, before_bytes)
+
+
+def _part(file: TextFile, raw: bytes, number: int, before_bytes: int) -> TextAndOrigin:
+    origin = f"{file.name}:{number}" if number else file.name
+    text = file.decoded(raw, origin, before_bytes)
+    text = text if number > 1 else text.removeprefix("\ufeff")
+    return plain(text) if file.reading.chat else text, origin
+
+
+def _cut(file: TextFile) -> str:
+    """Return the command that cuts a plain text at lines into files of 64 MiB in a folder."""
+    folder, compression = file.path.parent / f"{file.path.name}.cut", kind_of(file.path)[1]
+    unpack = DECOMPRESS[compression] if compression else "cat"
+    command = (
+        f"mkdir {shell(folder)} && {unpack} < {shell(file.path)} | split -C 64M "
+        f"--additional-suffix=.txt - {shell(folder)}/"
+    )
+    return file.replaced(command if file.asked else f"{command} && {file.aside()}", folder)
+
+
 def _is_json(begins: bytes) -> bool:
     """Return whether a file of lines is in truth one array, or objects over several lines."""
     text = begins.removeprefix(codecs.BOM_UTF8).lstrip()
     return text.startswith(b"[") or bool(re.match(rb"\{\s*\n", text))
 
 
-def _lines(file: TextFile, stream: Iterable[bytes]) -> Iterator[str]:
+def _lines(file: TextFile, stream: io.BufferedReader) -> Iterator[str]:
     """Yield the lines of a file as text, without the mark before the first."""
-    offset_bytes = 0
-    for number, raw in enumerate(stream, 1):
+    offset_bytes, limit = 0, text_file.MOST_DOCUMENT_BYTES
+    for number, raw in enumerate(iter(partial(stream.readline, limit + 1), b""), 1):
+        if len(raw) > limit:
+            raise file.too_large(f"{file.name}:{number}", file.without_lines(number))
         line = file.decoded(raw, f"{file.name}:{number}", offset_bytes)
         offset_bytes += len(raw)
         yield line.removeprefix("\ufeff") if number == 1 else line
 
 
-def _table(file: TextFile, stream: Iterable[bytes], delimiter: str) -> Iterator[TextAndOrigin]:
+def _table(file: TextFile, stream: io.BufferedReader, delimiter: str) -> Iterator[TextAndOrigin]:
     """Yield the rows of a .csv or .tsv file; its first row names the fields."""
     # An old Macintosh ends lines in \r alone, which the library takes for a mistake.
     lines = (part for line in _lines(file, stream) for part in re.split("(?<=\r)(?!\n)", line))
@@ -226,9 +265,10 @@ def _table(file: TextFile, stream: Iterable[bytes], delimiter: str) -> Iterator[
     try:
         header = next(rows, [])
         _check_header(file, header, delimiter)
-        if file.text_key not in header:
-            raise no_field(file.text_key, header, header, file.name, file.without)
-        place, begins = header.index(file.text_key), rows.line_num + 1
+        for key in file.reading.keys:
+            if key not in header:
+                raise no_field(key, file.reading, header, header, file.name, file.without)
+        places, begins = {key: header.index(key) for key in file.reading.keys}, rows.line_num + 1
         for number, row in enumerate(rows, 2):
             if row and len(row) != len(header):
                 raise ConfigError(
@@ -237,7 +277,15 @@ def _table(file: TextFile, stream: Iterable[bytes], delimiter: str) -> Iterator[
                     file.without_lines(begins, rows.line_num),
                 )
             if row:
-                yield row[place], f"{file.name}:{number}"
+                if file.column is not None:
+                    file.column.note(dict(zip(header, row, strict=True)))
+                origin = f"{file.name}:{number}"
+                fields = {key: row[place] for key, place in places.items()}
+                text = file.reading.join(fields) if file.reading.chat is None else None
+                if file.reading.chat is not None:
+                    named = dict(zip(header, row, strict=True))
+                    text = file.reading.chat.text_of(named, origin, file.without)
+                yield text, origin
             else:
                 file.tally.add(Reason.BLANK_LINE, f"{file.name}:{number}")
             begins = rows.line_num + 1
@@ -253,7 +301,7 @@ def _table(file: TextFile, stream: Iterable[bytes], delimiter: str) -> Iterator[
 def _check_header(file: TextFile, header: list[str], delimiter: str) -> None:
     """Refuse a table whose columns are cut by another sign, or whose text is in two columns."""
     other = next((sign for sign in ";\t|," if len(header) == 1 and sign in header[0]), "")
-    if other and file.text_key in header[0].split(other):
+    if other and {*file.reading.keys} <= {*header[0].split(other)}:
         script = (
             f"import csv, sys; csv.field_size_limit(1 << 31); r = csv.reader(sys.stdin, "
             f"delimiter={other!r}); csv.writer(sys.stdout, delimiter={delimiter!r}).writerows(r)"
@@ -262,24 +310,26 @@ def _check_header(file: TextFile, header: list[str], delimiter: str) -> None:
             f"{file.name} has no {delimiter!r} between its columns, but {other!r}",
             file.through(python(script)),
         )
-    if (count := header.count(file.text_key)) > 1:
-        first = header.index(file.text_key)
-        names = delimiter.join([*header[:first], f"{file.text_key}_1", *header[first + 1 :]])
-        raise ConfigError(
-            f"{file.name} has {count} columns {file.text_key!r}; the command gives the first "
-            "another name",
-            file.through(f"sed {shlex.quote(f'1c {names}')}"),
-        )
+    for key in file.reading.keys:
+        if (count := header.count(key)) > 1:
+            first = header.index(key)
+            names = delimiter.join([*header[:first], f"{key}_1", *header[first + 1 :]])
+            raise ConfigError(
+                f"{file.name} has {count} columns {key!r}; the command gives the first another "
+                "name",
+                file.through(f"sed {shlex.quote(f'1c {names}')}"),
+            )
 
 
-def _json_lines(file: TextFile, stream: Iterable[bytes]) -> Iterator[TextAndOrigin]:
+def _json_lines(file: TextFile, stream: io.BufferedReader) -> Iterator[TextAndOrigin]:
     """Yield the rows of JSON lines.
 
     Several values on a line are as many rows: an old Macintosh ends lines in a carriage return
     alone, and some writers end none. What files that were put together have before a line is none
     of it: a mark of UTF-8, or the sign with which a JSON text sequence begins a record.
     """
-    earlier, parts, made = False, file.text_key.split("."), once(file.text_key)
+    reading, earlier = file.reading, False
+    parts, made = [part for key in reading.keys for part in key.split(".")], once(*reading.keys)
     lines = enumerate(_lines(file, stream), 1)
     for number, line in lines:
         origin = f"{file.name}:{number}"
@@ -299,10 +349,10 @@ def _json_lines(file: TextFile, stream: Iterable[bytes]) -> Iterator[TextAndOrig
                 _without_row(file, number, line),
             ) from None
         for row in rows:
-            lacking = isinstance(row, dict) and find(row, file.text_key) is MISSING
-            if lacking and (earlier or _follows(file.text_key, lines)):
+            key = reading.lacking(row) if isinstance(row, dict) else None
+            if key is not None and (earlier or _follows(file, lines)):
                 out, where = _without_row(file, number, line), "before" if earlier else "behind"
-                raise lacks(file.text_key, row, origin, out, where)
+                raise lacks(key, row, origin, out, where)
             remedy = partial(_without_row, file, number, line)
             yield file.text_of(row, origin, remedy), origin
             earlier = True
@@ -333,115 +383,12 @@ def _without_row(file: TextFile, number: int, line: str) -> str:
     return file.without_lines(number)
 
 
-def _follows(key: str, lines: Iterable[tuple[int, str]]) -> bool:
-    """Return whether one of the next lines has a field."""
+def _follows(file: TextFile, lines: Iterable[tuple[int, str]]) -> bool:
+    """Return whether one of the next lines has the fields."""
     for _, line in islice(lines, LOOKED_BEHIND):
         try:
-            if any(find(row, key) is not MISSING for row in _values(line, None)):
+            if any(file.reading.lacking(row) is None for row in _values(line, None)):
                 return True
         except (ValueError, RecursionError):
             continue
     return False
-
-
-def _parquet(file: TextFile, compression: str | None) -> Iterator[TextAndOrigin]:
-    if compression:
-        raise ConfigError(
-            f"{file.name} is compressed as a whole, and parquet is compressed within",
-            file.replaced(f"{UNPACK[compression]} {shell(file.path)}", file.path.with_suffix("")),
-        )
-    with file.path.open("rb") as raw, pq.ParquetFile(raw) as table:
-        names = table.schema_arrow.names
-        column = top(file.text_key, names)
-        if column is None:
-            fields = [*_fields(table.schema_arrow)]
-            texts = [name for name, kind in fields if _is_text(kind)]
-            raise no_field(
-                file.text_key, [name for name, _ in fields], texts, file.name, file.without
-            )
-        if (count := names.count(column)) > 1:
-            raise ConfigError(
-                f"{file.name} has {count} columns {column!r}; the command numbers the others",
-                _numbered(file),
-            )
-        number = 0
-        for batch in table.iter_batches(columns=[column], batch_size=1024):
-            if len(batch.schema.names) != 1:  # a name with dots that is also a path in another
-                batch = batch.select([column])
-            for row in _rows(file, batch, number):
-                number += 1
-                origin = f"{file.name}:{number}"
-                try:
-                    yield file.text_of(row, origin, file.without), origin
-                except UnicodeDecodeError as error:
-                    raise _not_utf_8(file, number, column, error) from None
-
-
-def _rows(file: TextFile, batch: pa.RecordBatch, before: int) -> list[dict[str, Any]]:
-    """Return the rows of a batch.
-
-    Raises:
-        ConfigError: a text of it is not UTF-8, which its writer did not check.
-    """
-    try:
-        return batch.to_pylist()
-    except UnicodeDecodeError:
-        pass
-    for number in range(len(batch)):
-        try:
-            batch.slice(number, 1).to_pylist()
-        except UnicodeDecodeError as error:
-            column = batch.schema.names[0]
-            raise _not_utf_8(file, before + number + 1, column, error) from None
-    raise AssertionError("a batch fails, and none of its rows")
-
-
-def _not_utf_8(file: TextFile, number: int, column: str, error: UnicodeDecodeError) -> ConfigError:
-    return ConfigError(
-        f"{file.name}: row {number:,} is not UTF-8 in its column {column!r}: byte "
-        f"0x{error.object[error.start]:02x} at offset {error.start:,} of the text; the command "
-        "replaces such bytes with U+FFFD",
-        _replaced(file, column),
-    )
-
-
-def _numbered(file: TextFile) -> str:
-    """Return the command that rewrites a parquet file so that every column has its own name."""
-    script = (
-        "import pyarrow.parquet as pq, sys; t = pq.ParquetFile(sys.argv[1]).read(); "
-        "n = t.column_names; m = [x if x not in n[:i] else f'{x}_{i}' for i, x in enumerate(n)]; "
-        "pq.write_table(t.rename_columns(m), sys.argv[2])"
-    )
-    run = python(script, shell(file.kept()), shell(file.path))
-    return f"{file.aside()} && {run}"
-
-
-def _replaced(file: TextFile, column: str) -> str:
-    """Return the command that rewrites a parquet file with valid text in a column."""
-    script = (
-        "import pyarrow as pa, pyarrow.parquet as pq, sys; bad, good, name = sys.argv[1:]; "
-        "t = pq.read_table(bad); "
-        "texts = [x and x.decode(errors='replace') for x in t[name].cast('binary').to_pylist()]; "
-        "t = t.set_column(t.column_names.index(name), name, pa.array(texts, 'string')); "
-        "pq.write_table(t, good)"
-    )
-    run = python(script, shell(file.kept()), shell(file.path), shlex.quote(column))
-    return f"{file.aside()} && {run}"
-
-
-def _fields(fields: Iterable[Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the columns of a table with their types, those inside of others dotted."""
-    for field in fields:
-        name, kind = before + field.name, field.type
-        while pa.types.is_list(kind) or pa.types.is_large_list(kind):
-            name, kind = f"{name}.0", kind.value_type
-        if pa.types.is_struct(kind) and depth < 4:
-            inner = [kind.field(i) for i in range(kind.num_fields)]
-            yield from _fields(inner, f"{name}.", depth + 1)
-        else:
-            yield name, kind
-
-
-def _is_text(kind: Any) -> bool:
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)

@@ -15,21 +15,21 @@ document that was cut has become small beside the whole and is no longer cut.
 """
 
 import math
-import re
 import shlex
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import AliasChoices, Field, ValidationError
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import write_whole
 from headrace.core.remedy import mend
 from headrace.core.strict import Strict
+from headrace.data.bpe import TrainedOn
 
 RULE = 2
 """Version of what stands above; other prepared data belongs to another version."""
@@ -43,16 +43,6 @@ MOST_UNITS = 1 << 18
 """Groups of documents whose bytes are counted. Equal documents are a group; with more different
 ones than this, neighbours by hash share one."""
 
-LONG_LINE = 32
-"""Characters from which on a line that two texts share is no accident in prose."""
-SENTENCES = 240
-"""Characters of a line above which its sentences are compared: text without ends of lines is one
-line, of which a part is never equal."""
-_SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])|\s*[\u2028\u2029]\s*")
-COMPARED = 1024
-"""Characters of a line that are compared."""
-MOST_LINES = 1 << 16
-"""Different lines of a validation text that are kept to compare."""
 SHARES = (1e-6, 1e-5, 1e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 """Shares that are tried in place of one that is refused."""
 MOST_READ_BYTES = 64 << 20
@@ -99,6 +89,16 @@ class Split:
     validation_bytes: int
     text_bytes: int
 
+    def state(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self) | {"cut": sorted(self.cut), "kept": sorted(self.kept)}
+
+    @staticmethod
+    def of_state(state: Mapping[str, Any]) -> "Split":
+        """Return the split that `state` was taken of."""
+        sets = {key: frozenset(state[key]) for key in ("cut", "kept")}
+        return Split(**{**state, **sets})
+
     def is_cut(self, place: int) -> bool:
         """Return whether the document whose hash falls on `place` is cut."""
         return _unit(place, self.natural, self.shift) in self.cut
@@ -122,10 +122,11 @@ class Weights:
 
     Args:
         share: of the text, that is to be held out.
+        cuts: whether a large document may be cut; a conversation is on one side whole.
     """
 
-    def __init__(self, share: float) -> None:
-        self.share = share
+    def __init__(self, share: float, *, cuts: bool = True) -> None:
+        self.share, self.cuts = share, cuts
         self.text_bytes = self.documents = 0
         self._natural, self._shift = int(share * PLACES), 0
         self._units: dict[int, list[int]] = {}
@@ -142,7 +143,7 @@ class Weights:
         Returns:
             Where its end would begin if it were cut, in bytes.
         """
-        cut = cut_at(raw, self.share)
+        cut = cut_at(raw, self.share) if self.cuts else len(raw)
         self.documents += 1
         self.text_bytes += len(raw)
         self._last[source] = max(place, self._last.get(source, 0))
@@ -152,6 +153,47 @@ class Weights:
         while len(self._units) > MOST_UNITS:
             self._coarsen()
         return cut
+
+    def merge(self, other: "Weights") -> None:
+        """Count the documents of another text too; in any order and grouping the sum is the same.
+
+        Args:
+            other: of the same share.
+        """
+        self.documents += other.documents
+        self.text_bytes += other.text_bytes
+        for source, place in other._last.items():
+            self._last[source] = max(place, self._last.get(source, 0))
+        while self._shift < other._shift:
+            self._coarsen()
+        for unit, (whole, end) in other._units.items():
+            down = self._shift - other._shift  # the lowest bit says on which side of the share
+            sizes = self._units.setdefault((unit >> 1 + down) << 1 | unit & 1, [0, 0])
+            sizes[0] += whole
+            sizes[1] += end
+        while len(self._units) > MOST_UNITS:
+            self._coarsen()
+
+    def state(self) -> dict[str, Any]:
+        """Return all that was counted, as JSON values."""
+        return {
+            "share": self.share,
+            "documents": self.documents,
+            "text_bytes": self.text_bytes,
+            "shift": self._shift,
+            "units": [[unit, *sizes] for unit, sizes in self._units.items()],
+            "last": [*self._last.items()],
+        }
+
+    @staticmethod
+    def of_state(state: Mapping[str, Any]) -> "Weights":
+        """Return the weights that `state` was taken of."""
+        weights = Weights(state["share"])
+        weights.documents, weights.text_bytes = state["documents"], state["text_bytes"]
+        weights._shift = state["shift"]
+        weights._units = {unit: [whole, end] for unit, whole, end in state["units"]}
+        weights._last = dict(state["last"])
+        return weights
 
     def _coarsen(self) -> None:
         """Count half as many units."""
@@ -243,20 +285,23 @@ def refused_split(weights: Weights, sources: str, weigh: Callable[[float], Weigh
 
 
 class Overlap(Strict):
-    """How much of a validation text of its own is trained on, too: documents that are equal."""
+    """How much of a validation text of its own is trained on, too, letter case and marks aside."""
 
     documents: int = Field(ge=0)
+    """Documents of which nearly all passages are trained on."""
     of_documents: int = Field(ge=0)
     bytes: int = Field(ge=0)
     of_bytes: int = Field(ge=0)
-    lines: int = Field(default=0, ge=0)
-    """Lines of at least LONG_LINE characters that are equal."""
-    of_lines: int = Field(default=0, ge=0)
+    passages: int = Field(default=0, ge=0, validation_alias=AliasChoices("passages", "lines"))
+    """Different runs of words that are trained on; earlier records have long lines."""
+    of_passages: int = Field(
+        default=0, ge=0, validation_alias=AliasChoices("of_passages", "of_lines")
+    )
 
     @property
-    def lines_share(self) -> float:
-        """Share of the validation text's long lines that are trained on."""
-        return self.lines / max(1, self.of_lines)
+    def passages_share(self) -> float:
+        """Share of the validation text's passages that are trained on."""
+        return self.passages / max(1, self.of_passages)
 
     @property
     def share(self) -> float:
@@ -269,7 +314,7 @@ class RecordDamaged(ConfigError):
 
 
 class Record(Strict):
-    """What prepared data keeps of how its sides were made."""
+    """What prepared data keeps of how its sides and its tokenizer were made."""
 
     rule: int = RULE
     cut_documents: int = Field(default=0, ge=0)
@@ -278,6 +323,8 @@ class Record(Strict):
     """None where a share is held out: equal documents are on one side."""
     loses: str = ""
     """What a tokenizer that was accepted as one that loses text loses of the held-out side."""
+    trained_on: TrainedOn | None = None
+    """What a tokenizer that was trained for this data learned from."""
 
     def save(self, folder: Path) -> None:
         """Write it beside the shards."""
@@ -300,61 +347,3 @@ class Record(Strict):
                 f"{folder / FILE} is damaged: {problem}; it only tells how the sides were made",
                 f"rm {shlex.quote(str(folder / FILE))}",
             ) from None
-
-
-class Overlaps:
-    """Finds documents and lines of a validation text of its own among those that are trained on.
-
-    Of very many lines some are compared, picked by a hash.
-    """
-
-    def __init__(self) -> None:
-        self._sizes: dict[int, list[int]] = {}
-        self._trained_places: set[int] = set()
-        self._lines: dict[str, int] = {}
-        self._trained_lines: set[str] = set()
-        self._bar = 1 << 32  # lines whose hash falls below it are compared
-
-    def add(self, place: int, text: str, size_bytes: int) -> None:
-        """Count a document of the validation text; `place` is where the hash of its text falls."""
-        sizes = self._sizes.setdefault(place, [0, 0])
-        sizes[0] += 1
-        sizes[1] += size_bytes
-        for line in _long_lines(text):
-            if _hash(line) < self._bar:
-                self._lines[line] = self._lines.get(line, 0) + 1
-                while len(self._lines) > MOST_LINES:
-                    self._bar //= 2
-                    self._lines = {k: n for k, n in self._lines.items() if _hash(k) < self._bar}
-
-    def trained(self, place: int, text: str) -> None:
-        """Note that a document is trained on."""
-        if place in self._sizes:
-            self._trained_places.add(place)
-        if self._lines:
-            self._trained_lines.update(line for line in _long_lines(text) if line in self._lines)
-
-    def result(self) -> Overlap:
-        """Return how much of the validation text was found."""
-        trained = [self._sizes[place] for place in self._trained_places]
-        every = self._sizes.values()
-        return Overlap(
-            documents=sum(count for count, _ in trained),
-            of_documents=sum(count for count, _ in every),
-            bytes=sum(size for _, size in trained),
-            of_bytes=sum(size for _, size in every),
-            lines=sum(self._lines[line] for line in self._trained_lines),
-            of_lines=sum(self._lines.values()),
-        )
-
-
-def _long_lines(text: str) -> Iterator[str]:
-    """Yield the lines of a text that are long enough to be no accident, as they are compared."""
-    for whole in text.splitlines():
-        for line in _SENTENCE.split(whole) if len(whole) > SENTENCES else (whole,):
-            if len(line) >= LONG_LINE and len(line := line.strip()) >= LONG_LINE:
-                yield line[:COMPARED]
-
-
-def _hash(line: str) -> int:
-    return zlib.crc32(line.encode())

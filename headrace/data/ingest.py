@@ -1,8 +1,11 @@
 """Turn sources into shards: read twice, train or load the tokenizer, hold some out, encode, write.
 
 The first pass counts, finds what is held out (see heldout.py) and keeps a sample for the tokenizer;
-the second encodes. The tokenizer learns from at most 64 MiB of the training side, picked by hash
-from all of it, so its memory does not grow with the data.
+the second encodes. Both are stages of a pipeline over parts of the sources (see pipeline.py), which
+run here or on an engine (see scale/). The tokenizer learns from at most 64 MiB of the training
+side, picked by hash from all of it, or with `data.tokenizer_text = "all"` from the words of all of
+it, which a pass of its own counts here (see bpe.py); its memory does not grow with the data either
+way.
 
 The result is kept under `data.directory` in a folder named by all that went into it. It is built
 aside under a lock and renamed when complete and on disk: `kill -9` leaves at worst a folder that
@@ -15,13 +18,11 @@ import hashlib
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from headrace.core.command import rerun_train
 from headrace.core.errors import (
@@ -33,34 +34,44 @@ from headrace.core.errors import (
     is_out_of_memory,
 )
 from headrace.core.files import hold_lock, publish
-from headrace.core.native import call_native
+from headrace.core.progress import OnProgress
 from headrace.core.units import format_bytes
 from headrace.data import left_out
+from headrace.data.chat.encode import chat_encoder, template_of
+from headrace.data.chat.record import chat_digest
+from headrace.data.cleaning import Cleaning, asked_sources, uncleaned
+from headrace.data.commands import rebuild_command
+from headrace.data.fields import TextReading
 from headrace.data.heldout import (
-    PLACES,
     RULE,
-    Overlaps,
     Record,
     RecordDamaged,
     Split,
     Weights,
     refused_split,
 )
-from headrace.data.left_out import LeftOutTally, Reason
+from headrace.data.left_out import LeftOutTally, Reason, without_text
 from headrace.data.listing import Asked
-from headrace.data.prepared import Prepared, check_same_data, open_prepared
+from headrace.data.pipeline import (
+    Encoder,
+    InThisProcess,
+    PartEngine,
+    Pipeline,
+    own_validation,
+)
+from headrace.data.prepared import PACED, Prepared, check_same_data, open_prepared
 from headrace.data.repeated import Seen
+from headrace.data.scored import column_of, number_of, save_column, with_scores
 from headrace.data.shards import FORMAT, OtherFormat, ShardWriter, sync_file
-from headrace.data.sources import read_documents, source_signature
-from headrace.data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
-from headrace.plan.plan import DataConfig, Plan
+from headrace.data.sources import source_signature
+from headrace.data.survey import Survey
+from headrace.data.tokenizer import open_tokenizer
+from headrace.data.training import refuse_training_keys, train_for, training_key
+from headrace.plan.plan import Plan
 
-OnProgress = Callable[[str, float, float | None], None]
-"""(what is being done, how far, of how much or None)."""
+EngineFor = Callable[[Path], PartEngine]
+"""(Folder that is made) -> what runs the stages."""
 
-SAMPLE_BYTES = 64 << 20
-PIECE_CHARACTERS = 1 << 16
-ENCODE_BYTES = 8 << 20
 LESS_TO_HOLD = (
     "smaller documents: a .txt, .md or .py file is one and is read whole, .jsonl and .parquet row "
     "by row; data.tokenizer=PATH of a tokenizer.json, which holds no text to train one; or free "
@@ -69,57 +80,16 @@ LESS_TO_HOLD = (
 """What makes preparing take less memory; the rest of it is streamed."""
 
 
-@dataclass
-class _Survey:
-    """What the first pass learns."""
-
-    weights: Weights
-    text_bytes: int = 0
-    sample: list[tuple[int, int, int, str]] = field(default_factory=list)
-    """(priority, place of its document, characters before that one's held-out end, text)."""
-    sample_bytes: int = 0
-    bar: int = PLACES
-    """Pieces with a priority below it are kept."""
-
-    def add(self, text: str, *, keep_sample: bool, source: int = 0) -> None:
-        raw = text.encode()
-        digest = hashlib.sha256(raw).digest()
-        place = _place(digest)
-        self.text_bytes += len(raw)
-        cut = self.weights.add(raw, place, source)
-        if not keep_sample:
-            return
-        head = cut if len(raw) == len(text) else len(text) - len(raw[cut:].decode())
-        for begin in range(0, len(text), PIECE_CHARACTERS):
-            priority = _place(hashlib.sha256(digest + begin.to_bytes(8, "little")).digest())
-            if priority < self.bar:
-                piece = text[begin : begin + PIECE_CHARACTERS]
-                self.sample.append((priority, place, max(0, head - begin), piece))
-                self.sample_bytes += len(piece.encode())
-        while self.sample_bytes > SAMPLE_BYTES:
-            self.bar //= 2
-            self.sample = [item for item in self.sample if item[0] < self.bar]
-            self.sample_bytes = sum(len(piece.encode()) for *_, piece in self.sample)
-
-    def training_texts(self, split: Split | None) -> Iterator[str]:
-        """Yield the sample without what is held out."""
-        for _, place, head, piece in self.sample:
-            if split is None or not (split.is_cut(place) or split.is_validation(place)):
-                yield piece
-            elif split.is_cut(place) and head:
-                yield piece[:head]
-
-
-def _place(digest: bytes) -> int:
-    return int.from_bytes(digest[:8], "big")
-
-
-def prepare(plan: Plan, *, progress: OnProgress | None = None) -> Prepared:
+def prepare(
+    plan: Plan, *, progress: OnProgress | None = None, engine_for: EngineFor | None = None
+) -> Prepared:
     """Return the tokenizer and shards of a plan, made now or kept from an earlier run.
 
     Args:
         plan: its `data` table says what; nothing else of the plan matters here.
         progress: called now and then with (description, done, total), in bytes of text.
+        engine_for: gives what runs the stages, called with the folder that is made, when it must
+            be; this process without it.
 
     Raises:
         ConfigError: a source, the tokenizer or the split is not possible, or shards are damaged.
@@ -127,7 +97,7 @@ def prepare(plan: Plan, *, progress: OnProgress | None = None) -> Prepared:
         MemoryFull: the memory is.
     """
     try:
-        return _prepare(plan, progress)
+        return with_scores(plan, _prepare(plan, progress, engine_for), progress)
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
@@ -154,6 +124,8 @@ def reopen(
         prepared = _prepare_unrecorded(plan, run / "tokenizer.json", progress)
         return replace(prepared, has_begun=True)
     was = record["fingerprint"]
+    if "cleaning" not in was:
+        plan = uncleaned(plan)
     places = [Path(record[key]) for key in ("directory", "absolute")]
     places.append(Path(plan.data.directory).expanduser() / places[0].name)
     place = next((p for p in places if p.is_dir()), None)
@@ -175,17 +147,19 @@ def reopen(
                 f"{rerun_train(run, 'name=NEW', 'data.sources=PATH')} for a new run, or the "
                 f"shards back into {places[1]}, or the text where it was",
             ) from error
-    text = {thing: digest for thing, digest in was.items() if thing != "mixture"}  # the plan's own
+    own = ("mixture", *PACED)  # the plan's own, which a checkpoint is compared with
+    text = {thing: digest for thing, digest in was.items() if thing not in own}
     where = f"shards in {prepared.directory}"
     if place is None:
         where += ", made now, as theirs are gone; an older version may have held out other text"
-    check_same_data(text, prepared.fingerprint, where, run)
-    return replace(prepared, has_begun=True)
+    now = {thing: digest for thing, digest in prepared.fingerprint.items() if thing not in own}
+    check_same_data(text, now, where, run)
+    return replace(with_scores(plan, prepared, progress), has_begun=True)
 
 
 def _rebuild_whole(plan: Plan, folder: Path) -> str:
     """Return the command that rebuilds a whole folder: a part of it is never rebuilt alone."""
-    return f"rm -r {shlex.quote(str(folder))} && {_rebuild_command(plan.data)}"
+    return f"rm -r {shlex.quote(str(folder))} && {rebuild_command(plan.data)}"
 
 
 def _remade(plan: Plan, folder: Path, run: Path, *, older: bool) -> str:
@@ -221,22 +195,24 @@ def _prepare_unrecorded(plan: Plan, own: Path, progress: OnProgress | None) -> P
 def is_current(plan: Plan, prepared: Prepared) -> bool:
     """Return whether preparing the plan's data now would give these very shards."""
     try:
-        return _key(plan) == prepared.directory.name
+        return _key(plan if prepared.cleaning else uncleaned(plan)) == prepared.directory.name
     except (ConfigError, OSError):  # what they were made from is gone
         return False
 
 
-def _prepare(plan: Plan, progress: OnProgress | None) -> Prepared:
+def _prepare(
+    plan: Plan, progress: OnProgress | None, engine_for: EngineFor | None = None
+) -> Prepared:
     progress = progress or (lambda description, done, total: None)
-    root = Path(plan.data.directory).expanduser()
-    name = _key(plan, listed := LeftOutTally())
-    target = root / name
+    target = folder_of(plan, listed := LeftOutTally())
+    root = target.parent
     try:
         if not target.exists():
             root.mkdir(parents=True, exist_ok=True)
-            with _locked(root / f".{name}.lock"):
+            with _locked(root / f".{target.name}.lock"):
                 if not target.exists():
-                    _build_aside(plan, target, progress)
+                    engine = InThisProcess() if engine_for is None else engine_for(target)
+                    _build_aside(plan, target, progress, engine)
         prepared = open_prepared(plan, target)
         return replace(prepared, left_out=left_out.current(prepared.left_out, listed.records))
     except ConfigError as error:
@@ -247,17 +223,30 @@ def _prepare(plan: Plan, progress: OnProgress | None) -> Prepared:
     except OSError as error:
         if is_out_of_memory(error):
             raise
-        if not is_full_disk(error):
-            raise ConfigError(
-                f"data cannot be prepared in {root.resolve()}: {error}",
-                "data.directory=FOLDER that can be written, on a local disk",
-            ) from None
-        free_bytes = shutil.disk_usage(root).free
-        raise RunError(
-            f"the disk is full: {format_bytes(free_bytes)} left in {root.resolve()} while writing "
-            "shards, which take 2 bytes a token (4 for a vocabulary over 65,536)",
-            "free some space, or data.directory=FOLDER on another disk",
-        ) from None
+        raise disk_error(error, root) from None
+
+
+def disk_error(error: OSError, root: Path) -> ConfigError | RunError:
+    """Return what is told of a disk that cannot be written, or is full; `root` lies on it."""
+    if not is_full_disk(error):
+        return ConfigError(
+            f"data cannot be prepared in {root.resolve()}: {error}",
+            "data.directory=FOLDER that can be written, on a local disk",
+        )
+    free_bytes = shutil.disk_usage(root).free
+    return RunError(
+        f"the disk is full: {format_bytes(free_bytes)} left in {root.resolve()} while writing "
+        "shards, which take 2 bytes a token (4 for a vocabulary over 65,536)",
+        "free some space, or data.directory=FOLDER on another disk",
+    )
+
+
+def folder_of(plan: Plan, listed: LeftOutTally | None = None) -> Path:
+    """Return the folder that preparing the plan's data makes, whether it is there or not.
+
+    `listed` counts files that are left out.
+    """
+    return Path(plan.data.directory).expanduser() / _key(plan, listed)
 
 
 def _key(plan: Plan, listed: LeftOutTally | None = None) -> str:
@@ -267,8 +256,10 @@ def _key(plan: Plan, listed: LeftOutTally | None = None) -> str:
     """
     data = plan.data
     spec = data.tokenizer
+    if spec != "bpe":
+        refuse_training_keys(data)
     if spec == "bpe":
-        spec = f"bpe:{data.vocab}"
+        spec = f"bpe:{data.vocab}" + training_key(data)
     elif not spec.startswith("tiktoken:"):
         own = bool(spec) and spec == plan.model.pretrained
         key = "model.pretrained" if own else "data.tokenizer"
@@ -277,16 +268,20 @@ def _key(plan: Plan, listed: LeftOutTally | None = None) -> str:
     if isinstance(validation, str):
         validation = source_signature(Asked(validation, "data.validation"), listed)
     seen = None if listed is None else Seen(listed)
-    signatures = [source_signature(asked, listed, seen) for asked in _asked(plan)]
+    signatures = [source_signature(asked, listed, seen) for asked in asked_sources(plan.data)]
     facts: list[Any] = [FORMAT, RULE, signatures, spec, validation, data.text_key]
+    reading = TextReading.of(data)
+    if reading != TextReading(data.text_key):  # at its defaults it is no fact
+        facts.append(["reading", reading.template, reading.separator, reading.replace])
+    if column := column_of(data):
+        facts.append(["column", column])
     if data.lossy_tokenizer:  # what a strict plan would refuse is not taken from the cache
         facts.append("lossy")
+    facts += Cleaning(plan.data).facts()
+    if data.chat is not None:
+        template = template_of(data)
+        facts.append(["chat", chat_digest(data.chat, template.text, template.names)])
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
-
-
-def _asked(plan: Plan) -> list[Asked]:
-    """Return the sources, each with those that the plan names beside it."""
-    return [Asked(source, beside=plan.source_list) for source in plan.source_list]
 
 
 @contextmanager
@@ -299,94 +294,101 @@ def _locked(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _build_aside(plan: Plan, target: Path, progress: OnProgress) -> None:
+def _build_aside(plan: Plan, target: Path, progress: OnProgress, engine: PartEngine) -> None:
     """Make `target` whole or not at all. The lock is held."""
     aside = target.with_name(f".{target.name}.partial")
     if aside.exists():
         shutil.rmtree(aside)
     try:
         aside.mkdir()
-        _build(plan, aside, progress)
+        _build(plan, aside, progress, engine)
         publish(aside, target)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
-def _build(plan: Plan, folder: Path, progress: OnProgress) -> None:
+def _build(plan: Plan, folder: Path, progress: OnProgress, engine: PartEngine) -> None:
     """Make both passes, into an empty folder."""
-    data, tokenizer = plan.data, None
+    data, tokenizer, trained_on = plan.data, None, None
     if data.tokenizer != "bpe":
         tokenizer = open_tokenizer(data.tokenizer)
         if not data.lossy_tokenizer:
             tokenizer.refuse_losses()
     tally = LeftOutTally()
-    survey = _read_through(plan, progress, tally=tally)
-    split = _split(plan, survey, tally)
+    pipeline = Pipeline.of(data, tally, number_of(plan))
+    cleaning = pipeline.cleaning
+    cleaning.learn(progress, learner=engine.learner(pipeline))
+    survey = _read_through(pipeline, engine, progress, tally)
+    split = _split(pipeline, survey, tally)
     if tokenizer is None:
-        progress("training the tokenizer", 0, None)
-        texts = survey.training_texts(split)
-        tokenizer = call_native(lambda: train_tokenizer(texts, vocab=data.vocab))
+        counted = data.tokenizer_text == "all"
+        texts = (pipeline if counted else survey).training_texts(split)
+        tokenizer, trained_on = train_for(data, texts, survey.text_bytes, progress)
         survey.sample = []
     tokenizer.save(folder / "tokenizer.json")
     with (folder / "tokenizer.json").open("rb") as file:
         sync_file(file)
-    _write(plan, folder, tokenizer, split, survey.text_bytes, progress, tally)
+    encoder = Encoder(tokenizer, data.lossy_tokenizer, split, chat_encoder(data, tokenizer))
+    record = _write(plan, pipeline, engine, folder, encoder, survey.text_bytes, progress, tally)
+    cleaning.check_unchanged()
+    record.model_copy(update={"trained_on": trained_on}).save(folder)
+    if cleaning.record is not None:
+        cleaning.record.save(folder)
     left_out.save(folder, tally.records)
 
 
 def _read_through(
-    plan: Plan, progress: OnProgress, share: float | None = None, tally: LeftOutTally | None = None
-) -> _Survey:
-    """Make the first pass; with `share`, look only at what could be held out of the text."""
-    data, asked = plan.data, plan.data.validation
-    own = isinstance(asked, str)
-    survey = _Survey(Weights(share or (0.0 if own else asked)))
-    sampled = share is None and data.tokenizer == "bpe"
-    for number, asked_for in enumerate(_asked(plan)):
+    pipeline: Pipeline, engine: PartEngine, progress: OnProgress, tally: LeftOutTally
+) -> Survey:
+    """Make the first pass."""
+    survey = pipeline.new_survey()
+    engine.begin_survey(pipeline, progress)
+    for source, asked in enumerate(asked_sources(pipeline.data)):
         before, met = survey.weights.documents, LeftOutTally()
-        for document in read_documents(asked_for, text_key=data.text_key, left_out=met):
-            survey.add(document.text, keep_sample=sampled, source=number)
-            progress("reading", survey.text_bytes, None)
-        if survey.weights.documents == before and len(asked_for.beside) > 1:
-            raise _without_text(f"the files of {asked_for}", met, asked_for.without())
-        if tally is not None:
-            tally.take(met, *Reason)
+        for number in pipeline.cleaning.parts_of(source):
+            met.take(engine.survey(pipeline, number, survey, progress), *Reason)
+        is_empty = survey.weights.documents == before
+        if is_empty and (emptied := pipeline.cleaning.emptied(source)) is not None:
+            raise emptied
+        if is_empty and len(asked.beside) > 1:
+            raise without_text(f"the files of {asked} give", met, asked.without())
+        tally.take(met, *Reason)
     return survey
 
 
-def _without_text(source: str, tally: LeftOutTally, remedy: str) -> ConfigError:
-    why = "; ".join(record.format() for record in tally.records)
-    return ConfigError(f"{source} give no text" + (why and f": {why}"), remedy)
-
-
-def _split(plan: Plan, survey: _Survey, tally: LeftOutTally) -> Split | None:
+def _split(pipeline: Pipeline, survey: Survey, tally: LeftOutTally) -> Split | None:
     """Decide what is held out; None where validation has a text of its own."""
+    sources = [asked.source for asked in asked_sources(pipeline.data)]
     if not survey.weights.documents:
-        raise _without_text(f"data.sources = {[*plan.source_list]}", tally, "data.sources=PATH")
-    if isinstance(plan.data.validation, str):
+        raise without_text(f"data.sources = {sources} give", tally, "data.sources=PATH")
+    if isinstance(pipeline.data.validation, str):
         return None
     if (split := survey.weights.split()) is not None:
         return split
 
     def weigh(share: float) -> Weights:
-        return _read_through(plan, lambda *_: None, share).weights
+        other = pipeline.new_survey(share)
+        for number in range(len(pipeline.parts)):
+            pipeline.survey(number, other, lambda done: None, keep_sample=False)
+        return other.weights
 
-    raise refused_split(survey.weights, ", ".join(plan.source_list), weigh)
+    raise refused_split(survey.weights, ", ".join(sources), weigh)
 
 
 def _write(
     plan: Plan,
+    pipeline: Pipeline,
+    engine: PartEngine,
     folder: Path,
-    tokenizer: Tokenizer,
-    split: Split | None,
+    encoder: Encoder,
     total_bytes: int,
     progress: OnProgress,
     tally: LeftOutTally,
-) -> None:
-    """Make the second pass: encode every document and add it to its side."""
-    rebuild, asked = _rebuild_command(plan.data), plan.data.validation
-    overlaps, cut_documents, done_bytes, lost = Overlaps(), 0, 0, ""
+) -> Record:
+    """Make the second pass: encode every document and add it to its side; return how."""
+    data, tokenizer = pipeline.data, encoder.tokenizer
+    own = data.validation if isinstance(data.validation, str) else ""
 
     def writer(name: str, source: str) -> ShardWriter:
         return ShardWriter(
@@ -395,99 +397,35 @@ def _write(
             document_token=tokenizer.document_token,
             tokenizer=tokenizer.fingerprint,
             source=source,
-            rebuild=rebuild,
+            rebuild=rebuild_command(data),
+            answers=encoder.chat is not None,
         )
 
-    def add(side: ShardWriter, text: str, ids: np.ndarray) -> int:
-        """Add a document, and return the bytes of its text."""
-        nonlocal lost
-        is_validation = side is validation
-        if not plan.data.lossy_tokenizer:
-            tokenizer.check_document(text, ids, is_validation=is_validation)
-        elif is_validation and not lost:
-            lost = tokenizer.lost_of(text, ids, is_validation=True)
-        size = len(text.encode())
-        side.add(ids, text_bytes=size, counted_bytes=tokenizer.bytes_of(ids))
-        return size
-
-    def encoded(pieces: list[_Piece]) -> Iterator[tuple[_Piece, np.ndarray]]:
-        ids = call_native(lambda: tokenizer.encode_batch([p.text for p in pieces]))
-        return zip(pieces, ids, strict=True)
-
-    own, text_key = asked if isinstance(asked, str) else "", plan.data.text_key
-    validation = writer("validation", own or ", ".join(plan.source_list))
-    for pieces in _batches(Asked(own, "data.validation"), text_key, None, tally) if own else ():
-        for piece, ids in encoded(pieces):
-            overlaps.add(piece.place, piece.text, add(validation, piece.text, ids))
-    for i, source in enumerate(_asked(plan)):
-        train = writer(f"train-{i:02d}", source.source)
-        for pieces in _batches(source, text_key, split):
-            for piece, ids in encoded(pieces):
-                cut_documents += piece.is_end
-                overlaps.trained(piece.place, piece.text)
-                done_bytes += add(validation if piece.is_validation else train, piece.text, ids)
-            progress("encoding", done_bytes, total_bytes)
+    sources = [asked.source for asked in asked_sources(data)]
+    validation = writer("validation", own or ", ".join(sources))
+    encoder.encode_own(own_validation(data, tally), validation)
+    engine.begin_encode(pipeline, encoder, progress)
+    scores: list[Sequence[float]] = []
+    for i, source in enumerate(sources):
+        train = writer(f"train-{i:02d}", source)
+        for number in pipeline.cleaning.parts_of(i):
+            engine.encode(
+                pipeline,
+                number,
+                encoder,
+                train,
+                validation,
+                lambda done: progress("encoding", done, total_bytes),
+            )
         train.close()
+        scores.append(encoder.take_scores())
+    if column_of(data):
+        save_column(plan, folder, scores, progress)
     validation.close()
-    overlap = overlaps.result() if own else None
-    Record(cut_documents=cut_documents, overlap=overlap, loses=lost).save(folder)
-
-
-class _Piece(NamedTuple):
-    """A piece is a document, or the part of it that lies on one side."""
-
-    text: str
-    place: int
-    """Where the hash of the whole document falls."""
-    is_validation: bool = False
-    is_end: bool = False
-    """Whether it is the held-out end of a document that is trained on."""
-
-
-def _pieces(
-    source: Asked, text_key: str, split: Split | None, tally: LeftOutTally | None
-) -> Iterator[_Piece]:
-    """Yield the documents of a source, those that are cut as two."""
-    for document in read_documents(source, text_key=text_key, left_out=tally):
-        text = document.text
-        place = _place(hashlib.sha256(text.encode()).digest())
-        trained, validation = (text, "") if split is None else split.parts(text, place)
-        if trained:
-            yield _Piece(trained, place)
-        if validation:
-            yield _Piece(validation, place, is_validation=True, is_end=bool(trained))
-
-
-def _batches(
-    source: Asked, text_key: str, split: Split | None, tally: LeftOutTally | None = None
-) -> Iterator[list[_Piece]]:
-    """Yield the pieces of a source in lists of about 8 MiB of text."""
-    batch: list[_Piece] = []
-    size = 0
-    for piece in _pieces(source, text_key, split, tally):
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= ENCODE_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _rebuild_command(data: DataConfig) -> str:
-    """Return `headrace data ingest` with all keys that are not at their defaults or not demo's."""
-    keys = {
-        "sources",
-        "validation",
-        "text_key",
-        "tokenizer",
-        "lossy_tokenizer",
-        "vocab",
-        "directory",
-    }
-    asked = data.model_dump(mode="json", include=keys, exclude_defaults=True)
-    words = ["headrace data ingest demo"]
-    for key, value in {**asked, "vocab": data.vocab}.items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        words.append(shlex.quote(f"data.{key}={text}"))
-    return " ".join(words)
+    if encoder.chat is not None:
+        encoder.chat.record.save(folder)
+    return Record(
+        cut_documents=encoder.cut_documents,
+        overlap=pipeline.cleaning.overlap,
+        loses=encoder.loses,
+    )

@@ -11,16 +11,14 @@ from itertools import chain
 from typing import IO, Any
 
 from headrace.core.errors import ConfigError
-from headrace.core.files import python, shell
-from headrace.core.units import format_bytes
-from headrace.data.fields import MISSING, find, lacks, once
+from headrace.core.files import python
+from headrace.data import text_file
+from headrace.data.fields import lacks, once
 from headrace.data.left_out import Reason
-from headrace.data.listing import DECOMPRESS, JSON, kind_of
-from headrace.data.text_file import TextAndOrigin, TextFile
+from headrace.data.listing import JSON, kind_of
+from headrace.data.text_file import REPLACEMENT, TextAndOrigin, TextFile
 
 CHUNK_BYTES = 1 << 20
-MOST_VALUE_BYTES = 1 << 29
-"""Size of the largest value in a .json file, which is held whole."""
 NO_SPACE = re.compile(r"[^ \t\r\n]")
 
 
@@ -46,26 +44,28 @@ def json_values(file: TextFile, stream: IO[bytes]) -> Iterator[TextAndOrigin]:
             raise
         file.tally.add(Reason.NO_JSON, file.name)
         return
-    if not isinstance(first, str) and find(first, file.text_key) is MISSING:
+    lacking = file.reading.lacking
+    if not isinstance(first, str) and (key := lacking(first)) is not None:
         out = _without_value(file, values)
         try:
-            follows = any(isinstance(r, str) or find(r, file.text_key) is not MISSING for r in rows)
+            follows = any(isinstance(row, str) or lacking(row) is None for row in rows)
         except NotJson:
             follows = False
         if follows:
-            raise lacks(file.text_key, first, f"{file.name}:1", out, "behind")
+            raise lacks(key, first, f"{file.name}:1", out, "behind")
         if by_chance:
             file.tally.add(Reason.NO_FIELD, file.name)
             return
         if inner := _inner(first):
             raise ConfigError(
-                f"{file.name} has no field {file.text_key!r}; rows stand in its field {inner!r}",
+                f"{file.name} has no field {key!r}; rows stand in its field {inner!r}",
                 file.through(_script(f"r = r[{inner!r}]")),
             )
+        file.text_of(first, f"{file.name}:1", lambda: out)  # which refuses it
     for row in chain([first], rows):
         origin = f"{file.name}:{values.number}"
-        if values.number > 1 and isinstance(row, dict) and find(row, file.text_key) is MISSING:
-            raise lacks(file.text_key, row, origin, _without_value(file, values))
+        if values.number > 1 and isinstance(row, dict) and (key := lacking(row)) is not None:
+            raise lacks(key, row, origin, _without_value(file, values))
         yield file.text_of(row, origin, lambda: _without_value(file, values)), origin
 
 
@@ -92,8 +92,10 @@ class _Values:
 
     def __init__(self, file: TextFile, stream: IO[bytes]) -> None:
         self._file, self._stream = file, stream
-        self._json = json.JSONDecoder(object_pairs_hook=once(file.text_key))
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._json = json.JSONDecoder(object_pairs_hook=once(*file.reading.keys))
+        errors = "replace" if file.reading.replace else "strict"
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
+        self._tail = b""
         self._text, self._at, self._ended, self._read_bytes = "", 0, False, 0
         self.line = self.first_line = 1
         """The line that is being read, and the one where the value begins."""
@@ -136,7 +138,7 @@ class _Values:
             except (ValueError, RecursionError) as error:
                 if self._ended or not isinstance(error, json.JSONDecodeError):
                     raise self._error(fault(error)) from None
-                if len(self._text) - self._at > MOST_VALUE_BYTES:
+                if len(self._text) - self._at > text_file.MOST_DOCUMENT_BYTES:
                     raise self._too_large() from None
                 self._more()
             else:
@@ -169,6 +171,11 @@ class _Values:
             before_bytes = self._read_bytes + len(raw) - len(error.object)
             self._file.decoded(error.object, self._file.name, before_bytes)
             raise
+        if self._file.reading.replace:
+            own = (self._tail + raw).count(REPLACEMENT)
+            if replaced := text.count("\ufffd") - own:
+                self._file.tally.add(Reason.NOT_UTF_8, self._file.name, replaced)
+            self._tail = raw[-2:]
         self._text, self._at = waiting + text.removeprefix("\ufeff" * (not self._read_bytes)), 0
         self._read_bytes += len(raw)
 
@@ -180,25 +187,8 @@ class _Values:
         )
 
     def _too_large(self) -> ConfigError:
-        path, compression = self._file.path, kind_of(self._file.path)[1]
-        plain = path.with_suffix("") if compression else path
-        lines = plain.with_suffix(".jsonl")
-        unpack = DECOMPRESS[compression] if compression else "cat"
-        rows = "r" if self.in_array else "[r]"
-        script = (
-            f"import json, sys; r = json.load(sys.stdin); print(*map(json.dumps, {rows}), "
-            r"sep='\n')"
-        )
-        return ConfigError(
-            f"{self._file.name}: value {self.number:,} at line {self.first_line:,} is larger than "
-            f"{format_bytes(MOST_VALUE_BYTES)}, the most of one value in .json; a line of .jsonl "
-            "has no limit",
-            self._file.replaced(
-                f"{unpack} < {shell(path)} | {python(script)} > {shell(lines)} "
-                f"&& {self._file.aside()}",
-                lines,
-            ),
-        )
+        where = f"{self._file.name}: value {self.number:,} at line {self.first_line:,}"
+        return self._file.too_large(where, self._file.without())
 
 
 def _without_value(file: TextFile, values: _Values) -> str:

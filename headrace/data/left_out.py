@@ -29,10 +29,12 @@ class Reason(StrEnum):
     HIDDEN = "hidden"
     CACHE = "cache"
     NO_PERMISSION = "no_permission"
+    TEMPORARY = "temporary"
     BROKEN_LINK = "broken_link"
     CIRCLE = "circle"
     TWICE = "twice"
     READ_TWICE = "read_twice"
+    COPY = "copy"
     SPECIAL = "special"
     FOLDER = "folder"
     NO_JSON = "no_json"
@@ -42,11 +44,19 @@ class Reason(StrEnum):
     NULL_TEXT = "null_text"
     BLANK_LINE = "blank_line"
     HALF_CHARACTER = "half_character"
+    NOT_UTF_8 = "not_utf_8"
 
     @property
     def of_files(self) -> bool:
         """Return whether the reason is known before the file is read."""
         return self not in _OF_TEXTS
+
+    @property
+    def is_read(self) -> bool:
+        """Return whether the text is read all the same: once more, or with U+FFFD in it."""
+        if self in (Reason.HALF_CHARACTER, Reason.NOT_UTF_8):
+            return True
+        return self is Reason.READ_TWICE or self is Reason.COPY
 
     def words(self, count: int) -> str:
         """Return it as words behind a count."""
@@ -63,6 +73,7 @@ _OF_TEXTS = frozenset(
         Reason.NULL_TEXT,
         Reason.BLANK_LINE,
         Reason.HALF_CHARACTER,
+        Reason.NOT_UTF_8,
     }
 )
 _WORDS = {
@@ -74,6 +85,10 @@ _WORDS = {
         "file or folder that this user may not read",
         "files or folders that this user may not read",
     ),
+    Reason.TEMPORARY: (
+        "temporary file or folder of another program",
+        "temporary files or folders of other programs",
+    ),
     Reason.BROKEN_LINK: ("link that leads nowhere", "links that lead nowhere"),
     Reason.CIRCLE: ("link back to a folder above it", "links back to a folder above them"),
     Reason.TWICE: (
@@ -83,6 +98,10 @@ _WORDS = {
     Reason.READ_TWICE: (
         "file that another of data.sources names too, and that is read twice",
         "files that another of data.sources names too, and that are read twice",
+    ),
+    Reason.COPY: (
+        "file with the very bytes of another of its source, and both are read",
+        "files with the very bytes of others of their source, and all are read",
     ),
     Reason.SPECIAL: ("pipe, socket or device", "pipes, sockets or devices"),
     Reason.FOLDER: (
@@ -102,6 +121,10 @@ _WORDS = {
         "text with half a surrogate pair, which became U+FFFD",
         "texts with half a surrogate pair, which became U+FFFD",
     ),
+    Reason.NOT_UTF_8: (
+        "place with bytes that are not UTF-8, which became U+FFFD",
+        "places with bytes that are not UTF-8, each of which became U+FFFD",
+    ),
 }
 
 
@@ -114,7 +137,7 @@ class LeftOut(Strict):
 
     def line(self) -> str:
         """Return it as one line for a person."""
-        how = "not left out" if self.reason is Reason.READ_TWICE else "left out"
+        how = "not left out" if self.reason.is_read else "left out"
         return f"{how}: {self.format()}"
 
     def format(self) -> str:
@@ -138,9 +161,9 @@ class LeftOutTally:
         self._counts: dict[Reason, int] = {}
         self._examples: dict[Reason, list[str]] = {}
 
-    def add(self, reason: Reason, name: str | Path) -> None:
-        """Count one."""
-        self._counts[reason] = self._counts.get(reason, 0) + 1
+    def add(self, reason: Reason, name: str | Path, count: int = 1) -> None:
+        """Count one, or several under one name."""
+        self._counts[reason] = self._counts.get(reason, 0) + count
         examples = self._examples.setdefault(reason, [])
         if len(examples) < EXAMPLES:
             examples.append(printable(name))
@@ -152,6 +175,14 @@ class LeftOutTally:
                 self._counts[reason] = self._counts.get(reason, 0) + count
                 mine = self._examples.setdefault(reason, [])
                 mine += other._examples[reason][: EXAMPLES - len(mine)]
+
+    def take_records(self, records: Iterable[LeftOut]) -> None:
+        """Add what another tally had, by the records of it."""
+        other = LeftOutTally()
+        for record in records:
+            other._counts[record.reason] = record.count
+            other._examples[record.reason] = [*record.examples]
+        self.take(other, *Reason)
 
     @property
     def total(self) -> int:
@@ -166,6 +197,12 @@ class LeftOutTally:
             for r in Reason
             if r in self._counts
         )
+
+
+def without_text(source: str, tally: LeftOutTally, remedy: str) -> ConfigError:
+    """Return the error of sources that give no text, with what of them was left out and why."""
+    why = "; ".join(record.format() for record in tally.records)
+    return ConfigError(f"{source} no text" + (why and f": {why}"), remedy)
 
 
 def save(folder: Path, records: Iterable[LeftOut]) -> None:

@@ -13,9 +13,10 @@ import shlex
 import stat
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 from headrace.core.errors import ConfigError, alike, is_out_of_memory
@@ -34,6 +35,15 @@ ARCHIVES = {".zip": "unzip", ".tar": "tar -xf", ".tgz": "tar -xf"}
 """The commands that take files out of an archive."""
 SHOWN = 8
 """Kinds of files that a message lists."""
+_TEMPORARY = re.compile(
+    r"~\$.*|#.*#|.*~|.*\.(?:tmp|temp|part|partial|crdownload|download|incomplete|swp|lock)", re.I
+)
+"""Names of files that editors, Office and downloads leave behind or have not finished."""
+_TEMPORARY_FOLDERS = frozenset(
+    {"_temporary", "_delta_log", "_spark_metadata", "__MACOSX", "lost+found", "$RECYCLE.BIN"}
+)
+"""Folders of what Hadoop and Spark have not committed or note of it, and of file systems: rows in
+`_temporary` stand in the table, too, once it is whole."""
 _NOT_LIBRARY = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -51,28 +61,31 @@ class Asked:
         source: what it names.
         key: where.
         beside: everything that it names there.
+        as_list: whether even one name is written as a list there.
     """
 
     source: str
     key: str = "data.sources"
     beside: tuple[str, ...] = ()
+    as_list: bool = False
 
     def __str__(self) -> str:
         return f"{self.key} = '{printable(self.source)}'"
 
     def to(self, other: str | Path) -> str:
         """Return how the key names another source instead, and the rest as before."""
-        if len(self.beside) < 2:
-            return f"{self.key}={shell(other)}"
         every = [str(other) if one == self.source else one for one in self.beside]
-        return f"{self.key}={shlex.quote(json.dumps(every, ensure_ascii=False))}"
+        return self._naming(every or [str(other)])
 
     def without(self) -> str:
         """Return the key without this source; it names another where there is none beside it."""
-        others = [one for one in self.beside if one != self.source]
-        if len(others) > 1:
-            return f"{self.key}={shlex.quote(json.dumps(others, ensure_ascii=False))}"
-        return f"{self.key}={shell(others[0]) if others else 'PATH'}"
+        return self._naming([one for one in self.beside if one != self.source] or ["PATH"])
+
+    def _naming(self, names: Sequence[str]) -> str:
+        """Return the key with these names, as it is typed."""
+        if len(names) > 1 or self.as_list:
+            return f"{self.key}={shlex.quote(json.dumps(names, ensure_ascii=False))}"
+        return f"{self.key}={shell(names[0])}"
 
 
 def kind_of(path: Path) -> tuple[str, str | None]:
@@ -290,6 +303,8 @@ def _look(path: Path) -> tuple[Reason | None, object]:
     reason = None
     if not stat.S_ISREG(info.st_mode):
         reason = Reason.SPECIAL
+    elif _TEMPORARY.fullmatch(path.name):
+        reason = Reason.TEMPORARY
     elif kind_of(path)[0] not in READABLE:
         reason = Reason.ENDING
     elif not info.st_size:
@@ -328,6 +343,8 @@ def _walk(folder: Path, tally: LeftOutTally) -> Iterator[Path]:
                 tally.add(Reason.HIDDEN, path)
             elif path.name == "__pycache__":
                 tally.add(Reason.CACHE, f"{path}/")
+            elif path.name in _TEMPORARY_FOLDERS and _is_folder(path):
+                tally.add(Reason.TEMPORARY, f"{path}/")
             elif _is_folder(path):
                 folders.append((path, above | {identity}))
             else:
@@ -399,8 +416,15 @@ def _nothing(
 def _standard_library() -> list[File]:
     """Return the interpreter's own .py files without tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [(p.relative_to(root), p) for p in root.rglob("*.py")]
-    kept = [(n.as_posix(), p) for n, p in files if not _NOT_LIBRARY.intersection(n.parts)]
+    kept = _library_under(root)
     if not kept:
         raise ConfigError(f"this Python has no library sources under {root}", "data.sources=PATH")
-    return sorted(kept)
+    return list(kept)
+
+
+@cache
+def _library_under(root: Path) -> tuple[File, ...]:
+    """Return the files of a library, which are listed once: they are thousands."""
+    files = [(p.relative_to(root), p) for p in root.rglob("*.py")]
+    kept = [(n.as_posix(), p) for n, p in files if not _NOT_LIBRARY.intersection(n.parts)]
+    return tuple(sorted(kept))

@@ -22,7 +22,7 @@ B: rows of a micro-batch, T: sequence length.
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -33,8 +33,9 @@ from torch import Tensor
 
 from headrace.core.errors import ConfigError
 from headrace.core.remedy import mend
-from headrace.data.order import Order, make_order
-from headrace.data.rows import IGNORE, Packer, Row
+from headrace.data.mixture import Mixture
+from headrace.data.order import BlockedOrder, Order, make_order
+from headrace.data.rows import IGNORE, Packer, Row, counted_targets
 from headrace.data.shards import Shards
 from headrace.plan.batches import BatchStages
 
@@ -57,6 +58,8 @@ class Micro:
     """Targets that no loss counts: padding and the ignored."""
     first_token: int = 0
     """Place of its first token in the whole stream."""
+    numbers_BT: Mapping[str, Tensor] | None = None
+    """What a loss needs to know beside tokens, by name: [B, T, ...] each, of rows that have it."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +92,13 @@ class Loader:
         rows_per_step: R, rows of a step over all ranks, or its stages where it grows; a multiple of
             ranks * micro_rows.
         micro_rows: B; a stage of fewer rows a rank has one micro-batch of these.
-        weights: one share per source; without them every source counts by its rows.
+        mixture: what each source gives; without it every source counts by its rows.
         rank, ranks: which part of each step is read here.
         workers: threads that read ahead; 0 reads on the calling thread.
         prefetch: micro-batches that are read ahead.
         segments: whether micro-batches carry documents and positions.
         pin: whether tensors are page-locked, for asynchronous copies to a GPU.
-        order: in place of the baseline's (seed and weights are then not used).
+        order: in place of the baseline's (seed and mixture are then not used).
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Loader:
         seed: int = 0,
         rows_per_step: int | BatchStages,
         micro_rows: int,
-        weights: Sequence[float] | None = None,
+        mixture: Mixture | None = None,
         rank: int = 0,
         ranks: int = 1,
         workers: int = 0,
@@ -121,7 +124,8 @@ class Loader:
         assert all(rows % (ranks * self._size(rows // ranks)) == 0 for _, rows in self.rows.stages)
         self._micros = self.rows.each(lambda rows: rows // ranks // self._size(rows // ranks))
         self.rank, self.ranks = rank, ranks
-        self._order = order or make_order(packer.units, seed=seed, weights=weights)
+        order = order or make_order(packer.units, seed=seed, mixture=mixture)
+        self._order = BlockedOrder(order)
         self.segments, self._pin = segments, pin
         self._micros_per_step = self._micros.stages[-1][1]
         self._prefetch = prefetch
@@ -133,6 +137,9 @@ class Loader:
         self._position = 0
         self._base_hash = 0
         self.local_hash = 0
+        self.beside: list[Callable[[int, int, Row], Row]] = []
+        """Each adds what a loss needs to know beside tokens: (source, unit, row) -> row. They are
+        called on the threads that read."""
 
     def step(self, step: int | None = None) -> StepBatch:
         """Return the batch of a step, by default the next one; seek another step first.
@@ -208,6 +215,11 @@ class Loader:
         return min(self.micro_rows, rows)
 
     @property
+    def order(self) -> Order:
+        """Return what says which row comes next."""
+        return self._order.order
+
+    @property
     def stream_sha256(self) -> str:
         """Hash of the stream so far: all ranks' up to the last merge, this rank's since."""
         return combine_hashes([self._base_hash, self.local_hash])
@@ -256,6 +268,8 @@ class Loader:
         sources, units = self._order(first, size)
         rows = [self.packer.row(int(s), int(u)) for s, u in zip(sources, units, strict=True)]
         digest = sum(row_hash(first + b, row.ids) for b, row in enumerate(rows))
+        for add in self.beside:
+            rows = [add(int(s), int(u), r) for s, u, r in zip(sources, units, rows, strict=True)]
         place = first * self.packer.sequence_length
         return collate(rows, segments=self.segments, pin=self._pin, first_token=place), digest
 
@@ -276,8 +290,13 @@ def collate(
         else:
             targets[b] = row.targets
             wasted += int((row.targets == IGNORE).sum())
+    numbers = {
+        name: torch.from_numpy(np.stack([row.numbers[name] for row in rows if row.numbers]))
+        for name in rows[0].numbers or ()
+    }
+    numbers = {name: x_BT.pin_memory() if pin else x_BT for name, x_BT in numbers.items()} or None
     if not segments:
-        return Micro(ids_BT, targets_BT, wasted=wasted, first_token=first_token)
+        return Micro(ids_BT, targets_BT, None, None, wasted, first_token, numbers)
     segments_BT = torch.empty(shape, dtype=torch.int32, pin_memory=pin)
     positions_BT = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
     place = np.arange(shape[1])
@@ -290,19 +309,68 @@ def collate(
     np.subtract(
         place, np.maximum.accumulate(np.where(begins, place, 0), axis=1), out=positions_BT.numpy()
     )
-    return Micro(ids_BT, targets_BT, segments_BT, positions_BT, wasted, first_token)
+    parts = ids_BT, targets_BT, segments_BT, positions_BT
+    return Micro(*parts, wasted, first_token, numbers)
 
 
-def validation_rows(shards: Shards, sequence_length: int, tokens: int | None) -> range | list[int]:
-    """Return the rows that an evaluation of at most `tokens` tokens reads: one at least.
+@dataclass(frozen=True)
+class ValidationRows:
+    """Say which rows an evaluation reads of a text, and which targets of them count.
 
-    They are spread evenly over the whole text. Without `tokens` they are all rows.
+    Without a stride rows follow each other, and a target has as many tokens before it as its place
+    in its row. With one, each row begins `stride` tokens after the last, and but for the first row
+    only its last `stride` targets count: each target counts once, and has at least `sequence_length
+    - stride` tokens before it, if the text has them (the sliding window of Baevski & Auli,
+    arXiv 1809.10853, section 5.2, and of Hugging Face's perplexity guide).
+
+    Args:
+        targets: of the text.
+        sequence_length: T, tokens of a row.
+        stride: tokens between the beginnings of rows, 1 to T; T without one.
+        tokens: at most so many are counted, in rows spread evenly over the text; all without it.
     """
-    whole = -(-(shards.tokens - 1) // sequence_length)
-    count = whole if tokens is None else min(whole, max(1, tokens // sequence_length))
-    if count == whole:
-        return range(whole)
-    return [(2 * i + 1) * whole // (2 * count) for i in range(count)]
+
+    targets: int
+    sequence_length: int
+    stride: int
+    tokens: int | None = None
+
+    @staticmethod
+    def of(
+        shards: Shards, sequence_length: int, tokens: int | None, stride: int | None = None
+    ) -> "ValidationRows":
+        """Return the rows of a shard set."""
+        stride = stride or sequence_length
+        return ValidationRows(shards.tokens - 1, sequence_length, stride, tokens)
+
+    @property
+    def numbers(self) -> range | list[int]:
+        """Return the numbers of the rows that are read: one at least."""
+        further = max(0, self.targets - self.sequence_length)
+        whole = min(1, self.targets) + -(-further // self.stride)
+        if self.tokens is None or self.tokens // self.stride >= whole:
+            return range(whole)
+        count = max(1, self.tokens // self.stride)
+        return [(2 * i + 1) * whole // (2 * count) for i in range(count)]
+
+    def begin(self, number: int) -> int:
+        """Return the place in the text of the first token of a row."""
+        return number * self.stride
+
+    def uncounted(self, number: int) -> int:
+        """Return the targets at the beginning of a row that an earlier row counts."""
+        return self.sequence_length - self.stride if number else 0
+
+    @property
+    def counted(self) -> int:
+        """Return the targets that all rows together count."""
+        ends = (
+            min(self.begin(n) + self.sequence_length, self.targets)
+            - self.begin(n)
+            - self.uncounted(n)
+            for n in self.numbers
+        )
+        return sum(ends)
 
 
 def validation_batches(
@@ -314,34 +382,40 @@ def validation_batches(
     rank: int = 0,
     ranks: int = 1,
     segments: bool = False,
+    stride: int | None = None,
 ) -> Iterator[Micro]:
     """Yield the rows of the validation set, dealt out to the ranks in micro-batches of one shape.
 
     The rows are fixed: every call yields the same ones.
 
-    Row i has tokens [i*T, i*T + T + 1). A last short row, and whole rows where the number does not
-    divide, are padding with ignored targets: every rank gets as many micro-batches.
+    Row i has the T + 1 tokens from i * stride, and the stride is T without one; see
+    `ValidationRows`. A last short row, and whole rows where the number does not divide, are padding
+    with ignored targets: every rank gets as many micro-batches.
     """
-    rows = validation_rows(shards, sequence_length, tokens)
-    for batch in range(-(-len(rows) // (micro_rows * ranks))):
+    rows = ValidationRows.of(shards, sequence_length, tokens, stride)
+    every = rows.numbers
+    for batch in range(-(-len(every) // (micro_rows * ranks))):
         first = (batch * ranks + rank) * micro_rows
-        numbers = [*rows[first : first + micro_rows]]
+        numbers = [*every[first : first + micro_rows]]
         padding = [None] * (micro_rows - len(numbers))
         yield collate(
-            [_validation_row(shards, sequence_length, n) for n in [*numbers, *padding]],
+            [_validation_row(shards, rows, n) for n in [*numbers, *padding]],
             segments=segments,
             first_token=first * sequence_length,
         )
 
 
-def _validation_row(shards: Shards, sequence_length: int, number: int | None) -> Row:
+def _validation_row(shards: Shards, rows: ValidationRows, number: int | None) -> Row:
     """Return row `number` of the validation set, padded where the set ends; None is all padding."""
-    ids = np.full(sequence_length + 1, shards.manifest.document_token, dtype=np.int64)
-    targets = np.full(sequence_length, IGNORE, dtype=np.int64)
+    length = rows.sequence_length
+    ids = np.full(length + 1, shards.manifest.document_token, dtype=np.int64)
+    targets = np.full(length, IGNORE, dtype=np.int64)
     if number is None:
         return Row(ids, np.empty(0, dtype=np.int64), targets)
-    start = number * sequence_length
-    count = min(sequence_length + 1, shards.tokens - start)
+    start = rows.begin(number)
+    count = min(length + 1, shards.tokens - start)
     ids[:count] = shards.read(start, count)
-    targets[: count - 1] = ids[1:count]
+    counted = counted_targets(shards, start, ids[:count])
+    targets[: count - 1] = ids[1:count] if counted is None else counted
+    targets[: rows.uncounted(number)] = IGNORE
     return Row(ids, shards.document_starts(start, start + count) - start, targets)

@@ -14,6 +14,10 @@ RUN_CHARACTERS = 512
 """Longer runs of blanks, or of anything else, are cut for the trainer: its time grows with the
 square of a word."""
 _LONG_RUN = re.compile(rf"\s{{{RUN_CHARACTERS + 1},}}|\S{{{RUN_CHARACTERS + 1},}}")
+_STRIDE, _BLANK_STRIDE = 8, 64
+"""Characters of which one is looked at for long runs, before all of them are; fewer for runs of
+blanks, since few characters are blanks."""
+_SAMPLED_BLANKS = re.compile(rf"\s{{{RUN_CHARACTERS // _BLANK_STRIDE}}}")
 _PROBES = (
     *("a", " a", "  a", "a ", "a  b   c\t\td", "a\r\nb\n\n\nc\r", "\ta", "\n", "A Word", "1234567"),
     *("cafe\u0301 caf\u00e9", "\u212b \ufb01 \uff21 \u00b2", "\u00c4\u00d6 \u0130\u0131\u017f"),
@@ -126,9 +130,16 @@ def with_limited_runs(texts: Iterable[str]) -> Iterator[str]:
     """Yield texts in which no run of blanks, or of anything else, is long."""
     for text in texts:
         begin = 0
-        for run in _LONG_RUN.finditer(text):
+        for run in _LONG_RUN.finditer(text) if _may_have_long_run(text) else ():
             yield text[begin : run.start()]
             for at in range(run.start(), run.end(), RUN_CHARACTERS):
                 yield text[at : min(at + RUN_CHARACTERS, run.end())]
             begin = run.end()
         yield text[begin:] if begin else text
+
+
+def _may_have_long_run(text: str) -> bool:
+    """Return False where no run of blanks, or of anything else, is long."""
+    longest = max(map(len, text[::_STRIDE].split()), default=0)
+    blanks = _SAMPLED_BLANKS.search(text[::_BLANK_STRIDE])
+    return longest >= RUN_CHARACTERS // _STRIDE or bool(blanks)

@@ -10,14 +10,22 @@ from typing import Any
 from headrace.core.command import rerun_train
 from headrace.core.errors import ConfigError
 from headrace.core.files import printable
-from headrace.data import left_out
+from headrace.data import left_out, mixture
+from headrace.data.bpe import TrainedOn
+from headrace.data.chat.record import ChatRecord
+from headrace.data.cleaning import CleaningRecord
 from headrace.data.heldout import Record
 from headrace.data.left_out import LeftOut
+from headrace.data.quality.scores import Scores
 from headrace.data.shards import Shards
 from headrace.data.sides import Sides
 from headrace.data.tokenizer import Tokenizer
 from headrace.plan.plan import Plan
 
+NAMED = ("mixture", "curriculum")
+"""Things of a fingerprint that begin with words, and are more than a digest."""
+PACED = ("scores", "curriculum")
+"""Things of a fingerprint that only data with a curriculum has."""
 VERIFY_BYTES = 1 << 30
 """Sets up to this size are compared with their hashes whenever they are opened."""
 
@@ -32,11 +40,18 @@ class Prepared:
     """One per source."""
     validation: Shards
     fingerprint: dict[str, str]
-    """`data`, `tokenizer`, `mixture` and `manifests`: a resume compares them one by one."""
+    """`data`, `tokenizer`, `mixture`, `manifests`, `cleaning` where there was some, and with a
+    curriculum `scores` and `curriculum`: a resume compares them one by one."""
     left_out: tuple[LeftOut, ...] = ()
     """What of the sources is no text in it, by reason."""
     split: Record | None = None
     """How the sides were made; None where an earlier version made them."""
+    cleaning: CleaningRecord | None = None
+    """What was cleaned of the text; None where nothing was asked for."""
+    scores: Scores | None = None
+    """How hard each document is; None where the plan has no curriculum."""
+    chat: ChatRecord | None = None
+    """What is known of its conversations; None where it holds texts."""
     has_begun: bool = False
     """Whether a run that has begun opened it: the run's record says what its tokenizer is, and not
     what lies beside its first weights now."""
@@ -73,6 +88,16 @@ class Prepared:
         return {"tokenizer_loses": self.loses} if self.loses else {}
 
     @property
+    def cleaning_fields(self) -> dict[str, Any]:
+        """Return the field that a verb or a report adds; nothing where nothing was cleaned."""
+        return {"cleaning": self.cleaning.to_dict()} if self.cleaning else {}
+
+    @property
+    def trained_on(self) -> TrainedOn | None:
+        """Return what its tokenizer learned from; None where it was brought along."""
+        return self.split.trained_on if self.split else None
+
+    @property
     def about_tokenizer(self) -> dict[str, Any]:
         """Return what a report records of the tokenizer, and of what it loses of this text."""
         about = {"vocab": self.tokenizer.vocab, "sha256": self.tokenizer.fingerprint}
@@ -87,8 +112,27 @@ class Prepared:
             "validation_tokens": self.validation.tokens,
             "documents": sum(s.documents for s in self.train),
             **self.sides(asked).to_dict(),
-            **{k if k == "mixture" else f"{k}_sha256": v for k, v in self.fingerprint.items()},
+            **{k if k in NAMED else f"{k}_sha256": v for k, v in self.fingerprint.items()},
             **self.loss_fields,
+            **self.cleaning_fields,
+            **self.score_fields,
+            **self.chat_fields,
+            **({"trained_on": trained.model_dump()} if (trained := self.trained_on) else {}),
+        }
+
+    @property
+    def chat_fields(self) -> dict[str, Any]:
+        """Return the field that tells of conversations; nothing where there are none."""
+        return {"chat": self.chat.to_dict()} if self.chat else {}
+
+    @property
+    def score_fields(self) -> dict[str, Any]:
+        """Return the field that tells of the scores; nothing where there are none."""
+        if self.scores is None:
+            return {}
+        record = self.scores.record
+        return {
+            "scores": record.model_dump(mode="json", include={"what", "least", "mean", "largest"})
         }
 
     def record(self) -> dict[str, Any]:
@@ -110,10 +154,13 @@ def check_same_data(was: Mapping[str, str], now: Mapping[str, str], where: str, 
     Raises:
         ConfigError: with what changed, and both digests.
     """
-    changed = [thing for thing in was if now.get(thing) != was[thing]]
+    paced = [thing for thing in PACED if thing in now and thing not in was]
+    changed = [*(thing for thing in was if now.get(thing) != was[thing]), *paced]
     if changed:
         things = " and the ".join(changed)
-        digests = ", ".join(f"{t} {was[t][:12]} -> {str(now.get(t))[:12]}" for t in changed)
+        digests = ", ".join(
+            f"{t} {str(was.get(t))[:12]} -> {str(now.get(t))[:12]}" for t in changed
+        )
         raise ConfigError(
             f"the {things} changed since the run was trained ({digests}); {where}",
             f"{rerun_train(run, 'name=NEW')} for a new run, or the {things} of then in its place",
@@ -144,13 +191,17 @@ def open_prepared(plan: Plan, target: Path) -> Prepared:
     if not plan.data.lossy_tokenizer:
         _check_counts(*train, validation)
     parts = [s.fingerprint for s in (*train, validation)]
-    weights = plan.data.weights
     fingerprint = {
         "data": _digest(parts),
         "tokenizer": tokenizer.fingerprint,
-        "mixture": json.dumps(weights) if weights else "by size",
+        "mixture": mixture.fingerprint(plan),
         "manifests": _digest([s.manifest_digest for s in (*train, validation)]),
     }
+    cleaning = CleaningRecord.load(target)
+    if cleaning is not None:
+        fingerprint["cleaning"] = cleaning.fingerprint
+    if (chat := ChatRecord.load(target)) is not None:
+        fingerprint["chat"] = chat.fingerprint
     return Prepared(
         target,
         tokenizer,
@@ -159,6 +210,8 @@ def open_prepared(plan: Plan, target: Path) -> Prepared:
         fingerprint,
         left_out.load(target),
         Record.load(target),
+        cleaning,
+        chat=chat,
     )
 
 

@@ -8,8 +8,8 @@ that token, which is how the model learns where texts end.
 T: sequence length.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from headrace.core.errors import ConfigError
 from headrace.core.remedy import mend
 from headrace.data.shards import Shards
 
+CHOSEN, REJECTED = 1, 2
+"""The byte of a token that the loss counts, and that of one in a rejected answer: a preference loss
+counts both, every other loss the first."""
 IGNORE = -100
 """Target that no loss counts; the value that torch's cross entropy skips by default."""
 
@@ -30,6 +33,23 @@ class Row(NamedTuple):
     """Places in the row [0, T] at which a document begins, ascending."""
     targets: np.ndarray | None = None
     """int64 [T] where targets are not simply the next tokens; IGNORE where none counts."""
+    numbers: Mapping[str, np.ndarray] | None = None
+    """What a loss needs to know beside tokens, by name: [T, ...] each."""
+
+
+def counted_targets(shards: Shards, start: int, ids: np.ndarray) -> np.ndarray | None:
+    """Return the targets of the tokens from place `start` on, or None where all next tokens count.
+
+    Args:
+        shards: that the tokens were read from.
+        start: their place in the stream.
+        ids: int64 [n + 1], the tokens.
+
+    Returns:
+        int64 [n]: the next token of each, or IGNORE where the loss does not count it.
+    """
+    counted = shards.counted(start + 1, len(ids) - 1)
+    return None if counted is None else np.where(counted == CHOSEN, ids[1:], IGNORE)
 
 
 class Packer(Protocol):
@@ -47,6 +67,22 @@ class Packer(Protocol):
 
     def row(self, source: int, unit: int) -> Row:
         """Return row `unit` of a source."""
+        ...
+
+
+@runtime_checkable
+class Weighing(Protocol):
+    """A packer that knows which documents each of its rows holds."""
+
+    def means(self, source: int, scores: np.ndarray) -> np.ndarray:
+        """Return the score of each row of a source, float32 [units].
+
+        It is the mean of its documents' scores, weighted by their tokens in the row.
+
+        Args:
+            source: number of the source.
+            scores: float32 [documents].
+        """
         ...
 
 
@@ -73,4 +109,16 @@ class Cut:
         """Return tokens [unit*T, unit*T + T + 1) of a source."""
         start, count = unit * self.sequence_length, self.sequence_length + 1
         part = self.shards[source]
-        return Row(part.read(start, count), part.document_starts(start, start + count) - start)
+        ids, starts = part.read(start, count), part.document_starts(start, start + count) - start
+        return Row(ids, starts, counted_targets(part, start, ids))
+
+    def means(self, source: int, scores: np.ndarray) -> np.ndarray:
+        """Return the token-weighted mean of the documents' scores in each row, float32 [units]."""
+        part = self.shards[source]
+        bounds = part.bounds(0, part.documents)
+        starts, sizes = bounds[:-1], np.diff(bounds)
+        before = np.concatenate([[0.0], np.cumsum(scores * sizes.astype(np.float64))])
+        cuts = np.arange(self.units[source] + 1) * self.sequence_length
+        document = np.searchsorted(starts, cuts, side="right") - 1
+        sums = before[document] + (cuts - starts[document]) * scores[document].astype(np.float64)
+        return (np.diff(sums) / self.sequence_length).astype(np.float32)

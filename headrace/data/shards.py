@@ -6,96 +6,31 @@ little endian), `offsets.bin` (uint64: where each document starts, counted over 
 division. The manifest is written last, so a folder without one is not a shard set. It seals itself:
 a field that was changed since is found when the set is opened, and so is one that contradicts
 another. Opening compares sizes and looks at every offset, at any size; `verify` reads
-everything, compares sha256, and looks at every id. Maps are made when first touched and the
-oldest are dropped, so ten thousand files cost neither start-up time nor file descriptors.
+everything, compares sha256, and looks at every id.
 """
 
 import hashlib
 import json
 import os
-from functools import lru_cache
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal
+from typing import BinaryIO, Protocol
 
 import numpy as np
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import shell, write_whole
-from headrace.core.strict import Strict
+from headrace.data.manifest import FORMAT, FileEntry, Manifest
+from headrace.data.shard_files import ShardFiles
 
-FORMAT = 3
-DIGESTED_AS = 2
-"""The format under which runs keep the digest of a manifest: what it covers is the same since."""
 OFFSETS_AT_ONCE = 1 << 20
 """Offsets that are looked at together: 8 MiB, however many there are."""
 DOCUMENTS_AT_ONCE = TOKENS_AT_ONCE = 1 << 20
 """Documents and tokens that are looked at together."""
 SHARD_TOKENS = 1 << 27
-OPEN_MAPS = 128
 _REBUILD = "headrace data ingest PLAN"
 """What makes shards again, where their manifest does not say."""
-
-
-Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-
-
-class FileEntry(Strict):
-    """An entry describes one file of the set."""
-
-    items: Count
-    """Tokens, or documents for the offsets."""
-    sha256: Sha256
-
-
-class Manifest(Strict):
-    """What a shard set holds."""
-
-    format: int = FORMAT
-    dtype: Literal["uint16", "uint32"]
-    vocab: int = Field(ge=1, le=1 << 32)
-    document_token: Count
-    """The id at the start of every document."""
-    shard_tokens: int = Field(ge=1, lt=1 << 62)
-    """Tokens in every file but the last."""
-    tokens: Count
-    documents: Count
-    text_bytes: Count
-    """UTF-8 bytes of the documents."""
-    counted_bytes: Count
-    """Bytes that the tokens stand for: fewer or more where the tokenizer changes text."""
-    files: tuple[FileEntry, ...]
-    offsets: FileEntry
-    tokenizer: str
-    """Fingerprint of the tokenizer."""
-    source: str
-    """What the user named."""
-    rebuild: str
-    """The command that makes this set again."""
-    seal: str = ""
-    """sha256 of all other fields."""
-
-    @property
-    def digest(self) -> str:
-        """Return the sha256 over every field but the seal."""
-        fields = self.model_dump(mode="json", exclude={"seal"})
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-    @model_validator(mode="after")
-    def _check(self) -> "Manifest":
-        *full, last = [f.items for f in self.files] or [0]
-        if any(items != self.shard_tokens for items in full) or last > self.shard_tokens:
-            raise ValueError(f"its files do not hold {self.shard_tokens:,} tokens each")
-        if sum(full) + last != self.tokens:
-            raise ValueError(f"its files hold {sum(full) + last:,} tokens, not {self.tokens:,}")
-        if self.offsets.items != self.documents:
-            raise ValueError(f"{self.offsets.items:,} offsets, for {self.documents:,} documents")
-        if self.document_token >= self.vocab:
-            raise ValueError(f"document_token {self.document_token} is none of {self.vocab} ids")
-        if (self.dtype == "uint16") != (self.vocab <= 1 << 16):
-            raise ValueError(f"{self.dtype} is not how {self.vocab:,} ids are kept")
-        return self
 
 
 def sync_file(file: BinaryIO) -> None:
@@ -124,6 +59,21 @@ class _HashedFile:
         return FileEntry(items=self.items, sha256=self._sha256.hexdigest())
 
 
+class TokenSink(Protocol):
+    """What takes the documents of one side: a `ShardWriter`, or what makes one when it must."""
+
+    def add(
+        self,
+        document_ids: np.ndarray,
+        *,
+        text_bytes: int = 0,
+        counted_bytes: int | None = None,
+        counted: np.ndarray | None = None,
+    ) -> None:
+        """Take a document; see `ShardWriter.add`."""
+        ...
+
+
 class ShardWriter:
     """Writes one shard set, document by document; nothing counts until `close`."""
 
@@ -137,6 +87,7 @@ class ShardWriter:
         tokenizer: str = "",
         source: str = "",
         rebuild: str = "headrace data ingest PLAN",
+        answers: bool = False,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.vocab, self.document_token = directory, vocab, document_token
@@ -146,6 +97,8 @@ class ShardWriter:
         self._offsets = _HashedFile(directory / "offsets.bin")
         self._file = _HashedFile(directory / _file_name(0))
         self._files: list[FileEntry] = []
+        self._answers = _HashedFile(directory / _answers_name(0)) if answers else None
+        self._answer_files: list[FileEntry] = []
         self.tokens = self.text_bytes = self.counted_bytes = 0
 
     @property
@@ -154,29 +107,64 @@ class ShardWriter:
         return self._offsets.items
 
     def add(
-        self, document_ids: np.ndarray, *, text_bytes: int = 0, counted_bytes: int | None = None
+        self,
+        document_ids: np.ndarray,
+        *,
+        text_bytes: int = 0,
+        counted_bytes: int | None = None,
+        counted: np.ndarray | None = None,
     ) -> None:
-        """Append the document token and then the document's own ids.
+        """Append the document token and then the document's own ids; a conversation's ids alone.
 
         Args:
             document_ids: the document's tokens.
             text_bytes: UTF-8 bytes of its text.
             counted_bytes: those that the tokens stand for; all of the text without it.
+            counted: uint8 [tokens], where a set holds conversations: 1 where the loss counts one.
         """
+        assert (counted is None) == (self._answers is None)
         self.counted_bytes += text_bytes if counted_bytes is None else max(0, counted_bytes)
         self._offsets.write(np.array([self.tokens], dtype="<u8"))
-        ids = np.empty(len(document_ids) + 1, dtype=self._dtype)
-        ids[0], ids[1:] = self.document_token, document_ids
+        if counted is None:
+            document_ids = np.concatenate([[self.document_token], document_ids])
+        ids = document_ids.astype(self._dtype)
         self.tokens += len(ids)
         self.text_bytes += text_bytes
+        self._write(ids, counted)
+
+    def take(self, other: "Shards") -> None:
+        """Append all documents of another set of the same tokenizer."""
+        starts = other._map("offsets.bin")
+        for begin in range(0, other.documents, OFFSETS_AT_ONCE):
+            self._offsets.write(starts[begin : begin + OFFSETS_AT_ONCE] + np.uint64(self.tokens))
+        for begin in range(0, other.tokens, TOKENS_AT_ONCE):
+            ids = other.read(begin, min(TOKENS_AT_ONCE, other.tokens - begin))
+            self._write(ids.astype(self._dtype), other.counted(begin, len(ids)))
+        self.tokens += other.tokens
+        self.text_bytes += other.text_bytes
+        self.counted_bytes += other.manifest.counted_bytes
+
+    def _write(self, ids: np.ndarray, counted: np.ndarray | None) -> None:
+        """Append ids and which of them a loss counts, over as many files as they need."""
         while len(ids):
             room = self._shard_tokens - self._file.items
             if not room:
-                self._files.append(self._file.close())
+                self._close_files()
                 self._file = _HashedFile(self.directory / _file_name(len(self._files)))
+                if self._answers is not None:
+                    name = _answers_name(len(self._files))
+                    self._answers = _HashedFile(self.directory / name)
                 continue
             self._file.write(ids[:room])
             ids = ids[room:]
+            if self._answers is not None and counted is not None:
+                self._answers.write(counted[:room])
+                counted = counted[room:]
+
+    def _close_files(self) -> None:
+        self._files.append(self._file.close())
+        if self._answers is not None:
+            self._answer_files.append(self._answers.close())
 
     def close(self) -> Manifest:
         """Finish all files and write the manifest, which makes the set valid.
@@ -184,7 +172,7 @@ class ShardWriter:
         Raises:
             ConfigError: there is no document in it.
         """
-        self._files.append(self._file.close())
+        self._close_files()
         offsets = self._offsets.close()
         if not offsets.items:
             raise ConfigError(
@@ -202,6 +190,7 @@ class ShardWriter:
             counted_bytes=self.counted_bytes,
             files=tuple(self._files),
             offsets=offsets,
+            answers=tuple(self._answer_files) or None,
             tokenizer=self._tokenizer,
             source=self._source,
             rebuild=self._rebuild,
@@ -225,7 +214,8 @@ class Shards:
         self.tokens, self.documents = manifest.tokens, manifest.documents
         self.text_bytes, self.source = manifest.text_bytes, manifest.source
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
-        self._map = lru_cache(maxsize=OPEN_MAPS)(self._open_map)
+        self._files = ShardFiles(directory, self._dtype, len(manifest.files))
+        self._map = self._files.map
 
     @staticmethod
     def open(directory: Path | str) -> "Shards":
@@ -265,8 +255,14 @@ class Shards:
     def fingerprint(self) -> str:
         """Return the sha256 over the hashes of all files: equal content, equal fingerprint."""
         m = self.manifest
-        hashes = [m.dtype, m.document_token, m.offsets.sha256, *(f.sha256 for f in m.files)]
+        files = (*m.files, *(m.answers or ()))
+        hashes = [m.dtype, m.document_token, m.offsets.sha256, *(f.sha256 for f in files)]
         return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+
+    @property
+    def has_answers(self) -> bool:
+        """Return whether it holds conversations, of which the loss counts some tokens only."""
+        return self.manifest.answers is not None
 
     @property
     def raw_share(self) -> float:
@@ -277,9 +273,7 @@ class Shards:
     @property
     def manifest_digest(self) -> str:
         """Return the sha256 of the manifest without names and commands: what tells the content."""
-        content = self.manifest.model_dump(mode="json", exclude={"seal", "source", "rebuild"})
-        content["format"] = DIGESTED_AS
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return self.manifest.content_digest
 
     def verify(self, *, full: bool = True) -> None:
         """Compare every file's size, and with `full` its sha256, with the manifest.
@@ -290,6 +284,7 @@ class Shards:
         sizes = {entry.name: entry.stat().st_size for entry in os.scandir(self.directory)}
         m = self.manifest
         expected = [(_file_name(i), f, self._dtype.itemsize) for i, f in enumerate(m.files)]
+        expected += [(_answers_name(i), f, 1) for i, f in enumerate(m.answers or ())]
         for name, entry, item_bytes in [*expected, ("offsets.bin", m.offsets, 8)]:
             size = sizes.get(name)
             if size != entry.items * item_bytes:
@@ -322,6 +317,7 @@ class Shards:
 
     def _verify_ids(self) -> None:
         """Look at every id, for the same reason."""
+        m = self.manifest
         for number in range(len(self.manifest.files)):
             ids = self._map(_file_name(number))
             if len(ids) and (largest := int(ids.max())) >= self.manifest.vocab:
@@ -330,7 +326,8 @@ class Shards:
                     f"tokenizer has {self.manifest.vocab:,} entries",
                     _rebuild(self.directory, self.manifest),
                 )
-        self._verify_starts()
+        if m.answers is None:  # a conversation begins with what its template writes
+            self._verify_starts()
 
     def _verify_starts(self) -> None:
         """Look at the token on which every offset falls: it begins a document."""
@@ -357,9 +354,8 @@ class Shards:
         Raises:
             ConfigError: with both.
         """
-        offsets, counted = self._map("offsets.bin"), 0
+        offsets, counted, first = self._map("offsets.bin"), 0, 0
         ends = [*offsets[DOCUMENTS_AT_ONCE::DOCUMENTS_AT_ONCE].tolist(), self.tokens]
-        first = 0
         for part, end in enumerate(ends):
             starts = offsets[part * DOCUMENTS_AT_ONCE :][:DOCUMENTS_AT_ONCE].astype(np.int64)
             sums = np.zeros(len(starts), dtype=np.int64)
@@ -390,16 +386,32 @@ class Shards:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return tokens [start, start + count) as int64 [count], across files where needed."""
-        if start < 0 or count < 0 or start + count > self.tokens:
-            raise IndexError(f"tokens [{start}, {start + count}) of {self.tokens}")
         out = np.empty(count, dtype=np.int64)
-        done = 0
-        while done < count:
-            index, within = divmod(start + done, self.manifest.shard_tokens)
-            part = self._map(_file_name(index))[within : within + count - done]
-            out[done : done + len(part)] = part
-            done += len(part)
+        self._read_into(out, start, _file_name)
         return out
+
+    def counted(self, start: int, count: int) -> np.ndarray | None:
+        """Return the bytes of tokens [start, start + count), uint8 [count]: what counts them.
+
+        They are 0 where no loss counts a token, and see `Manifest.answers`. It is None where there
+        are no conversations, and all count.
+        """
+        if self.manifest.answers is None:
+            return None
+        out = np.empty(count, dtype=np.uint8)
+        self._read_into(out, start, _answers_name)
+        return out
+
+    def _read_into(self, out: np.ndarray, start: int, name: Callable[[int], str]) -> None:
+        """Fill an array with the items from place `start` on, of the files that `name` names."""
+        if start < 0 or start + len(out) > self.tokens:
+            raise IndexError(f"tokens [{start}, {start + len(out)}) of {self.tokens}")
+        done = 0
+        while done < len(out):
+            index, within = divmod(start + done, self.manifest.shard_tokens)
+            wanted = min(len(out) - done, self.manifest.shard_tokens - within)
+            out[done : done + wanted] = self._files.read(name(index), within, wanted)
+            done += wanted
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Return the places of the document starts within tokens [start, stop), ascending int64."""
@@ -408,9 +420,36 @@ class Shards:
         first, last = np.searchsorted(offsets, np.array([start, stop], dtype=np.uint64))
         return offsets[first:last].astype(np.int64)
 
-    def _open_map(self, name: str) -> np.ndarray:
-        dtype = np.dtype("<u8") if name == "offsets.bin" else self._dtype
-        return np.asarray(np.memmap(self.directory / name, dtype=dtype, mode="r"))
+    def bounds(self, first: int, count: int) -> np.ndarray:
+        """Return where documents [first, first + count) begin, and where the last ends.
+
+        They are places in the stream, int64 [count + 1].
+        """
+        bounds = np.empty(count + 1, dtype=np.int64)
+        part = self._map("offsets.bin")[first : first + count + 1]
+        bounds[: len(part)] = part
+        bounds[len(part) :] = self.tokens  # after the last document
+        return bounds
+
+    def bounds_of(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where each of `documents` begins and ends, int64 of the same shape."""
+        offsets, last = self._map("offsets.bin"), self.documents - 1
+        ends = offsets[np.minimum(documents + 1, last)].astype(np.int64)
+        ends[documents == last] = self.tokens
+        return offsets[documents].astype(np.int64), ends
+
+    def read_pieces(self, begins: np.ndarray, sizes: np.ndarray, into: np.ndarray) -> None:
+        """Read the tokens [begin, begin + size) of each piece, one after the other.
+
+        Args:
+            begins: int64 [pieces], places in the stream.
+            sizes: int64 [pieces], 1 or more.
+            into: int64, whose beginning takes the tokens.
+        """
+        at = 0
+        for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True):
+            self._read_into(into[at : at + size], begin, _file_name)
+            at += size
 
 
 class OtherFormat(ConfigError):
@@ -439,6 +478,10 @@ def _check_format(directory: Path, raw: bytes) -> None:
 
 def _file_name(index: int) -> str:
     return f"tokens-{index:05d}.bin"
+
+
+def _answers_name(index: int) -> str:
+    return f"answers-{index:05d}.bin"
 
 
 def _rebuild(directory: Path, manifest: Manifest | None = None) -> str:

@@ -7,13 +7,12 @@ from typing import Any
 from headrace.core.command import rerun_plan
 from headrace.core.remedy import as_remedy, mend
 from headrace.core.units import format_bytes
-from headrace.data.heldout import LEAST, LONG_LINE, Overlap, Record
+from headrace.data.heldout import LEAST, Overlap, Record
 from headrace.data.shards import Shards
 from headrace.plan.technique import Doubt
 
 COPIED = 0.25
-"""Share of a validation text's long lines, trained on too, from which on this is told. Files of
-Python's standard library have 0.14 in common, those of novels, plays and articles none."""
+"""Share of a validation text's passages, trained on too, from which on this is told."""
 FEW_TARGETS = 500
 """Targets below which an evaluation is told as one of few."""
 MOVES, FALLS = 0.4, 0.26
@@ -52,6 +51,15 @@ class Sides:
         return sum(shards.text_bytes for shards in self.train)
 
     @property
+    def source_documents(self) -> int:
+        """Return how many documents of the sources stand on either side; one that is cut is one."""
+        documents = sum(shards.documents for shards in self.train)
+        if isinstance(self.asked, str):
+            return documents
+        cut = self.record.cut_documents if self.record else 0
+        return documents + self.validation.documents - cut
+
+    @property
     def overlap(self) -> Overlap | None:
         """Return how much of a validation text of its own is trained on, or None if not known."""
         return self.record.overlap if self.record else None
@@ -83,7 +91,7 @@ class Sides:
             else {
                 **overlap.model_dump(),
                 "share": overlap.share,
-                "lines_share": overlap.lines_share,
+                "passages_share": overlap.passages_share,
             },
         }
 
@@ -121,15 +129,17 @@ class Sides:
                 kind="overlap_unknown",
             )
         overlap = self.overlap
-        copied = overlap.lines_share >= COPIED
+        copied = overlap.passages_share >= COPIED
         if not overlap.documents and not copied:
             return None
         number = _number(overlap.of_documents, "validation document")
-        whole = overlap.documents == overlap.of_documents or overlap.lines == overlap.of_lines > 0
-        many = "ALL" if whole else f"{overlap.lines_share:.1%} of the"
-        lines = f"{many} validation lines of {LONG_LINE} or more characters"
+        whole = (
+            overlap.documents == overlap.of_documents or overlap.passages == overlap.of_passages > 0
+        )
+        many = "ALL" if whole else f"{overlap.passages_share:.1%} of the"
+        passages = f"{many} passages of the validation text"
         if not overlap.documents:
-            message = f"{lines} are trained on, too"
+            message = f"{passages} are trained on, too"
         else:
             count = (
                 f"ALL {number}"
@@ -137,8 +147,8 @@ class Sides:
                 else f"{overlap.documents:,} of {number}"
             )
             message = f"{count} ({overlap.share:.1%} of their bytes) are trained on, too"
-            if overlap.lines_share > overlap.share + COPIED:
-                message += f", and {lines}"
+            if overlap.passages_share > overlap.share + COPIED:
+                message += f", and {passages}"
         measures = "the loss measures" if whole else "their loss measures"
         return Doubt(
             f"{message}: {measures} memory, not what was learned",
@@ -151,7 +161,7 @@ class Sides:
             numbers={
                 "documents": overlap.documents,
                 "share": overlap.share,
-                "lines_share": overlap.lines_share,
+                "passages_share": overlap.passages_share,
             },
         )
 

@@ -1,5 +1,6 @@
 """How a tokenizer.json spells its tokens, and the bytes of text that each stands for."""
 
+import json
 import re
 from typing import Any
 
@@ -19,16 +20,25 @@ def _byte_alphabet() -> list[str]:
 
 ALPHABET = _byte_alphabet()
 BYTE_OF = {character: byte for byte, character in enumerate(ALPHABET)}
+_SPELLED = dict(enumerate(ALPHABET))
+_UNSPELLED = {ord(character): chr(byte) for character, byte in BYTE_OF.items()}
 
 
 def spell(raw: bytes) -> str:
     """Return bytes as a byte-level token is spelled."""
-    return "".join(ALPHABET[byte] for byte in raw)
+    return raw.decode("latin-1").translate(_SPELLED)
 
 
 def unspell(token: str) -> bytes:
     """Return the bytes of a byte-level token."""
-    return bytes(BYTE_OF[character] for character in token)
+    return token.translate(_UNSPELLED).encode("latin-1")
+
+
+def spec_of(text: str) -> dict[str, Any]:
+    """Return the object in a tokenizer.json, with the stages that it may leave out as None."""
+    stages = dict.fromkeys(("normalizer", "pre_tokenizer", "decoder"))
+    spec = {**stages, **json.loads(text)}
+    return spec | {"added_tokens": spec.get("added_tokens") or []}
 
 
 def steps_of(node: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -17,8 +17,10 @@ ids.
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -30,8 +32,15 @@ import tokenizers
 from headrace.core.errors import ConfigError, TextLost, UnsupportedError, nearest
 from headrace.core.files import python, write_whole
 from headrace.core.folders import refuse_absent, refuse_no_tokenizer
+from headrace.core.limits import TokenizerPattern
 from headrace.core.native import silent_panics
 from headrace.core.remedy import mend
+from headrace.data.bpe import (
+    PATTERNS,
+    WordCounts,
+    check_entries,
+    learn_from_texts,
+)
 from headrace.data.document_token import END_OF_TEXT, find_document_token
 from headrace.data.lossless import (
     check_parts,
@@ -39,8 +48,8 @@ from headrace.data.lossless import (
     example_of_loss,
     guarded,
     vanishing,
-    with_limited_runs,
 )
+from headrace.data.merges import learn_from_counts, learned_pairs, parents
 from headrace.data.spelling import (
     ALPHABET,
     BYTE_OF,
@@ -48,27 +57,25 @@ from headrace.data.spelling import (
     make_decoder,
     missing_bytes,
     rewrites,
+    spec_of,
     spell,
     steps_of,
     token_bytes,
     unspell,
 )
-from headrace.plan.plan import DataConfig
+from headrace.plan.data_config import DataConfig
 
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""GPT-4's, with numbers in twos: three cost too many entries of a small vocabulary (nanochat)."""
-_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _OWN = mend("data.tokenizer=bpe")
 _WHOLE_ALPHABET = _OWN | (
     "a tokenizer.json trained with the whole byte alphabet "
     "(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())"
 )
-Trainer = Literal["auto", "rustbpe", "tokenizers"]
+Trainer = Literal["auto", "rustbpe", "counts"]
 _PROBED: dict[str, tuple[str | None, bool]] = {}
 """By fingerprint what a tokenizer was found to lose, and whether tiktoken does as it does."""
+
+_LAST_READ: dict[str, "Tokenizer"] = {}
+"""By fingerprint the tokenizer that was read last: preparing data reads the same one thrice."""
 
 
 class Tokenizer:
@@ -90,10 +97,7 @@ class Tokenizer:
             self._slow = guarded(
                 lambda: tokenizers.Tokenizer.from_str(text), f"{name} is not a tokenizer.json"
             )
-        spec = json.loads(text)
-        for key in ("normalizer", "pre_tokenizer", "decoder"):
-            spec.setdefault(key, None)
-        spec["added_tokens"] = spec.get("added_tokens") or []
+        spec = spec_of(text)
         spec["model"].setdefault("type", type(self._slow.model).__name__)
         self._text, self._name = text, name
         self._slow.no_truncation()
@@ -124,6 +128,11 @@ class Tokenizer:
     def text(self) -> str:
         """Return the text of the tokenizer.json."""
         return self._text
+
+    @property
+    def special_texts(self) -> list[str]:
+        """Return how its special tokens are spelled; a text that spells one is still text."""
+        return [t["content"] for t in json.loads(self._text).get("added_tokens") or []]
 
     def _bytes_of(self, text: str) -> int:
         return int(self.token_bytes[self.encode_batch([text])[0]].sum())
@@ -231,7 +240,19 @@ class Tokenizer:
                 f"data.tokenizer: {path} cannot be read: {error}",
                 "data.tokenizer=bpe, a path of a tokenizer.json, or tiktoken:NAME",
             ) from None
-        return Tokenizer(text, name=str(path))
+        known = _LAST_READ.get(digest := hashlib.sha256(text.encode()).hexdigest())
+        if known is None or known.note:  # which names the file
+            known = Tokenizer(text, name=str(path))
+            _LAST_READ.clear()
+            _LAST_READ[digest] = known
+        renamed = copy(known)
+        renamed._name = str(path)
+        return renamed
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Return the object in the tokenizer.json."""
+        return spec_of(self._text)
 
     def save(self, path: Path | str) -> None:
         """Write the tokenizer.json."""
@@ -323,51 +344,68 @@ def open_tokenizer(spec: str, key: str = "data.tokenizer") -> Tokenizer:
             "data.tokenizer=bpe",
         ) from None
     ranks = encoding._mergeable_ranks
-    return Tokenizer(_to_json(ranks, encoding._pat_str, encoding._special_tokens), name=spec)
+    pairs = [parents(token, ranks) for token in sorted(ranks, key=ranks.__getitem__)]
+    text = _to_json(ranks, filter(None, pairs), encoding._pat_str, encoding._special_tokens)
+    return Tokenizer(text, name=spec)
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab: int, trainer: Trainer = "auto") -> Tokenizer:
+def train_tokenizer(
+    texts: Iterable[str] | WordCounts,
+    *,
+    vocab: int,
+    trainer: Trainer = "auto",
+    pattern: TokenizerPattern = "nanochat",
+    special_tokens: tuple[str, ...] = (),
+    special_from_text: bool = False,
+) -> Tokenizer:
     """Learn a byte-level BPE of at most `vocab` entries, `<|endoftext|>` included.
 
     Args:
-        texts: what to learn from; it is held in memory as counts of words.
-        vocab: 256 bytes, merges and one special token; fewer when the text has no more pairs.
-        trainer: `auto` takes rustbpe where it is installed, since it is 2.6-4.5 times faster.
+        texts: what to learn from, which is held in memory as counts of words; or those counts.
+        vocab: 256 bytes, merges and special tokens; fewer when the text has no more pairs.
+        trainer: who learns from texts. `auto` takes rustbpe where it is installed, since it is
+            quicker; `counts` counts the words in Python and learns the same.
+        pattern: how text falls into words; counts have theirs.
+        special_tokens: further special tokens, printable ASCII without blanks.
+        special_from_text: text that spells one of these becomes it.
+
+    Raises:
+        ConfigError: there is no room for 256 bytes and the special tokens, or one is no name.
+        UnsupportedError: rustbpe was asked for and is not installed.
+    """
+    check_entries(vocab, special_tokens)
+    merges = vocab - 257 - len(special_tokens)
+    if isinstance(texts, WordCounts):
+        pattern, ranks = texts.pattern, learn_from_counts(texts.words, merges)
+    else:
+        ranks = _learn(texts, merges, pattern, trainer)
+    end = len(ranks)
+    special = {token: end + at for at, token in enumerate((END_OF_TEXT, *special_tokens))}
+    plain = special_tokens if special_from_text else ()
+    return Tokenizer(_to_json(ranks, learned_pairs(ranks), PATTERNS[pattern], special, plain))
+
+
+def _learn(
+    texts: Iterable[str], merges: int, pattern: TokenizerPattern, trainer: Trainer
+) -> dict[bytes, int]:
+    """Return the rank of every token that a trainer learns from texts.
+
+    Both learn from every word, so a plan's tokenizer is the same with and without rustbpe. Counts
+    take some 600 bytes for each different word of the texts.
 
     Raises:
         UnsupportedError: rustbpe was asked for and is not installed.
     """
-    if vocab < 257:
-        raise ConfigError(f"data.vocab = {vocab} has no room for 256 bytes", mend("data.vocab=257"))
-    if trainer != "tokenizers":
+    if trainer != "counts":
         try:
-            import rustbpe
+            return learn_from_texts(texts, merges, pattern)
         except ImportError:
             if trainer == "rustbpe":
                 raise UnsupportedError("rustbpe is not installed", "pip install rustbpe") from None
-        else:
-            learner = rustbpe.Tokenizer()  # pyright: ignore[reportAttributeAccessIssue]
-            learner.train_from_iterator(with_limited_runs(texts), vocab - 1, pattern=SPLIT_PATTERN)
-            ranks = {bytes(token): rank for token, rank in learner.get_mergeable_ranks()}
-            return Tokenizer(_to_json(ranks, SPLIT_PATTERN, {END_OF_TEXT: len(ranks)}))
-    ranks = _train_with_tokenizers(texts, vocab)
-    return Tokenizer(_to_json(ranks, SPLIT_PATTERN, {END_OF_TEXT: len(ranks)}))
-
-
-def _train_with_tokenizers(texts: Iterable[str], vocab: int) -> dict[bytes, int]:
-    """Return the ranks that Hugging Face's trainer learns: bytes, then merges in order."""
-    learner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    learner.pre_tokenizer = _splitter(SPLIT_PATTERN)
-    learner.train_from_iterator(
-        with_limited_runs(texts),
-        tokenizers.trainers.BpeTrainer(
-            vocab_size=vocab - 1, initial_alphabet=ALPHABET, show_progress=False
-        ),
-    )
-    model = json.loads(learner.to_str())["model"]
-    tokens = [bytes([byte]) for byte in range(256)]
-    tokens += [unspell(left + right) for left, right in _pairs(model["merges"])]
-    return {token: rank for rank, token in enumerate(dict.fromkeys(tokens))}
+    counts = WordCounts(pattern, most=sys.maxsize)
+    for text in texts:
+        counts.add(text)
+    return learn_from_counts(counts.words, merges)
 
 
 def _splitter(pattern: str) -> tokenizers.pre_tokenizers.PreTokenizer:
@@ -383,38 +421,40 @@ def _pairs(merges: Iterable[str | Sequence[str]]) -> Iterator[tuple[str, str]]:
         yield left, right
 
 
-def _to_json(ranks: dict[bytes, int], pattern: str, special: dict[str, int]) -> str:
-    """Return a tokenizer.json from tiktoken's way of writing the same thing."""
-    merges = [_parents(token, ranks) for token in sorted(ranks, key=ranks.__getitem__)]
+def _to_json(
+    ranks: dict[bytes, int],
+    pairs: Iterable[tuple[bytes, bytes]],
+    pattern: str,
+    special: dict[str, int],
+    plain: Sequence[str] = (),
+) -> str:
+    """Return a tokenizer.json from tiktoken's way of writing the same thing.
+
+    Args:
+        ranks: the id of each token that is not special.
+        pairs: the two tokens whose merge made each token, by rank.
+        pattern: how text falls into words.
+        special: the id of each special token.
+        plain: those of the special tokens that text becomes.
+    """
     vocab = {spell(token): rank for token, rank in ranks.items()}
     model = tokenizers.models.BPE(
         vocab=vocab | special,  # listed here too, so that ids with gaps stay as they are
-        merges=[(spell(pair[0]), spell(pair[1])) for pair in merges if pair],
+        merges=[(spell(first), spell(second)) for first, second in pairs],
     )
     built = tokenizers.Tokenizer(model)
     built.pre_tokenizer = _splitter(pattern)
     built.decoder = tokenizers.decoders.ByteLevel()
     by_id = sorted(special, key=special.__getitem__)
-    built.add_special_tokens([tokenizers.AddedToken(s, special=True) for s in by_id])
+    for token in by_id:
+        own = tokenizers.AddedToken(token, special=token not in plain, normalized=False)
+        (built.add_tokens if token in plain else built.add_special_tokens)([own])
     return built.to_str()
-
-
-def _parents(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
-    """Return the two tokens whose merge made this one: BPE of its bytes by lower ranks only."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        ranks_of_pairs = [ranks.get(parts[i] + parts[i + 1]) for i in range(len(parts) - 1)]
-        below = [(r, i) for i, r in enumerate(ranks_of_pairs) if r is not None and r < ranks[token]]
-        if not below:
-            return None
-        _, i = min(below)
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return (parts[0], parts[1]) if len(parts) == 2 else None
 
 
 def _as_tiktoken(spec: dict[str, Any]) -> tiktoken.Encoding | None:
     """Return the same encoding in tiktoken, or None where it is not certain to be the same."""
-    model, pattern = spec["model"], _pattern(spec)
+    model, pattern = spec["model"], split_pattern(spec)
     if model["type"] != "BPE" or pattern is None:
         return None
     odd = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk")
@@ -425,7 +465,7 @@ def _as_tiktoken(spec: dict[str, Any]) -> tiktoken.Encoding | None:
         or any(model.get(key) for key in odd)
         or len(special) != len(spec["added_tokens"])
         or not all(character in plain for character in ALPHABET)
-        or not all(character in BYTE_OF for token in plain for character in token)
+        or not BYTE_OF.keys() >= set("".join(plain))
         or not _rebuilds(plain, model["merges"])
     ):
         return None
@@ -435,11 +475,11 @@ def _as_tiktoken(spec: dict[str, Any]) -> tiktoken.Encoding | None:
     )
 
 
-def _pattern(spec: dict[str, Any]) -> str | None:
+def split_pattern(spec: dict[str, Any]) -> str | None:
     """Return the split pattern where the pre-tokenizer is one of the two usual shapes."""
     match steps_of(spec["pre_tokenizer"]):
         case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
-            return _GPT2_PATTERN
+            return PATTERNS["gpt2"]
         case [
             {"type": "Split", "pattern": {"Regex": str(found)}, "behavior": "Isolated"} as split,
             {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},

@@ -25,6 +25,7 @@ from headrace.doctor.findings import Finding, Kind
 from headrace.doctor.forecast import MeasuredRun, by_ledger
 from headrace.doctor.loop_remedies import LoopRemedy, examine_loop, loop_remedies
 from headrace.doctor.of_plan import plan_findings
+from headrace.doctor.packing import packing_of, with_packing
 from headrace.doctor.remedies import HEALTHY, PlanRemedy, remedies
 from headrace.doctor.rules import WRONG, presented, unjudged
 from headrace.doctor.run import examined_run, place_of, use_of
@@ -174,7 +175,10 @@ def advise(
     try:
         plan = read_recorded_plan(folder, catalogue)
         context, machine = place_of(plan, run.read("environment") or {}, rates_here)
-        advice = advised(findings, plan, context, machine, catalogue, MeasuredRun.of(seen))
+        packing = packing_of(run, plan, findings, WORTH)
+        measured = replace(MeasuredRun.of(seen), packing=packing)
+        findings = [with_packing(finding, packing, plan) for finding in findings]
+        advice = advised(findings, plan, context, machine, catalogue, measured)
         return replace(advice, run=folder)
     except RunError:
         raise

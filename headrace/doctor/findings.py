@@ -44,6 +44,9 @@ class Kind(Enum):
     DIVERGED = auto()
     UNTRAINED = auto()
     INACTIVE = auto()
+    UNREACHED = auto()
+    ABOVE_THE_START = auto()
+    FORGOT = auto()
     RELAPSED = auto()
     RISING = auto()
     SPIKES = auto()
@@ -72,6 +75,8 @@ class Kind(Enum):
     COMPUTES = auto()
     NEAR_THE_PEAK = auto()
     UNPRICED = auto()
+    OTHER_TEMPLATE = auto()
+    WIDE_BASE = auto()
     HOST_OPERATIONS = auto()
     HOST_SPLIT = auto()
     NO_TRACE = auto()
@@ -136,12 +141,15 @@ _BOTTLENECKS: Mapping[str, tuple[Kind, ...]] = {
     "instability": (
         Kind.ENDED_NOT_FINITE,
         Kind.DIVERGED,
+        Kind.ABOVE_THE_START,
         Kind.RELAPSED,
         Kind.RISING,
         Kind.SPIKES,
         Kind.LOST_STEPS,
     ),
-    "silent no-op": (Kind.UNTRAINED, Kind.INACTIVE),
+    "silent no-op": (Kind.UNTRAINED, Kind.INACTIVE, Kind.UNREACHED),
+    "forgetting": (Kind.FORGOT,),
+    "chat template": (Kind.OTHER_TEMPLATE,),
     "recipe": (Kind.SLOWER_RECIPE,),
     "input": (Kind.INPUT_WAIT, Kind.TRACE_INPUT),
     "interconnect": (Kind.EXPOSED_COMMUNICATION, Kind.TRACE_INTERCONNECT),
@@ -158,6 +166,7 @@ _BOTTLENECKS: Mapping[str, tuple[Kind, ...]] = {
     ),
     "memory bandwidth": (
         Kind.MOVES_BYTES,
+        Kind.WIDE_BASE,
         Kind.TRACE_MEMORY_KERNELS,
         Kind.TRACE_BANDWIDTH,
         Kind.PLAN_MOVES_BYTES,

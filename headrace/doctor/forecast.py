@@ -29,12 +29,14 @@ be so at the other's or not: compiled code did not slow down with eager code (40
 forecasts.jsonl). The interval is around both, as far as the host's parts of the plans differ.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import exp, isfinite, log, nan, prod, sqrt
 from typing import Literal
 
 from headrace.core.statistics import Interval
 from headrace.costs.work import HOST_S, SLOW_HOST
+from headrace.data.packing.ledger import PackingLedger
 from headrace.doctor.observation import Observation
 from headrace.doctor.physics import host_binds, priced_idle
 from headrace.predict.prediction import EDGE, NoInterval, Prediction
@@ -92,8 +94,10 @@ class MeasuredRun:
         step_s: seconds of a steady step, its wait for data in it.
         waits_s: seconds of it in which the device waited for data or for other ranks.
         inactive: techniques that were asked for and do nothing.
+        unreached: as of `Observation`.
         slack_s: seconds of it in which the host waited for the device.
         by_host: whether the device had run dry of launches, and the host was never ahead.
+        packing: what each way of making rows does to the run's text, where its shards are there.
     """
 
     step_s: float | None = None
@@ -101,12 +105,14 @@ class MeasuredRun:
     inactive: tuple[str, ...] = ()
     slack_s: float = 0.0
     by_host: bool = False
+    packing: PackingLedger | None = None
+    unreached: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
 
     @staticmethod
     def of(seen: Observation) -> "MeasuredRun":
         """Return the means of a run's steady steps, since a step's waits fall on few of them."""
         if not seen.steps:
-            return MeasuredRun(inactive=seen.inactive)
+            return MeasuredRun(inactive=seen.inactive, unreached=seen.unreached)
         step_s = sum(seen.step_s) / seen.steps
         waits = [seen.share(seen.input_s) or 0.0, seen.share(seen.communication_s) or 0.0]
         slack = (seen.share(seen.slack_s) or 0.0) if seen.slack_s else nan
@@ -116,6 +122,7 @@ class MeasuredRun:
             seen.inactive,
             slack_s=step_s * slack if isfinite(slack) else 0.0,
             by_host=host_binds(seen) and (bool(seen.dry) or priced_idle(seen)),
+            unreached=seen.unreached,
         )
 
 

@@ -41,7 +41,8 @@ class Observation:
             step waits for, or a step's launches do not fit into the device's queue.
         dry: 1 for each step at whose beginning the device had nothing left to do, else 0.
         loss, grad_norm: of every step, not of the steady ones only; nan where they were not finite.
-        useful_share: share of the tokens that a loss counted.
+        useful_share: share of the tokens that a loss counted, or that it read to count others.
+        counted_share: share of the tokens that a loss counted.
         recompile_s: seconds that each step which compiled after the first ones took more than
             others.
         graph_breaks: breaks between compiled graphs.
@@ -60,6 +61,15 @@ class Observation:
             peak, the share of a step's FLOPs that it does "again" and the bytes "moved" for it.
         untrained: share of the optimizer's parameters that never had a gradient.
         inactive: names of techniques that were asked for and are not in force.
+        unreached: for each technique some of whose parts learned nothing, these "parts", and the
+            "others".
+        before_nats: validation loss before the first step.
+        val_nats: validation losses after it, the oldest first.
+        given: of given weights, what "trains", its "lr" and the "usual_lr", which may be None, and
+            the "fp32_bytes" of frozen weights that bf16 arithmetic reads.
+        general: loss on the general text, "before_nats" and "after_nats", and its "source".
+        templates: sha256 of the chat template that conversations were written by, and of the one
+            beside the tokenizer, where that is another.
         device: "cuda", "cpu" or "mps".
         ended_by: class of the error that ended the run, "" where none did.
         message: the first line of that error's message.
@@ -85,6 +95,7 @@ class Observation:
     loss: tuple[float, ...] | None = None
     grad_norm: tuple[float, ...] | None = None
     useful_share: float | None = None
+    counted_share: float | None = None
     recompile_s: tuple[float, ...] = ()
     graph_breaks: int | None = None
     tiny: int | None = None
@@ -102,6 +113,12 @@ class Observation:
     savings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     untrained: float = 0.0
     inactive: tuple[str, ...] = ()
+    unreached: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
+    before_nats: float | None = None
+    val_nats: tuple[float, ...] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
+    general: Mapping[str, Any] = field(default_factory=dict)
+    templates: tuple[str, str] | None = None
     device: str = ""
     ended_by: str = ""
     message: str = ""
@@ -191,7 +208,9 @@ def observe(
         use: what the work of its steps takes of the device.
         phases: where the report says that the time went.
     """
-    kept, waste = steady(rows), report["wasted_token_fraction"]
+    kept, waste = steady(rows), (counts := report["wasted_token_fraction"])
+    if "chat" in (report.get("data") or {}):  # a masked prompt is read to be answered
+        waste = report["padding_fraction"]
     memory, signals = report["peak_memory_bytes"], report.get("signals") or {}
     measured = memory["method"] == "allocator"
     step_s = _step_s(kept)
@@ -208,6 +227,7 @@ def observe(
         loss=series(rows, "loss"),
         grad_norm=series(rows, "grad_norm"),
         useful_share=None if waste is None else 1.0 - waste,
+        counted_share=None if counts is None else 1.0 - counts,
         recompile_s=_recompiles(rows, median(step_s)) if step_s else (),
         graph_breaks=signals.get("graph_breaks"),
         **_operations(signals),
@@ -219,6 +239,12 @@ def observe(
         savings=signals.get("savings") or {},
         untrained=signals.get("untrained_share") or 0.0,
         inactive=tuple(signals.get("lost_techniques") or ()),
+        unreached=signals.get("unreached") or {},
+        before_nats=(report.get("before") or {}).get("loss_nats"),
+        val_nats=tuple(one["loss_nats"] for one in report.get("val") or ()),
+        given=signals.get("given") or {},
+        general=report.get("general") or {},
+        templates=_templates(report),
         device=signals.get("device", ""),
         ended_by=report.get("error", "RunError") if report.get("status") == "failed" else "",
         message=report.get("message", "").partition("\n")[0],
@@ -233,13 +259,20 @@ def observe(
     )
 
 
-def masks_prompts(report: Mapping[str, Any]) -> bool:
-    """Return whether a watched loop's tokens without a target may all be masked prompts.
+def _templates(report: Mapping[str, Any]) -> tuple[str, str] | None:
+    talks = (report.get("data") or {}).get("chat") or {}
+    other = talks.get("other_template_sha256")
+    return (talks["template_sha256"], other) if other else None
 
-    They are then no fault. A run of Headrace masks none.
+
+def masks_prompts(report: Mapping[str, Any]) -> bool:
+    """Return whether a loop's tokens without a target may all be masked prompts.
+
+    They are then no fault. A run of Headrace masks the prompts of its conversations.
     """
     padded, wasted = report.get("padding_fraction"), report["wasted_token_fraction"]
-    return bool(report.get("watched") and wasted and (padded or 0.0) < PADDED)
+    talks = report.get("watched") or "chat" in (report.get("data") or {})
+    return bool(talks and wasted and (padded or 0.0) < PADDED)
 
 
 def _step_s(rows: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:

@@ -1,6 +1,7 @@
 """List the keys of a plan that are worth a try against a finding, beside techniques."""
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from headrace.plan.changes import parse, word
 from headrace.plan.gentler import gentler, usual_rate
@@ -23,11 +24,14 @@ def _gentler(plan: Plan) -> list[Words]:
     """Return all that is far off at once, which learns; then a lower rate alone, and clipping."""
     if rate_is_far_off(plan):
         return [gentler(plan)]
-    lower = (f"optimizer.lr={word(float(f'{plan.optimizer.lr / STEP:.2g}'))}",)
-    changes = [gentler(plan), lower]
+    changes = [gentler(plan), *_lower(plan)]
     if not plan.optimizer.clip_norm:
         changes.append(("optimizer.clip_norm=1.0",))
     return changes
+
+
+def _lower(plan: Plan) -> list[Words]:
+    return [(f"optimizer.lr={word(float(f'{plan.optimizer.lr / STEP:.2g}'))}",)]
 
 
 def rate_is_far_off(plan: Plan) -> bool:
@@ -46,6 +50,8 @@ def _half(plan: Plan) -> list[Words]:
 KEYS: Mapping[str, Callable[[Plan], list[Words]]] = {
     "input": _more_reading,
     "instability": _gentler,
+    "forgetting": _lower,
+    "chat template": lambda plan: [("data.chat.template=",)],
     "recipe": _other_rates,
     "computation": _half,
     "kernel efficiency": _half,
@@ -63,6 +69,7 @@ KEY_COSTS: Mapping[str, str] = {
     "model.init_std": "another run, from other weights",
     "optimizer.clip_norm": "nothing in time (the norm is measured anyway); large gradients shrink",
     "schedule.warmup_steps": "steps at a low rate",
+    "data.chat.template": "another run: what was learned so far was learned by the other",
     "model.precision": "products of numbers of 8 significant bits",
     MICRO: "nothing in the gradients; rounding of their sum",
 }
@@ -73,9 +80,41 @@ KEY_EQUALITY: Mapping[str, str] = {
     "optimizer.weight_decay": "learning",
     "schedule.warmup_steps": "learning",
     "model.init_std": "learning",
+    "data.chat.template": "learning",
     "model.precision": "approximate",
 }
 """What a key does to the gradients, where it does not keep them."""
+
+
+def key_equality(key: str, catalogue: Catalogue) -> str:
+    """Return what a key does to the gradients; a knob of what changes learning changes it too."""
+    table, _, rest = key.partition(".")
+    if table != "techniques":
+        return KEY_EQUALITY.get(key, "exact")
+    owner = catalogue.techniques.get(rest.partition(".")[0])
+    return "learning" if owner is not None and owner.equality == "learning" else "exact"
+
+
+def in_force_alone(
+    plan: Plan, inactive: Iterable[str], unreached: Mapping[str, Mapping[str, Sequence[str]]]
+) -> Iterator[Words]:
+    """Yield changes that leave out what does nothing.
+
+    Of adapters it is those that no gradient reached, and then all. They are chosen by the ends of
+    their names, so that an end is left out in every block.
+
+    Args:
+        plan: the run's.
+        inactive: techniques that were asked for and do nothing.
+        unreached: of each technique, its "parts" that learned nothing, and the "others".
+    """
+    yield from ((f"-{name}",) for name in inactive if name in plan.techniques)
+    for name, one in unreached.items():
+        ends = {key: {part.split(".", 2)[-1] for part in names} for key, names in one.items()}
+        kept = sorted(ends["others"] - ends["parts"])
+        if name in plan.techniques:
+            yield from [(f"techniques.{name}.targets={json.dumps(kept)}",)] if kept else []
+            yield (f"-{name}",)
 
 
 def concerns_halves(words: Iterable[str], catalogue: Catalogue) -> bool:

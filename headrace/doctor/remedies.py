@@ -27,11 +27,14 @@ from headrace.core.statistics import Interval
 from headrace.costs.machine import SQUARE, Machine
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import NOTHING, Forecast, MeasuredRun, Source, by_ledger, by_share
+from headrace.doctor.packing import PADDED, by_packing, repacked
 from headrace.doctor.plan_keys import (
     KEY_COSTS,
     KEY_EQUALITY,
     KEYS,
     concerns_halves,
+    in_force_alone,
+    key_equality,
     rate_is_far_off,
 )
 from headrace.plan.changes import flat, word
@@ -54,7 +57,7 @@ NEARLY = 0.9
 of natural runs were a quarter off in the median (natural.jsonl), so a tenth is no evidence."""
 SHARES = ("input", "interconnect", "wasted tokens", LEDGER_FIRST)
 """Bottlenecks of which the finding's share forecasts a gain."""
-QUALITY = ("instability", "recipe", "silent no-op")
+QUALITY = ("instability", "forgetting", "chat template", "recipe", "silent no-op")
 """Bottlenecks of learning, which no time of a step forecasts."""
 OF_TIME = ("computation", "memory bandwidth", "kernel efficiency", LEDGER_FIRST)
 """Bottlenecks that name what the time of a step itself goes to."""
@@ -255,8 +258,10 @@ def candidates(bottleneck: str, asking: Asking, measured: MeasuredRun) -> Iterat
         if _may_help(bottleneck, words, asking):
             yield words
     yield from KEYS.get(bottleneck, lambda plan: [])(plan)
+    if bottleneck == PADDED and measured.packing is not None:
+        yield from repacked(plan, measured.packing)
     if bottleneck == "silent no-op":
-        yield from ((f"-{name}",) for name in measured.inactive if name in plan.techniques)
+        yield from in_force_alone(plan, measured.inactive, measured.unreached)
 
 
 def _may_help(bottleneck: str, words: Words, asking: Asking) -> bool:
@@ -264,16 +269,9 @@ def _may_help(bottleneck: str, words: Words, asking: Asking) -> bool:
 
     What changes what is learned is no remedy for time, whatever its symptoms.
     """
-    if bottleneck in PRICED and not _keeps(words, asking):
+    if bottleneck in PRICED and _equality(asking.catalogue, words) == "learning":
         return False
-    if _names_bottleneck(bottleneck, words, asking):
-        return True
-    return bottleneck in PRICED
-
-
-def _keeps(words: Words, asking: Asking) -> bool:
-    """Return whether a change keeps what is learned."""
-    return _equality(asking.catalogue, words) != "learning"
+    return bottleneck in PRICED or _names_bottleneck(bottleneck, words, asking)
 
 
 def _names_bottleneck(bottleneck: str, words: Words, asking: Asking) -> bool:
@@ -331,7 +329,7 @@ def _remedy(
 
 def _equality(catalogue: Catalogue, change: Words) -> str:
     """Return what the change does to gradients: the most that a part of it does."""
-    parts = [KEY_EQUALITY.get(word.partition("=")[0], "exact") for word in change]
+    parts = [key_equality(word.partition("=")[0], catalogue) for word in change]
     parts += [catalogue.find(word[1:]).equality for word in change if word[0] == "+"]
     left = (catalogue.find(word[1:]).equality for word in change if word[0] == "-")
     return max([*parts, *(e for e in left if e == "learning")], key=EFFECTS.index)
@@ -359,6 +357,8 @@ def _forecast(
         return Forecast(None, "none", "it gains memory that is reserved in pieces, not time")
     if bottleneck not in SHARES:
         return ledger
+    if bottleneck == PADDED and (packing := measured.packing) is not None:
+        return by_packing(packing, before.plan.techniques, after.plan.techniques, ledger)
     moves = ledger.gain is not None and abs(ledger.gain.value) > NOTHING
     if bottleneck == LEDGER_FIRST and (moves or words[0][0] != "+"):
         return ledger  # which alone knows what a part of the plan, or a knob, does to launches

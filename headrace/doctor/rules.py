@@ -21,6 +21,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from headrace.core.errors import Diverged, MemoryFull
+from headrace.doctor import given
 from headrace.doctor.findings import OF_PHASES, PASSES, Finding, Kind
 from headrace.doctor.observation import Observation
 from headrace.doctor.physics import INPUT_SHARE, binding, host_is_behind
@@ -85,7 +86,7 @@ REDUCIBLE_CLOCK = (
 LIMITED_SHARE, SLOWER = 0.2, 0.05
 """Share of the samples in which one of them held, and share of the clock that it took, from which
 it is named. Chosen, not measured."""
-WRONG = ("silent no-op", "instability", "recipe")
+WRONG = ("silent no-op", "instability", "forgetting", "recipe")
 """Bottlenecks that stand first whatever their share."""
 
 
@@ -274,13 +275,13 @@ def _ended(seen: Observation) -> Finding | None:
 def _no_op(seen: Observation) -> Finding | None:
     if seen.untrained >= UNTRAINED_SHARE:
         return Finding(Kind.UNTRAINED, seen.untrained)
-    if not seen.inactive:
-        return None
-    return Finding(Kind.INACTIVE, 1.0, {"names": seen.inactive})
+    if seen.inactive:
+        return Finding(Kind.INACTIVE, 1.0, {"names": seen.inactive})
+    return given.unreached(seen)
 
 
 def _instability(seen: Observation) -> Finding | None:
-    return _rising(seen) or _spikes(seen) or _lost_steps(seen)
+    return given.above_the_start(seen) or _rising(seen) or _spikes(seen) or _lost_steps(seen)
 
 
 def _spikes(seen: Observation) -> Finding | None:
@@ -296,10 +297,8 @@ def _spikes(seen: Observation) -> Finding | None:
 
 
 def _lost_steps(seen: Observation) -> Finding | None:
-    lost, of = max(
-        (len(values) - len(finite(values)), len(values))
-        for values in (seen.loss or (), seen.grad_norm or ())
-    )
+    series = (seen.loss or (), seen.grad_norm or ())
+    lost, of = max((len(values) - len(finite(values)), len(values)) for values in series)
     if lost <= max(LOST, LOST_SHARE * of):
         return None
     return Finding(Kind.LOST_STEPS, lost / of, {"lost": lost, "steps": of})
@@ -412,8 +411,8 @@ def _wide(seen: Observation) -> Finding | None:
 def _waste(seen: Observation) -> Finding | None:
     if seen.masks_prompts or seen.useful_share is None:
         return None
-    share = 1.0 - seen.useful_share
-    return Finding(Kind.WASTED_TOKENS, share) if share >= WASTE_SHARE else None
+    share, facts = 1.0 - seen.useful_share, {"counted_share": seen.counted_share}
+    return Finding(Kind.WASTED_TOKENS, share, facts) if share >= WASTE_SHARE else None
 
 
 def _needless(seen: Observation) -> Finding | None:
@@ -484,6 +483,7 @@ RULES: tuple[Rule, ...] = (
     Rule(Group.ENDED, _ended),
     Rule(Group.WRONG, _no_op),
     Rule(Group.WRONG, _instability),
+    Rule(Group.WRONG, given.forgot),
     Rule(Group.TIME, _input),
     Rule(Group.TIME, _recompiles),
     Rule(Group.TIME, _tiny),
@@ -493,6 +493,7 @@ RULES: tuple[Rule, ...] = (
     Rule(Group.TIME, _wide),
     Rule(Group.TIME, _waste),
     Rule(Group.TIME, _needless),
+    *(Rule(Group.TIME, look) for look in given.UNPRICED),
     Rule(Group.TIME, host_is_behind),
     Rule(Group.MEMORY, _memory),
 )

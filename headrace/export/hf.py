@@ -1,30 +1,23 @@
 """Write a folder that `transformers` opens: safetensors, config.json and the tokenizer.
 
 The weights are converted file by file, so the host holds the model once and one file of it twice.
-The folder is written under another name and renamed when it is complete: a reader sees all of it or
-nothing.
 """
 
-import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headrace.core.errors import ConfigError, RunError, is_full_disk
-from headrace.core.files import publish, shell
 from headrace.core.model_config import ModelConfig
 from headrace.data.tokenizer import Tokenizer
+from headrace.export.folder import new_folder, write_json
 from headrace.model.adapter import WeightLink, check_ours
 from headrace.model.companions import CONFIG, GENERATION, SPECIAL, TOKENIZER, Companions
-from headrace.model.hf_config import config_to_hf, merged_config
+from headrace.model.hf_config import architecture, config_to_hf, merged_config
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes of one file of weights; `save_pretrained` of transformers splits at this size too."""
@@ -62,33 +55,23 @@ def export_hf(
     """
     tokenizer = Tokenizer.load(tokenizer_path)
     end = tokenizer.document_token
-    values = config_to_hf(config, sequence_length=sequence_length, end_id=end, position=position)
+    named = companions.tables.get(CONFIG, {}).get("architectures") or [""]
+    kind = architecture(config, named[0])
+    values = config_to_hf(
+        config, sequence_length=sequence_length, end_id=end, position=position, prefer=kind.name
+    )
     values = merged_config(values, companions.tables.get(CONFIG, {}), position)
     values["torch_dtype"] = str(dtype).removeprefix("torch.")
-    files = _split(check_ours(config, model_state), dtype.itemsize, shard_bytes)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists already", f"--output {shell(_unused(out))}")
+    files = _split(check_ours(config, model_state, kind), dtype.itemsize, shard_bytes)
     document = tokenizer.decode([end])
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        try:
-            _write_weights(aside, files, model_state, dtype)
-            tokenizer.save(aside / "tokenizer.json")
-            for name, text in companions.texts.items():
-                (aside / name).parent.mkdir(exist_ok=True)
-                (aside / name).write_text(text, encoding="utf-8")
-            for name, table in _tables(values, companions, document, sequence_length).items():
-                _write_json(aside / name, table)
-            _publish(aside, out)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        cause = error.strerror if isinstance(error, OSError) else ""
-        problem = f"{out} could not be written: {cause or error}"
-        if is_full_disk(error) or isinstance(error, SafetensorError):
-            raise RunError(problem, "--output FOLDER on a disk with room for the weights") from None
-        raise ConfigError(problem, "--output FOLDER that can be written") from None
+    with new_folder(out) as aside:
+        _write_weights(aside, files, model_state, dtype)
+        tokenizer.save(aside / "tokenizer.json")
+        for name, text in companions.texts.items():
+            (aside / name).parent.mkdir(exist_ok=True)
+            (aside / name).write_text(text, encoding="utf-8")
+        for name, table in _tables(values, companions, document, sequence_length).items():
+            write_json(aside / name, table)
 
 
 def _tables(
@@ -155,28 +138,12 @@ def _write_weights(
         name = name if len(files) > 1 else "model.safetensors"
         tensors: dict[str, Tensor] = {}
         for link in links:
-            tensors |= link.to_theirs(state[link.ours].detach().to("cpu", dtype))
+            value = state[link.ours].detach()
+            value = value.float() - link.offset if link.offset else value
+            tensors |= link.to_theirs(value.to("cpu", dtype))
         save_file(tensors, folder / name, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, name)
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if len(files) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
-        _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _publish(aside: Path, out: Path) -> None:
-    """Flush the folder `aside` to the disk and rename it to `out`."""
-    aside.chmod(0o755)
-    publish(aside, out)
-
-
-def _unused(out: Path) -> Path:
-    """Return the first unused name beside `out`, as NAME-2."""
-    number = 2
-    while (candidate := out.with_name(f"{out.name or 'hf'}-{number}")).exists():
-        number += 1
-    return candidate
+        write_json(folder / "model.safetensors.index.json", index)

@@ -1,22 +1,29 @@
 """Export the model of a run to the format of another tool."""
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
 from headrace.assemble.sockets import Build
-from headrace.core.command import train_command
+from headrace.core.command import rerun_with, train_command
 from headrace.core.errors import ConfigError, UnsupportedError, nearest
 from headrace.core.files import shell
+from headrace.data.chat.record import TEMPLATE_FILE
+from headrace.export.gguf import BLOCK, Origin, Quantized, gguf_package, write_gguf
+from headrace.export.gguf_graph import graph_of
+from headrace.export.gguf_tokenizer import vocabulary
 from headrace.export.hf import export_hf
+from headrace.export.peft import export_peft
 from headrace.model.attention import SelfAttention
 from headrace.model.companions import Companions
 from headrace.model.hf_config import architecture
 from headrace.model.lora import merged_state
-from headrace.model.mask import MaskSpec
-from headrace.model.mlp import PlainMLP, SwiGLU
+from headrace.model.mask import mask_of
+from headrace.model.mlp import GeGLU, PlainMLP, SwiGLU
 
-FORMATS = ("hf",)
-"""The formats that `headrace export --to` knows; "hf" is Hugging Face's."""
+FORMATS = ("hf", "peft", "gguf")
+"""The formats that `headrace export --to` knows: Hugging Face's, its adapters' (PEFT), and the one
+file of llama.cpp."""
 
 
 def export_run(
@@ -27,8 +34,11 @@ def export_run(
     run: Path,
     sequence_length: int,
     companions: Companions = Companions(),  # noqa: B008  (it is frozen)
+    quantize: Quantized = "f16",
+    origin: Origin | None = None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Write the model of a run in another format, and return the new folder.
+    """Write the model of a run in another format, and return the new folder or file.
 
     Args:
         build: the run, opened with its trained weights.
@@ -38,6 +48,9 @@ def export_run(
         sequence_length: tokens of a sequence in training; the exported config states it.
         companions: files such as a chat template that lay beside the weights with which the run
             began; they are copied.
+        quantize: how a GGUF file stores matrices.
+        origin: where the weights are from, which a GGUF file says.
+        note: called with a line where the format says less than the run.
 
     Raises:
         ConfigError: the format is unknown, or the new folder has files already.
@@ -45,9 +58,41 @@ def export_run(
     """
     if to not in FORMATS:
         raise ConfigError(f"--to {to} is not a format", f"--to {nearest(to, FORMATS)}")
+    if to == "gguf":
+        gguf_package()
+    _refuse_parts(build, to, run)
+    if to == "peft":
+        export_peft(build, output, run=run, template=companions.texts.get(TEMPLATE_FILE, ""))
+        return output
+    if to == "gguf":
+        _export_gguf(build, output, run, sequence_length, companions, quantize, origin, note)
+        return output
+    state = merged_state(build.model)
+    tokenizer = build.prepared.directory / "tokenizer.json"
+    if (template := run / TEMPLATE_FILE).is_file():  # by which it was trained here
+        texts = {**companions.texts, TEMPLATE_FILE: template.read_text(encoding="utf-8")}
+        companions = replace(companions, texts=texts)
+    export_hf(
+        state,
+        build.config,
+        tokenizer,
+        output,
+        sequence_length=sequence_length,
+        position=build.model.position.config_fields(),
+        companions=companions,
+    )
+    return output
+
+
+def _refuse_parts(build: Build, to: str, run: Path) -> None:
+    """Refuse a model with a part that no exported family has.
+
+    Raises:
+        UnsupportedError: names the first of them.
+    """
     for name, block in build.model.blocks.items():
         for does, part in (("mixes tokens by", block.mixer), ("has for its MLP", block.mlp)):
-            if type(part) in (SelfAttention, SwiGLU, PlainMLP):
+            if type(part) in (SelfAttention, SwiGLU, GeGLU, PlainMLP):
                 continue
             kind = type(part)
             owner = kind.__module__.rpartition(".")[2]
@@ -56,8 +101,8 @@ def export_run(
                 "exported family does: its config.json would describe another model",
                 f"headrace sample {shell(run)}, which computes it as it was trained",
             )
-    mask, causal = replace(build.model.mask, document=False), MaskSpec()
-    if not mask.is_plain_causal:
+    mask, causal = replace(build.model.mask, document=False), mask_of(build.config)
+    if mask != causal:
         other = {f.name: getattr(mask, f.name) for f in fields(mask)}
         own = [f"{name} = {v}" for name, v in other.items() if v != getattr(causal, name)]
         raise UnsupportedError(
@@ -70,15 +115,45 @@ def export_run(
     except UnsupportedError as error:
         command = train_command(run, f"name={build.plan.name}-{to}", error.remedy.text)
         raise UnsupportedError(error.message, command) from None
-    state = merged_state(build.model)
-    tokenizer = build.prepared.directory / "tokenizer.json"
-    export_hf(
-        state,
+
+
+def _export_gguf(
+    build: Build,
+    output: Path,
+    run: Path,
+    sequence_length: int,
+    companions: Companions,
+    quantize: Quantized,
+    origin: Origin | None,
+    note: Callable[[str], None],
+) -> None:
+    """Write the model of a run as a GGUF file; see `export_run`."""
+    tokenizer, position = build.prepared.tokenizer, build.model.position
+    try:
+        graph, words = graph_of(build.config, position), vocabulary(tokenizer)
+    except UnsupportedError as error:
+        # Given weights keep their shape and tokenizer, so no change of the plan helps them.
+        changes = error.remedy.text if not build.config.pretrained else ""
+        name = f"name={build.plan.name}-gguf"
+        anew = train_command(run, name, changes) if changes else rerun_with("--to", "hf", verb="")
+        raise UnsupportedError(error.message, anew) from None
+    written = write_gguf(
+        merged_state(build.model),
         build.config,
-        tokenizer,
+        position,
+        graph,
+        words,
         output,
-        sequence_length=sequence_length,
-        position=build.model.position.config_fields(),
-        companions=companions,
+        document_token=tokenizer.document_token,
+        context=sequence_length,
+        quantize=quantize,
+        origin=origin or Origin(build.plan.name, 0, "", {}),
+        template=companions.texts.get(TEMPLATE_FILE, ""),
     )
-    return output
+    if written.kept:
+        note(
+            f"{len(written.kept)} of {sum(written.tensors.values())} tensors stay F16, since their "
+            f"rows are no whole blocks of {BLOCK} numbers: {', '.join(written.kept[:3])}"
+        )
+    for line in words.notes:
+        note(line)

@@ -244,7 +244,7 @@ def open_model(
     shaping = {
         n: t
         for n, t in plan.techniques.items()
-        if _shapes(t, with_data=with_data)
+        if shapes_model(t, with_data=with_data)
         or "loss_scale" in t.claims
         or n in averaging
         or (routes and "routes" in t.composes)
@@ -254,12 +254,13 @@ def open_model(
         device="auto",
         techniques=shaping,
         mesh=MeshConfig(),
+        data={**dict(plan.data), "curriculum": None},  # no row of training is read
     )
     plan = without_base(plan, saved)
     if with_data:
         prepared = reopen(plan, RunFolder(folder).read_data(), folder)
     else:
-        tokenizer = _own_tokenizer(saved, folder)
+        tokenizer = own_tokenizer(saved, folder)
         none: Any = None  # a model alone reads no validation text
         prepared = Prepared(folder, tokenizer, (), none, fingerprint={}, has_begun=True)
     until = max((t.stage for t in averaging.values()), default=Stage.MATERIALIZE)
@@ -344,7 +345,7 @@ def _instead_of_wild(folder: Path, plan: Plan, sound: int | None) -> str:
     return train_command(folder, f"name={plan.name}-again", *words)
 
 
-def _own_tokenizer(saved: Saved, folder: Path) -> Tokenizer:
+def own_tokenizer(saved: Saved, folder: Path) -> Tokenizer:
     """Return the run's tokenizer, and check that the checkpoint was trained with it.
 
     Raises:
@@ -379,7 +380,7 @@ def _kept_tokenizer(folder: Path, was: str | None) -> str:
     return ""
 
 
-def _shapes(technique: Technique[Build] | type[Technique[Build]], *, with_data: bool) -> bool:
+def shapes_model(technique: Technique[Build] | type[Technique[Build]], *, with_data: bool) -> bool:
     """Return whether without a technique the model computes something else, or reads other data."""
     designs = technique.stage <= Stage.LINEAR and technique.equality != "exact"
     return designs or (with_data and technique.stage == Stage.DATA)
@@ -393,7 +394,7 @@ def _check_same_model(saved: Saved, plan: Plan, catalogue: Catalogue, *, with_da
     """
     run = saved.path.parent.parent
     known = {**catalogue.techniques, **{n: type(t) for n, t in plan.techniques.items()}}
-    shaping = [f"techniques.{n}" for n, t in known.items() if _shapes(t, with_data=with_data)]
+    shaping = [f"techniques.{n}" for n, t in known.items() if shapes_model(t, with_data=with_data)]
     tables = ["model", "data.sequence_length", *shaping]
 
     def changes_of_model(other: Plan) -> Differences:
@@ -413,6 +414,19 @@ def _check_same_model(saved: Saved, plan: Plan, catalogue: Catalogue, *, with_da
         f"{format_changes(changes)} there",
         mend if mended else train_command(run, "--resume", *words),
     )
+
+
+def checkpoint_of(run: Path, which: str | None = None) -> Path:
+    """Return the checkpoint that stands for a run: the best, or else the latest.
+
+    Args:
+        run: the run's folder or name.
+        which: the name of another one, as "step-N".
+
+    Raises:
+        ConfigError: `run` is not a run, or it has no such checkpoint.
+    """
+    return _checkpoint(resolve_run(run), which)
 
 
 def _checkpoint(folder: Path, which: str | None) -> Path:

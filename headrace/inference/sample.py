@@ -8,6 +8,7 @@ the prefix. The caller chooses the precision: run this inside the autocast that 
 Shapes: B rows, T tokens of the prompt, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ def generate(
     seed: int = 0,
     stop: int | None = None,
     entries: int | None = None,
+    until: Callable[[list[int]], bool] | None = None,
 ) -> Tensor:
     """Continue prompts of equal length, and return them with the added tokens.
 
@@ -71,6 +73,7 @@ def generate(
             1904.09751).
         seed: the same seed on the same device draws the same text.
         stop: the id that ends a sequence; an ended sequence is filled up with it.
+        until: given the tokens that were added to the first sequence; ends all where it is true.
         entries: ids below this exist in the tokenizer; the embedding's padding is never drawn.
 
     Returns:
@@ -98,6 +101,8 @@ def generate(
             next_B = next_B.where(~ended_B, stop)
             ended_B = ended_B | (next_B == stop)
         ids_BT = torch.cat((ids_BT, next_B[:, None]), dim=1)
+        if until is not None and until(ids_BT[0, T:].tolist()):
+            break
         if stop is not None and bool(ended_B.all()):
             break
     return ids_BT
@@ -138,7 +143,7 @@ def _new_cache(model: Decoder, rows: int, capacity: int) -> KVCache | None:
     if not model.mask.sees_all_before:
         return None
     weight = model.embed.weight
-    like = weight.new_empty(0, dtype=compute_dtype(weight))
+    like = torch.empty(0, dtype=compute_dtype(weight), device=weight.device)
     return KVCache(model.config, rows, capacity, like)
 
 

@@ -2,9 +2,10 @@
 
 A frozen weight is only read, so it may be stored in few bits and made whole for the length of one
 matmul. Every row is quantized by itself: any cut along rows, even or not, holds exactly the
-numbers of the uncut matrix, so a layout changes nothing and no size is refused. torchao's NF4Tensor
-needs matrices of a multiple of 16,384 numbers, on every rank alone too, because its second scales
-run across rows; that is why these two formats stand here.
+numbers of the uncut matrix, so a layout changes nothing and no size is refused. Columns are cut of
+the quantized matrix (`columns`), whose rows keep their scales; NF4's between its blocks. torchao's
+NF4Tensor needs matrices of a multiple of 16,384 numbers, on every rank alone too, because its
+second scales run across rows; that is why these two formats stand here.
 
 - `Int8Weight`: code x scale, one fp32 scale a row: 8 + 32 / columns bits a number.
 - `NF4Weight` (arXiv 2305.14314): blocks of 64 along a row, codes of 4 bits into the quantiles of a
@@ -99,6 +100,16 @@ class QuantizedWeight(torch.Tensor):
         """Return the bytes of all inner tensors."""
         return sum(tensor.nbytes for tensor in self.inner().values())
 
+    def columns(self, begin: int, count: int) -> Self:
+        """Return the weight of some columns, which stand for the same numbers as here."""
+        raise NotImplementedError
+
+    def _with_columns(self, count: int, **cut: Tensor) -> Self:
+        """Return the weight of so many columns over some inner tensors that are cut."""
+        rows = self.size(0)
+        inner = {name: tensor.contiguous() for name, tensor in (self.inner() | cut).items()}
+        return type(self)(inner, torch.Size((rows, count)), self.dtype)
+
     def inner(self) -> dict[str, Tensor]:
         """Return the inner tensors by name."""
         return {name: getattr(self, name) for name in (*self.by_row, *self.common)}
@@ -174,6 +185,10 @@ class Int8Weight(QuantizedWeight):
         codes_RC = (values_RC / scales_R1.clamp(min=1e-30)).round().to(torch.int8)
         return cls({"codes": codes_RC, "scales": scales_R1}, weight_RC.shape, weight_RC.dtype)
 
+    def columns(self, begin: int, count: int) -> Self:
+        """Return the weight of some columns; a row keeps the scale of all."""
+        return self._with_columns(count, codes=self.codes[:, begin : begin + count])
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """Multiply codes by scales."""
         rows = self.size(0)
@@ -217,6 +232,13 @@ class NF4Weight(QuantizedWeight):
             "levels": levels,
         }
         return cls(inner, weight_RC.shape, weight_RC.dtype)
+
+    def columns(self, begin: int, count: int) -> Self:
+        """Return the weight of some columns, whole blocks of a row but for its last."""
+        first, last = begin // BLOCK, math.ceil((begin + count) / BLOCK)
+        assert begin % BLOCK == 0 and (begin + count) % BLOCK in (0, self.size(1) % BLOCK)
+        codes = self.codes[:, first * BLOCK // 2 : last * BLOCK // 2]
+        return self._with_columns(count, codes=codes, scales=self.scales[:, first:last])
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """Multiply levels by scales."""

@@ -30,7 +30,8 @@ from headrace.core.folders import refetch_command, refuse_absent, refuse_no_mode
 from headrace.core.model_config import ModelConfig
 from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.fusion import Fusion, fusions
-from headrace.model.hf_config import GPT2, Architecture, architecture, config_from_hf
+from headrace.model.hf_config import architecture, config_from_hf, named_architecture
+from headrace.model.hf_families import GPT2, Architecture
 from headrace.model.init import Source
 from headrace.model.mask import MaskSpec
 
@@ -53,9 +54,14 @@ class WeightLink:
     shape: torch.Size
     fusion: Fusion | None
     transposed: bool
+    offset: float = 0.0
+    """what their norm adds to its weight"""
 
     def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return our parameter from their tensors, given in the order of `theirs`."""
+        """Return our parameter from their tensors, given in the order of `theirs`.
+
+        Gradients go through it too: it moves numbers, and adds no offset.
+        """
         rows = [t.t() if self.transposed else t for t in tensors]
         if self.fusion is None:
             return rows[0]
@@ -71,13 +77,17 @@ class WeightLink:
         return dict(zip(self.theirs, pieces, strict=True))
 
 
-def links(config: ModelConfig) -> list[WeightLink]:
+def links(config: ModelConfig, kind: Architecture | None = None) -> list[WeightLink]:
     """Return the link of every parameter of a decoder of this config, in parameter order.
+
+    Args:
+        config: the model.
+        kind: the class of the other side; without it the first that matches.
 
     Raises:
         UnsupportedError: no architecture of transformers matches.
     """
-    kind, fused = architecture(config), fusions(config)
+    kind, fused = kind or architecture(config), fusions(config)
     with torch.device("meta"):
         parameters = dict(Decoder(config, baseline_parts(config), MaskSpec()).named_parameters())
     made = []
@@ -89,7 +99,9 @@ def links(config: ModelConfig) -> list[WeightLink]:
             prefix = kind.block.format(layer)
         theirs = tuple(f"{prefix}{part}.{leaf}" for part in kind.modules[module])
         transposed = kind.conv1d and bool(prefix) and parameter.dim() == 2
-        made.append(WeightLink(name, theirs, parameter.shape, fused.get(module), transposed))
+        offset = kind.norm_offset if module.endswith("norm") else 0.0
+        fusion = fused.get(module)
+        made.append(WeightLink(name, theirs, parameter.shape, fusion, transposed, offset))
     return made
 
 
@@ -98,6 +110,7 @@ def from_hf(
     shapes: Mapping[str, Sequence[int]],
     read: Callable[[str], Tensor],
     path: Path | None = None,
+    kind: Architecture | None = None,
 ) -> dict[str, Callable[[], Tensor]]:
     """Check their state dict now; return a function for each of our tensors that makes it.
 
@@ -106,12 +119,14 @@ def from_hf(
         shapes: their tensors' shapes by stored name.
         read: gives one of their tensors by stored name.
         path: the folder that they lie in, where they lie in one.
+        kind: the class that they are of; without it the first that matches.
 
     Raises:
         ConfigError: a tensor is missing, unexpected, or has another shape.
         UnsupportedError: no architecture of transformers matches `config`.
     """
-    kind, every = architecture(config), links(config)
+    kind = kind or architecture(config)
+    every = links(config, kind)
     stored = _canonical(kind, shapes)
     if config.tied_embeddings and (copy := stored.pop("lm_head.weight", None)) is not None:
         embed = stored.get(f"{kind.modules['embed'][0]}.weight", copy)
@@ -129,19 +144,25 @@ def from_hf(
     _compare(expected, given, kind.name, remedy)
 
     def maker(link: WeightLink) -> Callable[[], Tensor]:
-        return lambda: link.to_ours([read(stored[name]) for name in link.theirs])
+        def make() -> Tensor:
+            moved = link.to_ours([read(stored[name]) for name in link.theirs])
+            return moved.float() + link.offset if link.offset else moved
+
+        return make
 
     return {link.ours: maker(link) for link in every}
 
 
-def check_ours(config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[WeightLink]:
-    """Check that `tensors` are exactly the parameters of `config`, and return its links.
+def check_ours(
+    config: ModelConfig, tensors: Mapping[str, Tensor], kind: Architecture | None = None
+) -> list[WeightLink]:
+    """Check that `tensors` are exactly the parameters of `config`, and return its links to `kind`.
 
     Raises:
         ConfigError: a tensor is missing, unexpected, or has another shape.
         UnsupportedError: no architecture of transformers matches `config`.
     """
-    every = links(config)
+    every = links(config, kind)
     expected = {link.ours: tuple(link.shape) for link in every}
     _compare(expected, {name: tuple(t.shape) for name, t in tensors.items()}, "the model's state")
     return every
@@ -198,7 +219,22 @@ def read_config(path: Path, key: str = "model.pretrained") -> ModelConfig:
     """
     refuse_absent(path, key)
     refuse_no_model(path, key)
-    return config_from_hf(_read_json(path / "config.json"), key)
+    return config_from_hf(read_json(path / "config.json"), key)
+
+
+def read_architecture(path: Path, key: str = "model.pretrained") -> Architecture:
+    """Return the class that a folder's config.json names.
+
+    Raises:
+        ConfigError, UnsupportedError: it is damaged, or names none that is read.
+    """
+    return named_architecture(read_json(path / "config.json"), key)
+
+
+def longest_row(path: Path) -> int:
+    """Return the tokens of a row that a folder's model was made for; 0 where it does not say."""
+    values = read_json(path / "config.json")
+    return int(values.get("max_position_embeddings") or values.get("n_positions") or 0)
 
 
 _SHAPE = {"vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn"}
@@ -233,7 +269,7 @@ def load_pretrained(path: Path, key: str = "model.pretrained") -> tuple[ModelCon
     """
     config = read_config(path, key)
     shapes, read = _open_tensors(path, *_weight_files(path), key)
-    makers = from_hf(config, shapes, read, path)
+    makers = from_hf(config, shapes, read, path, read_architecture(path, key))
 
     def source(name: str, shape: torch.Size) -> Tensor:
         assert name in makers, f"{name} is not in {path}: what adds it must refuse given weights"
@@ -250,7 +286,12 @@ def load_pretrained(path: Path, key: str = "model.pretrained") -> tuple[ModelCon
     return config, source
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a model's folder.
+
+    Raises:
+        ConfigError: it cannot be read, or holds none.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -272,7 +313,7 @@ def weights_digest(path: Path) -> str:
     Raises:
         ConfigError, UnsupportedError: it holds no weights that can be read.
     """
-    digest = hashlib.sha256(json.dumps(_read_json(path / "config.json"), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(read_json(path / "config.json"), sort_keys=True).encode())
     for file in _weight_files(path)[0]:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
@@ -355,7 +396,7 @@ def _by_transformers(load: str, path: Path) -> str:
 
 def _read_index(index: Path) -> dict[str, str]:
     """Return the file of each tensor by an index; every file is there, beside it."""
-    placed = _read_json(index).get("weight_map")
+    placed = read_json(index).get("weight_map")
     aside = _without_index(index)
     if not isinstance(placed, dict) or not placed:
         raise ConfigError(f"{index} has no weight_map of names to files", aside)

@@ -96,6 +96,7 @@ class Sdpa:
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> Tensor | Capped | None:
         """Return None for plain causal, bool [B or 1, 1, T, T], or additive [B or 1, H, T, T]."""
+        spec = spec.within(length)
         if spec.is_plain_causal:
             return None
         device = rows.positions_BT.device.type
@@ -265,18 +266,43 @@ class Shared(NamedTuple):
     cache: KVCache | None = None
     open_mask: object = None
     """of the layers without the window, where some are"""
+    local_rotation: Rotation | None = None
+    """of the layers with the window, where it is another"""
     embedded_BTD: Tensor | None = None
     """what the first block reads, where all blocks do"""
     values: tuple[Tensor, ...] = ()
     """of each value embedding, the rows of the tokens, [B, T, G x K]"""
     value: Tensor | None = None
     """the one of these that a layer mixes in"""
+    noise_BT: Tensor | None = None
+    """a word of each token that noise on what the first block reads is made of"""
 
     def for_layer(self, is_open: bool, table: int | None = None) -> "Shared":
         """Return what one layer reads, with one mask and at most one value embedding."""
         value = None if table is None else self.values[table]
         mask = self.open_mask if is_open else self.mask
-        return self._replace(mask=mask, open_mask=None, values=(), value=value)
+        local = None if is_open else self.local_rotation
+        rotation = self.rotation if local is None else local
+        return self._replace(
+            mask=mask,
+            rotation=rotation,
+            open_mask=None,
+            local_rotation=None,
+            values=(),
+            value=value,
+        )
+
+
+class ConstantFactor(nn.Module):
+    """Multiply by a number that nothing learns."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` times the number."""
+        return x * self.factor
 
 
 class SelfAttention(nn.Module):
@@ -292,11 +318,14 @@ class SelfAttention(nn.Module):
         self.units = self.groups  # what a share is made of
         self.queries = config.heads // self.groups
         rows = self.groups * (self.queries + 2) * self.head_dim
-        self.qkv = nn.Linear(config.dim, rows, bias=config.bias)
+        self.qkv = nn.Linear(config.dim, rows, bias=config.bias or config.qkv_bias)
         self.out = nn.Linear(config.heads * self.head_dim, config.dim, bias=config.bias)
         norm = None
         if config.qk_norm:
             norm = RMSNorm if config.has_norm_weights else UnitRMSNorm
+        self.scale = (
+            ConstantFactor(config.query_scale) if config.query_scale != 1 else nn.Identity()
+        )
         self.value = MixedValues() if layer in config.table_of_layer else OwnValues()
         self.q_norm = norm(self.head_dim, config.norm_eps) if norm else nn.Identity()
         self.k_norm = norm(self.head_dim, config.norm_eps) if norm else nn.Identity()
@@ -306,7 +335,8 @@ class SelfAttention(nn.Module):
         B, T, _ = x_BTD.shape
         grouped = self.qkv(x_BTD).view(B, T, -1, self.queries + 2, self.head_dim)
         q, k, v = grouped.split([self.queries, 1, 1], dim=3)
-        q_BTHK = rotate(q.reshape(B, T, -1, self.head_dim), shared.rotation, self.q_norm)
+        turned = rotate(q.reshape(B, T, -1, self.head_dim), shared.rotation, self.q_norm)
+        q_BTHK = self.scale(turned)
         k_BTGK = rotate(k.squeeze(3), shared.rotation, self.k_norm)
         v_BTGK = self.value(v.squeeze(3), shared)
         if shared.cache is not None:

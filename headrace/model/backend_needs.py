@@ -134,6 +134,16 @@ def _lacks_numbers(context: Context, needs: BackendNeeds) -> Unsupported | None:
 
 def _lacks_mask(context: Context) -> Unsupported | None:
     """Return why a flash kernel, which has a causal flag and no mask, cannot run here, or None."""
+    model = context.plan.model
+    windowed = 0 < model.window < context.plan.data.sequence_length
+    if windowed or model.attention_cap:
+        key = f"window = {model.window}" if windowed else f"attention_cap = {model.attention_cap:g}"
+        on = (n for n, t in context.plan.techniques.items() if ATTENDS in t.claims)
+        return Unsupported(
+            f"model.{key} needs a mask or a cap, which flash has no kernel for",
+            _with_masks(next(on, "flash_attention")),
+            RefusalKind.COMBINATION,
+        )
     for name, other in context.plan.techniques.items():
         if "mask" in other.composes:
             reason = f"{name} needs a dense mask, which flash has no kernel for"

@@ -20,7 +20,7 @@ FILE_BYTES = 8 << 20
 """Size of a file above which it is not copied. The largest that is known, Gemma 3's
 tokenizer_config.json, has 1.2 MB."""
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
-SPECIAL = "special_tokens_map.json"
+SPECIAL, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
 NAMES = (
     CONFIG,
     GENERATION,
@@ -28,7 +28,7 @@ NAMES = (
     SPECIAL,
     "added_tokens.json",
     "chat_template.json",
-    "chat_template.jinja",
+    TEMPLATE,
     "additional_chat_templates/*.jinja",
 )
 """What `save_pretrained` of transformers writes beside weights and tokenizer.json."""
@@ -53,6 +53,14 @@ class Companions:
 
     tables: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
+
+    def with_template(self, template: str) -> "Companions":
+        """Return them with the chat template that a run was trained with, and no other."""
+        others = {name for name in NAMES if "chat_template" in name} - {TEMPLATE}
+        tables = {name: dict(table) for name, table in self.tables.items() if name not in others}
+        tables.get(TOKENIZER, {}).pop("chat_template", None)
+        texts = {name: text for name, text in self.texts.items() if "chat_template" not in name}
+        return Companions(tables, {**texts, TEMPLATE: template})
 
 
 def keep_companions(folder: Path, run: Path, report: Callable[[str], None]) -> None:

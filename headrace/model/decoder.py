@@ -17,13 +17,21 @@ from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
 from headrace.kernels.autocast import compute_dtype
-from headrace.model.attention import Attend, KVCache, Sdpa, SelfAttention, Shared, check_mask
+from headrace.model.attention import (
+    Attend,
+    ConstantFactor,
+    KVCache,
+    Sdpa,
+    SelfAttention,
+    Shared,
+    check_mask,
+)
 from headrace.model.from_embedding import MixedValues, PlainStream, ResidualFromEmbedding
 from headrace.model.head import Head, Objective
 from headrace.model.mask import MaskSpec, Rows
-from headrace.model.mlp import PlainMLP, SwiGLU
+from headrace.model.mlp import MLPS, PlainMLP
 from headrace.model.norm import NORMS, UnitRMSNorm, add_then
-from headrace.model.position import POSITIONS
+from headrace.model.position import POSITIONS, LocalRotaryPosition
 
 
 @dataclass
@@ -42,7 +50,7 @@ def baseline_parts(config: ModelConfig) -> Parts:
     """Return the parts that `model.*` names."""
     return Parts(
         norm=lambda c: NORMS[c.norm](c.dim, c.norm_eps),
-        mlp=SwiGLU if config.activation == "swiglu" else PlainMLP,
+        mlp=MLPS.get(config.activation, PlainMLP),
         mixer=SelfAttention,
         head=Head,
         position=POSITIONS[config.position],
@@ -74,14 +82,15 @@ class Block(nn.Module):
         self.mixer = parts.mixer(config, layer, parts.attend)
         self.mlp_norm = parts.norm(config)
         self.mlp = parts.mlp(config, layer)
+        self.mixer_post_norm = parts.norm(config) if config.post_norms else nn.Identity()
+        self.mlp_post_norm = parts.norm(config) if config.post_norms else nn.Identity()
 
     def forward(self, x_BTD: Tensor, shared: Shared) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
         x_BTD = self.stream(x_BTD, shared)
-        x_BTD, normed_BTD = add_then(
-            self.mlp_norm, x_BTD, self.mixer(self.mixer_norm(x_BTD), shared)
-        )
-        return x_BTD + self.mlp(normed_BTD)
+        mixed_BTD = self.mixer_post_norm(self.mixer(self.mixer_norm(x_BTD), shared))
+        x_BTD, normed_BTD = add_then(self.mlp_norm, x_BTD, mixed_BTD)
+        return x_BTD + self.mlp_post_norm(self.mlp(normed_BTD))
 
 
 def _check_values(config: ModelConfig, blocks: nn.ModuleDict) -> None:
@@ -111,6 +120,8 @@ class Decoder(nn.Module):
         check_mask(config, parts.attend, mask)
         self.config, self.mask, self.attend = config, mask, parts.attend
         self.embed = nn.Embedding(config.vocab, config.dim)
+        scale = config.embedding_scale
+        self.embed_scale = ConstantFactor(scale) if scale != 1 else nn.Identity()
         self.embed_norm = (
             UnitRMSNorm(config.dim, config.norm_eps) if config.embedding_norm else nn.Identity()
         )
@@ -120,6 +131,7 @@ class Decoder(nn.Module):
         )
         self.table_of_layer = config.table_of_layer
         self.position = parts.position(config)
+        self.local_position = LocalRotaryPosition(config) if config.local_rope_theta else None
         # A dictionary keeps each block's name when a pipeline drops its neighbours.
         self.blocks = nn.ModuleDict({str(i): Block(config, i, parts) for i in range(config.layers)})
         _check_values(config, self.blocks)
@@ -166,10 +178,16 @@ class Decoder(nn.Module):
         """
         spec, open_mask = self.mask, None
         if spec.between:
-            open_mask = self.attend.prepare(spec.of_layer(spec.between), rows, length)
-        mask = self.attend.prepare(spec.of_layer(0), rows, length)
+            open_mask = self.prepare_mask(spec.of_layer(spec.between), rows, length)
+        mask = self.prepare_mask(spec.of_layer(0), rows, length)
         rotation = self.position.prepare(rows.positions_BT)
-        return Shared(rows.positions_BT, mask, rotation, cache, open_mask)
+        local = self.local_position.prepare(rows.positions_BT) if self.local_position else None
+        shared = Shared(rows.positions_BT, mask, rotation, cache, open_mask, local)
+        return shared._replace(noise_BT=rows.noise_BT)
+
+    def prepare_mask(self, spec: MaskSpec, rows: Rows, length: int) -> object:
+        """Return a layer's mask as the attention backend wants it."""
+        return self.attend.prepare(spec, rows, length)
 
     def states(self, x: Tensor, shared: Shared, part: Part = WHOLE) -> Tensor:
         """Run the body: embedding, blocks, norm."""
@@ -185,7 +203,7 @@ class Decoder(nn.Module):
     def enter(self, ids_BT: Tensor, shared: Shared) -> Tensor:
         """Return what the first block reads, [B, T, D]."""
         x_BTD = self.position.embed(self.embed(ids_BT), shared.positions_BT)
-        return self.embed_norm(x_BTD).to(self.residual_dtype)
+        return self.embed_norm(self.embed_scale(x_BTD)).to(self.residual_dtype)
 
     def carry(self, ids_BT: Tensor, x_BTD: Tensor, shared: Shared) -> Shared:
         """Return `shared` with what blocks read of the embedding: `x_BTD`, and rows of values."""

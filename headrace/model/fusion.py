@@ -36,7 +36,7 @@ def fusions(config: ModelConfig) -> dict[str, Fusion]:
     groups, head_dim = config.resolved_kv_heads, config.resolved_head_dim
     queries = config.heads // groups
     fused = {"mixer.qkv": Fusion(groups, (queries * head_dim, head_dim, head_dim))}
-    if config.activation == "swiglu":
+    if config.gated:
         pairs = gate_groups(config)
         part = config.resolved_ffn // pairs
         fused["mlp.gate_up"] = Fusion(pairs, (part, part))

@@ -33,6 +33,10 @@ class Vocabulary:
             logits_NV, targets_N, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
         )
 
+    def nll_of_each(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        """Return the negative log likelihood of each target, [N]; 0 where it is `IGNORED`."""
+        return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="none")
+
     def logsumexp(self, logits_NV: Tensor) -> Tensor:
         """Log sum exp over V, [N]."""
         return logits_NV.logsumexp(-1)
@@ -48,6 +52,14 @@ class Vocabulary:
     def argmax(self, values_NV: Tensor) -> Tensor:
         """Return the id of each token's largest value, [N]; the lowest where several are."""
         return values_NV.argmax(-1)
+
+    def dot(self, logits_NV: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """Return the sum over K of weight x the value at its id, [N]."""
+        return (logits_NV.gather(-1, ids_NK) * weights_NK).sum(-1)
+
+    def without(self, logits_NV: Tensor, ids_NK: Tensor) -> Tensor:
+        """Return the logits with minus infinity at the ids of each token, [N, V]."""
+        return logits_NV.scatter(-1, ids_NK, -torch.inf)
 
     def ids(self, values_NV: Tensor) -> Tensor:
         """Return the vocabulary ids of the columns that are here, [V]."""

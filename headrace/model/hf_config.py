@@ -10,172 +10,43 @@ too. Dropout is not modelled: it changes nothing outside of training.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from headrace.core.errors import ConfigError, UnsupportedError, nearest
 from headrace.core.model_config import ModelConfig
 from headrace.core.strict import read_table
+from headrace.model.hf_families import (
+    ARCHITECTURES,
+    GEMMA3,
+    GPT2,
+    GPT2_ACTIVATIONS,
+    LLAMA,
+    PHI3,
+    QWEN2,
+    Architecture,
+)
+from headrace.model.mask import mask_of
 
-Names = dict[str, tuple[str, ...]]
 
-
-@dataclass(frozen=True)
-class Architecture:
-    """An architecture is one class of transformers, described in our words.
+def architecture(config: ModelConfig, prefer: str = "") -> Architecture:
+    """Return the class of transformers that computes exactly what `config` describes.
 
     Args:
-        name: the class, as `architectures` of config.json has it.
-        model_type: its `model_type`.
-        implies: our keys and the values that it can be; the first is the nearest to any other.
-        fields: our keys that are numbers of its config, and what they are called there.
-        absent: our values for `fields` that config.json may leave out or null.
-        fixed: its fields that change the mathematics, and the one value that we model.
-        block: the prefix of a block's modules.
-        modules: what each of our modules is called; several names make one fused matrix.
-        conv1d: matrices of its blocks are stored as [in, out].
-    """
-
-    name: str
-    model_type: str
-    implies: Mapping[str, tuple[Any, ...]]
-    fields: Mapping[str, str]
-    absent: Mapping[str, Any]
-    fixed: Mapping[str, Any]
-    block: str
-    modules: Names
-    conv1d: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-_LLAMA_FIELDS = {
-    "vocab": "vocab_size",
-    "dim": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn": "intermediate_size",
-    "norm_eps": "rms_norm_eps",
-    "tied_embeddings": "tie_word_embeddings",
-}
-_LLAMA_MODULES: Names = {
-    "embed": ("model.embed_tokens",),
-    "norm": ("model.norm",),
-    "head": ("lm_head",),
-    "mixer_norm": ("input_layernorm",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "mixer.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mixer.out": ("self_attn.o_proj",),
-    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down": ("mlp.down_proj",),
-}
-_OURS_ALONE: dict[str, tuple[Any, ...]] = {
-    "embedding_norm": (False,),
-    "embedding_residual": (False,),
-    "value_embeddings": (0,),
-}
-"""Keys that no architecture has, and the value at which they do nothing."""
-_LLAMA_PARTS = {
-    "norm": ("rms_norm",),
-    "activation": ("swiglu",),
-    "position": ("rope",),
-    "logit_cap": (0.0,),
-    **_OURS_ALONE,
-}
-
-LLAMA = Architecture(
-    name="LlamaForCausalLM",
-    model_type="llama",
-    implies={**_LLAMA_PARTS, "qk_norm": (False,), "bias": (False, True)},
-    fields=_LLAMA_FIELDS,
-    absent={"kv_heads": 0, "head_dim": 0, "norm_eps": 1e-6, "tied_embeddings": False},
-    fixed={"hidden_act": "silu"},
-    block="model.layers.{}.",
-    modules=_LLAMA_MODULES,
-)
-QWEN3 = Architecture(
-    name="Qwen3ForCausalLM",
-    model_type="qwen3",
-    implies={**_LLAMA_PARTS, "qk_norm": (True,), "bias": (False,)},
-    fields=_LLAMA_FIELDS,
-    absent={"head_dim": 128, "norm_eps": 1e-6, "tied_embeddings": False},
-    fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
-    block="model.layers.{}.",
-    modules={
-        **_LLAMA_MODULES,
-        "mixer.q_norm": ("self_attn.q_norm",),
-        "mixer.k_norm": ("self_attn.k_norm",),
-    },
-)
-GPT2 = Architecture(
-    name="GPT2LMHeadModel",
-    model_type="gpt2",
-    implies={
-        "norm": ("layer_norm",),
-        "activation": ("gelu_tanh", "gelu", "relu2"),
-        "position": ("learned",),
-        "qk_norm": (False,),
-        "bias": (True,),
-        "logit_cap": (0.0,),
-        **_OURS_ALONE,
-    },
-    fields={
-        "vocab": "vocab_size",
-        "dim": "n_embd",
-        "layers": "n_layer",
-        "heads": "n_head",
-        "ffn": "n_inner",
-        "context": "n_positions",
-        "norm_eps": "layer_norm_epsilon",
-        "tied_embeddings": "tie_word_embeddings",
-    },
-    absent={"ffn": 0, "norm_eps": 1e-5, "tied_embeddings": True},
-    fixed={
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-    },
-    block="transformer.h.{}.",
-    modules={
-        "embed": ("transformer.wte",),
-        "position": ("transformer.wpe",),
-        "norm": ("transformer.ln_f",),
-        "head": ("lm_head",),
-        "mixer_norm": ("ln_1",),
-        "mlp_norm": ("ln_2",),
-        "mixer.qkv": ("attn.c_attn",),
-        "mixer.out": ("attn.c_proj",),
-        "mlp.up": ("mlp.c_fc",),
-        "mlp.down": ("mlp.c_proj",),
-    },
-    conv1d=True,
-    # Its class would otherwise train on with a dropout that these weights never saw.
-    extra={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-)
-ARCHITECTURES = {kind.name: kind for kind in (LLAMA, QWEN3, GPT2)}
-
-_GPT2_ACTIVATIONS = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-    "relu2": "relu2",
-}
-
-
-def architecture(config: ModelConfig) -> Architecture:
-    """Return the class of transformers that computes exactly what `config` describes.
+        config: the model.
+        prefer: the class that its weights came in, which several may compute.
 
     Raises:
         UnsupportedError: there is none; names the keys in the way and the nearest values.
     """
     gaps = {kind: _gaps(kind, config) for kind in ARCHITECTURES}
     best = min(gaps, key=lambda kind: len(gaps[kind]))
+    if prefer in gaps and not gaps[prefer]:
+        return ARCHITECTURES[prefer]
     if not gaps[best]:
         return ARCHITECTURES[best]
-    gap_values = ", ".join(f"model.{key} = {getattr(config, key)!r}" for key in gaps[best])
+    gap_values = ", ".join(f"model.{key} = {_value(config, key)!r}" for key in gaps[best])
     wanted = " ".join(f"model.{key}={_toml(value)}" for key, value in gaps[best].items())
     raise UnsupportedError(
         f"no architecture of transformers matches this model: {gap_values} has no counterpart in "
@@ -188,12 +59,30 @@ def _gaps(name: str, config: ModelConfig) -> dict[str, Any]:
     """Return the keys of `config` that the architecture cannot express, with the nearest values."""
     kind = ARCHITECTURES[name]
     gaps = {k: fit[0] for k, fit in kind.implies.items() if getattr(config, k) not in fit}
+    scaled, square = config.rope_scaling.kind, abs(config.embedding_scale - config.dim**0.5)
+    if kind.norm_offset and square > 1e-6 * config.embedding_scale:
+        gaps["embedding_scale"] = config.dim**0.5
+    if kind is PHI3 and scaled != "none":
+        gaps["rope_scaling.kind"] = "none"
+    if kind.windows == "all" and config.window_between:
+        gaps["window_between"] = 0
+    square_heads = config.heads * config.resolved_head_dim == config.dim
+    if kind in (QWEN2, PHI3) and not square_heads:
+        gaps["head_dim"] = config.dim // config.heads
     if kind is GPT2 and config.resolved_kv_heads != config.heads:
         gaps["kv_heads"] = config.heads
     width = config.heads * config.resolved_head_dim
     if (kind is GPT2 and width != config.dim) or (kind is LLAMA and config.dim % config.heads):
         gaps["dim"] = width
     return gaps
+
+
+def _value(config: ModelConfig, key: str) -> Any:
+    """Return the value of a key, of a table of the model too."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def _toml(value: Any) -> str:
@@ -212,8 +101,9 @@ def config_from_hf(values: Mapping[str, Any], key: str = "model.pretrained") -> 
             that we do not model.
         ConfigError: a size is missing or cannot be.
     """
-    kind = _named_architecture(values, key)
+    kind = named_architecture(values, key)
     _refuse_other_mathematics(kind, values, key)
+    values = {**kind.defaults, **values}
     ours: dict[str, Any] = {key: fit[0] for key, fit in kind.implies.items()}
     for name, theirs in kind.fields.items():
         value = values.get(theirs)
@@ -226,7 +116,11 @@ def config_from_hf(values: Mapping[str, Any], key: str = "model.pretrained") -> 
         ours["activation"] = _gpt2_activation(values.get("activation_function", "gelu_new"), key)
         ours["ffn"] = ours["ffn"] or 4 * ours["dim"]
     else:
-        ours["rope_theta"] = _rope_theta(values, key)
+        ours |= _rotations(kind, values, key)
+    if kind.windows != "none":
+        ours |= _windows(kind, values, int(ours["layers"]), key)
+    if kind.norm_offset:
+        ours |= _scales(values, ours)
     if kind is LLAMA:
         ours["bias"] = _llama_bias(values, key)
     try:
@@ -240,7 +134,12 @@ def config_from_hf(values: Mapping[str, Any], key: str = "model.pretrained") -> 
         ) from None
 
 
-def _named_architecture(values: Mapping[str, Any], key: str) -> Architecture:
+def named_architecture(values: Mapping[str, Any], key: str = "model.pretrained") -> Architecture:
+    """Return the architecture that a config.json names.
+
+    Raises:
+        UnsupportedError: none of those that Headrace reads.
+    """
     by_type = {kind.model_type: kind.name for kind in ARCHITECTURES.values()}
     model_type = str(values.get("model_type", ""))
     name = str((values.get("architectures") or [by_type.get(model_type, model_type)])[0])
@@ -263,29 +162,46 @@ def _refuse(field: str, value: Any, wanted: str, key: str) -> UnsupportedError:
 
 def _refuse_other_mathematics(kind: Architecture, values: Mapping[str, Any], key: str) -> None:
     for name, only in kind.fixed.items():
-        if values.get(name, only) != only:
+        if values.get(name) is not None and values[name] != only:
             raise _refuse(name, values[name], f"{name} = {only!r}", key)
     for name in ("quantization_config", "auto_map"):
         if values.get(name) is not None:
             raise _refuse(name, values[name], f"a config.json without {name}", key)
-    if "sliding_attention" in (values.get("layer_types") or ()):
+    layer_types = kind.windows == "layer_types"
+    if not layer_types and "sliding_attention" in (values.get("layer_types") or ()):
         raise _refuse("layer_types", "sliding_attention", "layers of full_attention", key)
 
 
-def _rope_theta(values: Mapping[str, Any], key: str) -> float:
-    """Read theta from a table (transformers 5) or a field (4); refuse a scaled rotation."""
+def _rotations(kind: Architecture, values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Read the rotation from tables (transformers 5) or fields (4): its base, and its scaling."""
+    tables = values.get("rope_parameters") or {}
+    ours: dict[str, Any] = {}
+    if kind is GEMMA3:
+        local = tables.get("sliding_attention") or {}
+        _refuse_partial(local, key)
+        if local.get("rope_type", "default") != "default":
+            raise _refuse("rope_parameters.sliding_attention", local, "rope_type = 'default'", key)
+        ours["local_rope_theta"] = local.get("rope_theta", values["rope_local_base_freq"])
+        tables = tables.get("full_attention") or {}
     theta = values.get("rope_theta")
-    for name in ("rope_parameters", "rope_scaling"):
-        table = values.get(name) or {}
-        kind = table.get("rope_type", table.get("type", "default"))
-        if kind != "default":
-            raise _scaled(name, kind, table, key)
+    for name, table in (
+        ("rope_parameters", tables),
+        ("rope_scaling", values.get("rope_scaling") or {}),
+    ):
+        scaling = _scaling(name, table, key)
+        if scaling is not None and scaling["kind"] == "dynamic":
+            scaling = _with_longest_row(scaling, name, values, key)
+        if scaling is not None:
+            ours["rope_scaling"] = scaling
         theta = table.get("rope_theta", theta)
-    for table in (values, values.get("rope_parameters") or {}):
-        part = table.get("partial_rotary_factor")
-        if part not in (None, 1.0):
-            raise _refuse("partial_rotary_factor", part, "partial_rotary_factor = 1.0", key)
-    return 10_000.0 if theta is None else theta
+        _refuse_partial(table, key)
+    _refuse_partial(values, key)
+    return {**ours, "rope_theta": 10_000.0 if theta is None else theta}
+
+
+def _refuse_partial(table: Mapping[str, Any], key: str) -> None:
+    if (part := table.get("partial_rotary_factor")) not in (None, 1.0):
+        raise _refuse("partial_rotary_factor", part, "partial_rotary_factor = 1.0", key)
 
 
 _SCALINGS = {
@@ -296,26 +212,99 @@ _SCALINGS = {
     "low_freq_factor": "low_frequency_factor",
     "high_freq_factor": "high_frequency_factor",
 }
-"""What a scaled rotation is made of, and the knobs of the technique that makes it here."""
+"""What a scaled rotation is made of, and the keys of `model.rope_scaling`."""
 
 
-def _scaled(name: str, kind: str, table: Mapping[str, Any], key: str) -> UnsupportedError:
-    """Refuse a scaled rotation, and name the technique that can say it, if one can."""
-    refusal = _refuse(f"{name}.rope_type", kind, "rope_type = 'default', which is no scaling", key)
+def _scaling(name: str, table: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+    """Return `model.rope_scaling` of a table, or None where it scales nothing.
+
+    Raises:
+        UnsupportedError: a rule, or a part of one, that we do not model.
+    """
+    rule = table.get("rope_type", table.get("type", "default"))
+    if rule == "default":
+        return None
+    if rule not in ("yarn", "linear", "llama3", "dynamic"):
+        ours = "rope_type = 'default', 'dynamic', 'linear', 'llama3' or 'yarn'"
+        raise _refuse(f"{name}.rope_type", rule, ours, key)
     given = {k: value for k, value in table.items() if value is not None}
-    wanted = {"linear": {"factor"}}.get(kind, {"factor", "original_max_position_embeddings"})
-    other = given.keys() - {*_SCALINGS, "rope_type", "type", "rope_theta", "attention_factor"}
-    if kind not in ("yarn", "linear", "llama3") or wanted - given.keys() or other:
-        return refusal
-    temperature = 0.1 * math.log(given["factor"]) + 1 if kind == "yarn" else 1.0
+    by_factor = rule in ("linear", "dynamic")
+    wanted = {"factor"} if by_factor else {"factor", "original_max_position_embeddings"}
+    rest = {"rope_type", "type", "rope_theta", "attention_factor", "partial_rotary_factor"}
+    if lacks := sorted(wanted - given.keys()):
+        raise _refuse(f"{name}.{lacks[0]}", None, f"a {name} of {rule} with {lacks[0]}", key)
+    if other := sorted(given.keys() - {*_SCALINGS, *rest}):
+        field = f"{name}.{other[0]}"
+        raise _refuse(field, given[other[0]], f"a {name} of {rule} without {other[0]}", key)
+    temperature = 0.1 * math.log(given["factor"]) + 1 if rule == "yarn" else 1.0
     if abs(given.get("attention_factor", temperature) - temperature) > 1e-6:
-        return refusal
-    knobs = {ours: given[k] for k, ours in _SCALINGS.items() if k in given}
-    settings = " ".join(f"techniques.yarn.{k}={v}" for k, v in {"kind": kind, **knobs}.items())
-    return UnsupportedError(
-        refusal.message + "; a plan can scale it",
-        f"rope_type = 'default' in config.json, and --with yarn {settings}",
-    )
+        has, right = given["attention_factor"], f"attention_factor = {temperature:.6g}"
+        raise _refuse(f"{name}.attention_factor", has, right, key)
+    return {"kind": rule, **{ours: given[k] for k, ours in _SCALINGS.items() if k in given}}
+
+
+def _with_longest_row(
+    scaling: dict[str, Any], name: str, values: Mapping[str, Any], key: str
+) -> dict[str, Any]:
+    """Return a dynamic rule with its original rows: transformers takes the config's longest row.
+
+    Raises:
+        UnsupportedError: the config has none, or the table says another length, which transformers
+            reads and never uses.
+    """
+    if (longest := values.get("max_position_embeddings")) is None:
+        wanted = "max_position_embeddings = N beside a dynamic rope_type"
+        raise _refuse("max_position_embeddings", None, wanted, key)
+    if (other := scaling.get("original_length", longest)) != longest:
+        raise _refuse(
+            f"{name}.original_max_position_embeddings",
+            other,
+            f"max_position_embeddings = {other} beside a dynamic rope_type",
+            key,
+        )
+    return {**scaling, "original_length": longest}
+
+
+def _windows(
+    kind: Architecture, values: Mapping[str, Any], layers: int, key: str
+) -> dict[str, Any]:
+    """Return which layers see how many tokens.
+
+    Raises:
+        UnsupportedError: layers with a window and without it do not alternate regularly.
+    """
+    window = values.get("sliding_window") or 0
+    if kind.windows == "all" or not window:
+        return {"window": window, "window_between": 0}
+    pattern = values.get("sliding_window_pattern") or layers + 1
+    usual = [
+        "sliding_attention" if (layer + 1) % pattern else "full_attention"
+        for layer in range(layers)
+    ]
+    types = values.get("layer_types") or usual
+    first = next((n for n, one in enumerate(types) if one == "full_attention"), None)
+    if first == 0:
+        if set(types) == {"full_attention"}:
+            return {"window": 0, "window_between": 0}
+        raise _irregular(types, key)
+    between = 0 if first is None else first
+    for layer, one in enumerate(types):
+        is_open = between > 0 and (layer + 1) % (between + 1) == 0
+        if one != ("full_attention" if is_open else "sliding_attention"):
+            raise _irregular(types, key)
+    return {"window": window, "window_between": between}
+
+
+def _irregular(types: Sequence[str], key: str) -> UnsupportedError:
+    wanted = "one layer of full_attention after each n of sliding_attention"
+    return _refuse("layer_types", list(types), wanted, key)
+
+
+def _scales(values: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Gemma multiplies the embedding and the queries by."""
+    head_dim = ours["head_dim"] or ours["dim"] / ours["heads"]
+    before = values["query_pre_attn_scalar"]
+    return {"embedding_scale": ours["dim"] ** 0.5, "query_scale": (head_dim / before) ** 0.5}
 
 
 def _llama_bias(values: Mapping[str, Any], key: str) -> bool:
@@ -328,9 +317,9 @@ def _llama_bias(values: Mapping[str, Any], key: str) -> bool:
 
 
 def _gpt2_activation(name: str, key: str) -> str:
-    if name not in _GPT2_ACTIVATIONS:
-        raise _refuse("activation_function", name, "one of " + ", ".join(_GPT2_ACTIVATIONS), key)
-    return _GPT2_ACTIVATIONS[name]
+    if name not in GPT2_ACTIVATIONS:
+        raise _refuse("activation_function", name, "one of " + ", ".join(GPT2_ACTIVATIONS), key)
+    return GPT2_ACTIVATIONS[name]
 
 
 def config_to_hf(
@@ -339,6 +328,7 @@ def config_to_hf(
     sequence_length: int,
     end_id: int | None = None,
     position: Mapping[str, Any] = MappingProxyType({}),
+    prefer: str = "",
 ) -> dict[str, Any]:
     """Return the config.json of `config`, read alike by transformers 4 and 5.
 
@@ -347,11 +337,12 @@ def config_to_hf(
         sequence_length: most tokens of a row, unless learned positions say it.
         end_id: the token that ends a document.
         position: fields of a rotation that is not the plain one, over the others.
+        prefer: the class that the weights came in.
 
     Raises:
         UnsupportedError: no architecture of transformers matches; names the keys in the way.
     """
-    kind = architecture(config)
+    kind = architecture(config, prefer)
     sizes = {
         "kv_heads": config.resolved_kv_heads,
         "head_dim": config.resolved_head_dim,
@@ -365,11 +356,28 @@ def config_to_hf(
     # Written even when there is none: the classes' defaults are ids of other tokenizers.
     values |= {"bos_token_id": end_id, "eos_token_id": end_id}
     if kind is GPT2:
-        back = {ours: theirs for theirs, ours in reversed(_GPT2_ACTIVATIONS.items())}
+        back = {ours: theirs for theirs, ours in reversed(GPT2_ACTIVATIONS.items())}
         return values | {"activation_function": back[config.activation]}
     values |= {"max_position_embeddings": sequence_length, "rope_theta": config.rope_theta}
     if kind is LLAMA:
         values |= {"attention_bias": config.bias, "mlp_bias": config.bias}
+    if kind.windows != "none":
+        values["sliding_window"] = config.window or None
+    if kind.windows == "layer_types":
+        spec = mask_of(config)
+        values["layer_types"] = [
+            "full_attention" if not config.window or spec.is_open(layer) else "sliding_attention"
+            for layer in range(config.layers)
+        ]
+    if kind.norm_offset:
+        scalar = config.resolved_head_dim / config.query_scale**2
+        whole = abs(scalar - round(scalar)) < 1e-6 * scalar
+        values["query_pre_attn_scalar"] = round(scalar) if whole else scalar
+        caps = {"final_logit_softcapping": config.logit_cap}
+        caps["attn_logit_softcapping"] = config.attention_cap
+        values |= {name: cap or None for name, cap in caps.items()}
+    if kind is GEMMA3:
+        values["rope_local_base_freq"] = config.local_rope_theta or config.rope_theta
     return values | dict(position)
 
 

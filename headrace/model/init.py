@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from headrace.core.model_config import ModelConfig
+from headrace.costs.adapters import ADAPTERS
 from headrace.model.from_embedding import RESIDUAL_FACTORS, VALUE_FACTORS
 from headrace.model.fusion import fusions
 
@@ -135,6 +136,6 @@ def adding(stored: Source, fresh: Source) -> Source:
     """Return `stored` with adapters, which no stored model has, from `fresh`."""
 
     def source(name: str, shape: torch.Size) -> Tensor:
-        return (fresh if name.endswith((".lora_a", ".lora_b")) else stored)(name, shape)
+        return (fresh if name.endswith(ADAPTERS) else stored)(name, shape)
 
     return source

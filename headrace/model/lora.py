@@ -1,18 +1,26 @@
 """Adapt a frozen linear by a trained correction of low rank (arXiv 2106.09685).
 
-W x becomes W x + (alpha / rank) B (A x). Only A [rank, in] and B [out, rank] learn: gradients and
-optimizer state are those of rank x (in + out) numbers instead of in x out. B starts at zero, so the
-adapted model starts as the model that it adapts. The frozen weight may be stored in any way that a
-linear can multiply with (kernels/quantized_weight).
+W x becomes W x + s B (A x). Only A [rank, in] and B [out, rank] learn: gradients and optimizer
+state are those of rank x (in + out) numbers instead of in x out. B starts at zero, so the adapted
+model starts as the model that it adapts. The frozen weight may be stored in any way that a linear
+can multiply with (kernels/quantized_weight).
+
+DoRA (arXiv 2402.09353) learns how long each row of W + s B A is beside where it points:
+m (W + s B A) x / |W + s B A|, row by row, with m = |W| at first. No gradient goes through the
+lengths (section 4.3 there), which are found without making W + s B A:
+|w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b for a row w and its b.
+
+Dropout leaves out input features of the correction, the same for all tokens of a step (the columns
+of A that arXiv 2404.09610 drops): the mask is a vector for each linear, a pure function of (seed,
+step, linear, feature), so it costs no memory and is one under every layout, recomputation and cut.
 
 Shapes: R rank.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from json import dumps
-from math import prod
-from typing import Any, Literal, Protocol
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,48 +29,41 @@ from torch import Tensor, nn
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import Remedy, mend
-from headrace.costs.decoder_work import adapted
-from headrace.costs.ledger import Ledger, Line, Matrix
-from headrace.costs.work import Matmul
+from headrace.costs.adapters import ADAPTERS, LENT, AdapterSizes, targeted
 from headrace.kernels.quantized_weight import QuantizedWeight
+from headrace.model.mask import mixed
 from headrace.parallel.layout import local_of
 from headrace.plan.technique import Doubt
 
-ADAPTERS = (".lora_a", ".lora_b")
-"""How the names of adapters' parameters end."""
-LAST = "mlp.down/adapter_forward"
-"""A sum that nothing needs again, nor the product with the frozen weight in it."""
-PIECE = "mlp_piece"
-"""The line of a ledger whose MLPs go in pieces that run again, each from its input."""
-LENT = ".router"
-"""How the name of a linear ends that lends its weight and is not called: what would replace it
-would not learn."""
-
-ALONE = "mixer.out/alone"
-"""A size: bytes that a mixer keeps as its last linear's input and does not read itself."""
-GATES = "mixer.gates/alone"
-"""A size: bytes that a mixer's states keep for the gradients of its gates alone."""
-AROUND, MLP = ("residual", "norm", "weight_cast"), ("gate_up", "activation", "routed", "router")
-"""Lines of a block around its parts, and of its MLP; the others are its mixer's."""
+SHORTEST = 1e-30
+"""Square of a row's length below which it counts as this, so that none divides by zero."""
 
 
 class LoraLinear(nn.Linear):
     """A linear with a low-rank correction; `weight` and `bias` keep their names."""
 
-    def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
+    column_parameters: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0, "lora_b": 0}
+    row_parameters: ClassVar[Mapping[str, int]] = {"weight": 1, "lora_a": 1}
+    """which dimension of each parameter is cut where outputs, or inputs, are split over ranks"""
+
+    def __init__(self, linear: nn.Linear, *, rank: int, scale: float) -> None:
         """Take over `linear`'s parameters.
 
         Args:
             linear: what is adapted.
             rank: rows of `lora_a`.
-            alpha: the correction is multiplied by alpha / rank.
+            scale: what the correction is multiplied by.
         """
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         device = linear.weight.device
         self.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
         self.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, device=device))
-        self.scale = alpha / rank
+        self.scale = scale
+        self.kept: Tensor | None = None
+        """factors of the input features that this rank has, [in], while some are left out"""
+        self.is_off = False
+        """whether it computes what the frozen linear alone computes"""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in] to [..., out].
@@ -70,14 +71,149 @@ class LoraLinear(nn.Linear):
         The correction comes first: a block that runs again stops where it has all that it keeps,
         and the product with a frozen weight keeps the weight alone.
         """
-        low = F.linear(input, self.lora_a) * self.scale
-        correction = F.linear(low, self.lora_b)
+        if self.is_off:
+            return super().forward(input)
+        correction = self.correction(input)
         return super().forward(input) + correction
+
+    def matmul(self, input: Tensor) -> Tensor:
+        """Map [..., in] to [..., out] without the bias, which is added where ranks' parts are."""
+        if self.is_off:
+            return F.linear(input, self.weight)
+        correction = self.correction(input)
+        return F.linear(input, self.weight) + correction
+
+    def correction(self, input: Tensor) -> Tensor:
+        """Return what is added to the frozen product."""
+        lora_a = self.lora_a
+        if self.kept is not None and torch.is_grad_enabled():
+            lora_a = lora_a * self.kept
+        return F.linear(F.linear(input, lora_a) * self.scale, self.lora_b)
+
+    def has_learned(self, optimizers: Iterable[Any]) -> bool:
+        """Return whether any step's gradient of the second matrix was other than zero.
+
+        An optimizer's state remembers it, whatever the last step's was. Where there is none, the
+        matrix itself says so: it begins at zero.
+        """
+        kept = (optimizer.state.get(self.lora_b, {}) for optimizer in optimizers)
+        means = [v for state in kept for v in state.values() if isinstance(v, Tensor) and v.dim()]
+        return any(bool(local_of(one).any()) for one in means or [self.lora_b])
 
     @torch.no_grad()
     def merged(self) -> Tensor:
         """Return the plain weight [out, in] that computes the same; the sum is made in fp32."""
         return plain(self.weight) + self.scale * (self.lora_b.float() @ self.lora_a.float())
+
+
+class DoraLinear(LoraLinear):
+    """This linear learns where its rows point by a low-rank correction, and how long each is."""
+
+    column_parameters: ClassVar[Mapping[str, int]] = {**LoraLinear.column_parameters, "lora_m": 0}
+
+    def __init__(self, linear: nn.Linear, *, rank: int, scale: float) -> None:
+        """Take over `linear`'s parameters; see `LoraLinear`."""
+        super().__init__(linear, rank=rank, scale=scale)
+        self.lora_m = nn.Parameter(torch.empty(linear.out_features, device=linear.weight.device))
+        self.add_up: Callable[[Tensor], Tensor] = _whole
+        """adds up what ranks find of rows of which each has a part"""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [..., in] to [..., out]."""
+        scaled = self.matmul(input)
+        return scaled if self.bias is None else scaled + self.bias.to(scaled.dtype)
+
+    def matmul(self, input: Tensor) -> Tensor:
+        """Map [..., in] to [..., out] without the bias."""
+        turned = super().matmul(input)
+        if self.is_off:
+            return turned
+        return turned * (self.lora_m / self.lengths()).to(turned.dtype)
+
+    @torch.no_grad()
+    def lengths(self) -> Tensor:
+        """Return how long each row of the corrected weight is, fp32 [out]."""
+        with torch.autocast(self.weight.device.type, enabled=False):
+            weight, a, b = (plain(x) for x in (self.weight, self.lora_a, self.lora_b))
+            squares = torch.linalg.vector_norm(weight, dim=1).square()
+            squares = squares + 2 * self.scale * ((weight @ a.t()) * b).sum(1)
+            squares = squares + self.scale**2 * ((b @ (a @ a.t())) * b).sum(1)
+            return self.add_up(squares).clamp(min=SHORTEST).sqrt()
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """Return the plain weight [out, in] that computes the same; the sum is made in fp32."""
+        turned = super().merged()
+        lengths = torch.linalg.vector_norm(turned, dim=1).clamp(min=SHORTEST**0.5)
+        return turned * (self.lora_m.float() / lengths)[:, None]
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Return `x`: this process has whole rows."""
+    return x
+
+
+class FeatureDropout:
+    """Leaves out input features of corrections, other ones in each step.
+
+    Args:
+        linears: the adapted linears by their full names.
+        offsets: the first input feature that this rank has of each, by the same names.
+        rate: the chance of a feature to be left out.
+        seed: the run's.
+    """
+
+    def __init__(
+        self,
+        linears: Mapping[str, LoraLinear],
+        offsets: Mapping[str, int],
+        rate: float,
+        seed: int,
+    ) -> None:
+        self.linears, self.rate, self.seed = linears, rate, seed
+        self.sizes = [linear.lora_a.shape[1] for linear in linears.values()]
+        self.names = torch.cat(
+            [
+                torch.full((size,), zlib.crc32(name.encode()) & 0x7FFFFFFF)
+                for name, size in zip(linears, self.sizes, strict=True)
+            ]
+        )
+        self.features = torch.cat(
+            [
+                torch.arange(size) + offsets[name]
+                for name, size in zip(linears, self.sizes, strict=True)
+            ]
+        )
+
+    def draw(self, step: int, device: torch.device) -> None:
+        """Give every linear the factors of a step, in the place of those of the step before."""
+        self.names, self.features = self.names.to(device), self.features.to(device)
+        place = mixed(self.names, torch.full_like(self.names, step), self.seed)
+        drawn = mixed(place, self.features, self.seed)
+        kept = (drawn >= self.rate * 2**32).float() / (1 - self.rate)
+        for linear, factors in zip(self.linears.values(), kept.split(self.sizes), strict=True):
+            if linear.kept is None:
+                linear.kept = factors
+            else:  # the same storage, which a recorded graph reads
+                linear.kept.copy_(factors)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether any linear of a model has an adapter."""
+    return any(isinstance(module, LoraLinear) for module in model.modules())
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let a model compute what its frozen weights alone compute."""
+    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    for module in adapted:
+        module.is_off = True
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.is_off = False
 
 
 def plain(weight: Tensor) -> Tensor:
@@ -102,6 +238,41 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+class StorageErrors(NamedTuple):
+    """Hold what storage in few bits costs, as shares of the norm of the adapted weights."""
+
+    stored: float
+    """How far the stored weights are from those that were given."""
+    learned: float
+    """How far the adapters moved them."""
+    requantized: float
+    """How far the merged weights would be off if they were stored in as few bits again."""
+
+
+@torch.no_grad()
+def storage_errors(
+    model: nn.Module, source: Callable[[str, torch.Size], Tensor]
+) -> StorageErrors | None:
+    """Return what storage costs, over all adapted linears; None where none is stored in few bits.
+
+    Args:
+        model: whole on this process.
+        source: gives the weights as they were before they were stored.
+    """
+    squares = torch.zeros(4, dtype=torch.float64)
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLinear) or not isinstance(module.weight, QuantizedWeight):
+            continue
+        given = source(f"{name}.weight", module.weight.shape).float()
+        before, after = plain(module.weight).cpu(), module.merged().cpu()
+        requantized = type(module.weight).of(after).dequantize()
+        moved = (given, before - given, after - before, requantized - after)
+        squares += torch.stack([one.double().square().sum() for one in moved])
+    if not squares[0]:
+        return None
+    return StorageErrors(*(squares[1:] / squares[0]).sqrt().tolist())
+
+
 def over_random_weights(name: str, model: ModelConfig) -> Doubt | None:
     """Return the doubt about the adapters of technique `name` where the frozen weights are random.
 
@@ -123,9 +294,9 @@ def over_random_weights(name: str, model: ModelConfig) -> Doubt | None:
     )
 
 
-def is_frozen(name: str) -> bool:
-    """Return whether the parameter of this name stands still: all but the adapters do."""
-    return not name.endswith(ADAPTERS)
+def learns(name: str, tables: Sequence[str] = ()) -> bool:
+    """Return whether the parameter of this name learns: an adapter's, or one of `tables`."""
+    return name.endswith(ADAPTERS) or name in tables
 
 
 def linears_of(model: nn.Module, targets: Sequence[str], owner: str = "lora") -> list[str]:
@@ -167,238 +338,35 @@ class Adaptable(Protocol):
 
 
 def adapt_linears(
-    build: Adaptable, owner: str, targets: Sequence[str], *, rank: int, alpha: float
+    build: Adaptable,
+    owner: str,
+    adapters: AdapterSizes,
+    scale: Callable[[int], float],
+    tables: Sequence[str] = (),
 ) -> list[str]:
     """Put adapters beside the chosen linears, freeze all else, and return the linears' full names.
 
     Args:
         build: holds the model.
         owner: name of the technique that asks for it.
-        targets: ends of names of the adapted linears; all without targets.
-        rank: rows of an adapter.
-        alpha: the correction is multiplied by alpha / rank.
+        adapters: their sizes, and which linears have them.
+        scale: rank -> what a correction of that rank is multiplied by.
+        tables: names of the parameters that learn whole beside them.
 
     Raises:
         ConfigError: a target names no linear, or another technique already owns one of them.
     """
-    names = linears_of(build.model, targets, owner)
-    build.replace_linears(owner, names, lambda old: LoraLinear(old, rank=rank, alpha=alpha))
-    build.frozen.append(is_frozen)
+    names = linears_of(build.model, adapters.targets, owner)
+    kind = DoraLinear if adapters.magnitudes else LoraLinear
+    for name in names:
+        rank = adapters.rank_of(name.split(".", 2)[2])
+
+        def make(linear: nn.Linear, rank: int = rank) -> LoraLinear:
+            return kind(linear, rank=rank, scale=scale(rank))
+
+        build.replace_linears(owner, [name], make)
+    build.frozen.append(lambda name: not learns(name, tables))
     return names
-
-
-def adapted_ledger(
-    ledger: Ledger,
-    owner: str,
-    targets: Sequence[str],
-    rank: int,
-    stored: Callable[[int, int], float] | None,
-) -> Ledger:
-    """Return the ledger of a model of which only adapters learn.
-
-    Args:
-        ledger: of the model that learns whole.
-        owner: the technique.
-        targets: ends of names of the adapted linears; all without targets.
-        rank: of the adapters.
-        stored: (features in, features out) -> bytes of an adapted weight; None leaves it fp32.
-
-    Raises:
-        ConfigError: the ledger knows none of the targets, or another technique replaces one.
-    """
-    sizes, layers = ledger.sizes, int(ledger.sizes["layers"])
-    linears = {n: m.shape for n, m in ledger.matrices.items() if _is_linear(n, m)}
-    chosen = _chosen(list(dict.fromkeys(_end(name) for name in linears)), targets, owner)
-    ledger = ledger.with_linears(owner, chosen)
-    taken = {name: shape for name, shape in linears.items() if _end(name) in chosen}
-    adapters, memory = rank * sum(map(sum, taken.values())), ledger.memory
-    quantized = {n: stored(inner, outer) for n, (outer, inner) in taken.items()} if stored else {}
-    saved = sum(4 * prod(taken[name]) - bytes for name, bytes in quantized.items())
-    for name, count in {
-        "parameters": memory["parameters"].bytes + 4 * adapters - saved,
-        "gradients": 4 * adapters,
-        "optimizer": 8 * adapters,
-        # Frozen weights of norm and head need neither the normalised values nor the result; a GPU's
-        # norm is one kernel that keeps its fp32 input.
-        "final_norm": sizes["on_gpu"] * 4 * sizes["tokens"] * sizes["dim"],
-    }.items():
-        ledger = ledger.with_line(name, replace(memory[name], bytes=count))
-    if stored:  # one weight at a time is made whole
-        largest = max(map(prod, taken.values()))
-        ledger = ledger.with_line("whole_weight", Line(4 * largest, ("backward",)))
-    for layer in range(layers):
-        ledger = _adapted_block(ledger, layer, taken, rank, bool(stored))
-    # Forward: the adapters beside all. Backward: inputs' gradients through all, and adapters' own.
-    # What lies before the first adapter of the first block needs no gradient at all.
-    frozen = sizes["block_flops"] / 2 + sizes["embedding"]
-    names = list(linears)
-    first = names.index(next(iter(taken)))
-    before = sum(prod(linears[name]) for name in names[: first + 1])
-    unmoved = before + rank * linears[names[first]][1]
-    attention = sizes["attention_flops"] * (1 - (first > 0) / layers)
-    if PIECE in memory:  # of which each runs again
-        in_mlp = sum(sum(shape) for name, shape in taken.items() if _end(name).startswith("mlp."))
-        ledger = ledger.with_flops("recompute", 2 * rank * in_mlp)
-    forward = ledger.flops["forward"] + 2 * adapters
-    backward = 2 * (frozen + 2 * adapters - unmoved + attention)
-    flops = {**ledger.flops, "forward": forward, "backward": backward}
-    return replace(ledger, flops=flops, matrices=_with_adapters(ledger, taken, rank, quantized))
-
-
-def with_adapters_alone(
-    ledger: Ledger,
-    owner: str,
-    targets: Sequence[str],
-    rank: int,
-    stored: Callable[[int, int], float] | None = None,
-) -> Ledger:
-    """Return the memory and the work of a model of which only adapters learn.
-
-    Args:
-        ledger: of the model that learns whole.
-        owner: the technique.
-        targets: ends of names of the adapted linears; all without targets.
-        rank: of the adapters.
-        stored: (features in, features out) -> bytes of an adapted weight; None leaves it fp32.
-
-    Raises:
-        ConfigError: see `adapted_ledger`.
-    """
-    made = adapted_ledger(ledger, owner, targets, rank, stored)
-    share = made.memory["gradients"].bytes / ledger.memory["gradients"].bytes
-    return adapted(made.without(["head_weight_gradient"]), targets, rank, share)
-
-
-def _with_adapters(
-    ledger: Ledger, taken: Mapping[str, tuple[int, ...]], rank: int, quantized: Mapping[str, float]
-) -> dict[str, Matrix]:
-    """Return the ledger's matrices with adapters beside the taken ones, of which some are stored.
-
-    Args:
-        ledger: of the model without adapters.
-        taken: shapes of the adapted weights by name.
-        rank: of the adapters.
-        quantized: bytes of the weights that are stored in few bits, by name.
-    """
-    matrices = {name: replace(matrix, by="") for name, matrix in ledger.matrices.items()}
-    for name, bytes in quantized.items():
-        matrices[name] = replace(matrices[name], stored=bytes / prod(taken[name]))
-    for name, (outer, inner) in taken.items():
-        for end, shape in zip(ADAPTERS, ((rank, inner), (outer, rank)), strict=True):
-            matrices[name.removesuffix(".weight") + end] = Matrix(shape)
-    return matrices
-
-
-def recomputed_adapter_flops(ledger: Ledger, *matmuls: Literal["down", "up"]) -> float:
-    """Return FLOPs per token of these matmuls of all adapters, where all blocks are recomputed."""
-    ends = tuple(f"/adapter_{matmul}" for matmul in matmuls)
-    return sum(
-        piece.count * 2 * piece.sizes[1] * piece.sizes[2]
-        for name, piece in ledger.work.items()
-        if name.endswith(ends) and isinstance(piece, Matmul)
-    )
-
-
-def _is_linear(name: str, matrix: Matrix) -> bool:
-    """Return whether the weight is one of a linear that can be adapted."""
-    inside = name.startswith("blocks.") and not name.endswith(f"{LENT}.weight")
-    return inside and len(matrix.shape) == 2
-
-
-def _end(name: str) -> str:
-    """Return what the linear of a weight is called in its block."""
-    return name.split(".", 2)[2].removesuffix(".weight")
-
-
-def targeted(owner: str, *targets: str) -> Remedy:
-    """Return the override that adapts these linears."""
-    return mend(f"techniques.{owner}.targets={dumps(targets)}")
-
-
-def _chosen(every: Sequence[str], targets: Sequence[str], owner: str) -> list[str]:
-    """Return those of a block's linears that are adapted, one at least."""
-    chosen = [name for name in every if not targets or name in targets]
-    if not chosen:
-        raise ConfigError(
-            f"none of targets = {list(targets)} is in a block of this model, which has "
-            f"{', '.join(every)}",
-            targeted(owner, *nearest(targets[0], every).split(", "))
-            if targets
-            else mend(f"-{owner}"),
-        )
-    return chosen
-
-
-def _adapted_block(
-    ledger: Ledger, layer: int, taken: Mapping[str, tuple[int, ...]], rank: int, quantized: bool
-) -> Ledger:
-    """Keep in a block the inputs of adapted linears and the results inside of adapters."""
-    sizes, memory = ledger.sizes, ledger.memory
-    here = {_end(n): shape for n, shape in taken.items() if n.startswith(f"blocks.{layer}.")}
-    chosen = list(dict.fromkeys(_end(name) for name in taken))
-    dim = sizes["mixer.qkv/in"]
-    row = sizes["residual"] / dim  # bytes of one feature of all tokens
-    less = {"norm": sizes["norm_products"], "qk_norm": sizes["qk_norm_products"]}
-    less["norm"] += row * dim * (not _into_mixer(chosen))
-    less["norm"] += row * dim * (not _is_kept_for_mlp(ledger, chosen))
-    # A frozen linear keeps no input; experts, which are none, keep theirs.
-    frozen = f"blocks.{layer}.mlp.down.weight" in ledger.matrices and "mlp.down" not in chosen
-    less["activation"] = row * sizes["mlp.down/in"] * frozen
-    less["attention"] = sizes.get(ALONE, 0.0) * ("mixer.out" not in chosen)
-    less["weight_cast"] = 2 * sum(map(prod, here.values())) if quantized else 0
-    less["residual"] = row * dim * (layer == 0)  # the embedding is frozen
-    if layer == 0 and "mixer.qkv" not in chosen:
-        less |= {name: float("inf") for name in ("qkv", "attention_input", "qk_norm")}
-    for name, count in less.items():
-        line = memory.get(f"{layer}/{name}")
-        if line is not None:
-            kept = replace(line, bytes=max(0.0, line.bytes - count))
-            ledger = ledger.with_line(f"{layer}/{name}", kept)
-    if layer == 0:
-        ledger = _first_block(ledger, here, row)
-    adapter = replace(memory[f"{layer}/residual"], bytes=len(here) * rank * row)
-    return ledger.with_line(f"{layer}/adapters", adapter)
-
-
-def _is_kept_for_mlp(ledger: Ledger, chosen: Iterable[str]) -> bool:
-    """Return whether what enters the MLP is kept, by an adapted linear or by recomputed pieces."""
-    return PIECE in ledger.memory or not {"mlp.gate_up", "mlp.up"}.isdisjoint(chosen)
-
-
-def _first_block(ledger: Ledger, here: Mapping[str, tuple[int, ...]], row: float) -> Ledger:
-    """Drop what lies before the first adapter, which no gradient reaches; keep the block's input.
-
-    Args:
-        ledger: with a first block into which a gradient goes.
-        here: shapes of the adapted linears by what a block calls them.
-        row: bytes of one feature of all tokens.
-    """
-    if into := _into_mixer(here):
-        states = ledger.memory.get("0/states")
-        if into == ["mixer.qkv"] and states is not None:  # gates of a frozen input are given
-            left = replace(states, bytes=states.bytes - ledger.sizes.get(GATES, 0.0))
-            ledger = ledger.with_line("0/states", left)
-        return ledger
-    lines = {n.removeprefix("0/"): line for n, line in ledger.memory.items() if line.layer == 0}
-    kept = {name: 0.0 for name in lines if name not in (*AROUND, *MLP)}
-    entered = "mlp.gate_up" in here or "mlp.up" in here
-    result = row * ledger.sizes["dim"] * _is_kept_for_mlp(ledger, here)  # of the norm before it
-    if "mixer.out" in here:
-        kept["attention"] = row * here["mixer.out"][1]
-        kept["norm"] = result + (lines["norm"].bytes - result) / 2
-    else:
-        kept |= {"residual": 0.0, "norm": result}
-        if not entered:
-            kept |= {"gate_up": 0.0, "activation": row * here["mlp.down"][1]}
-    for name, count in kept.items():
-        if name in lines:
-            ledger = ledger.with_line(f"0/{name}", replace(lines[name], bytes=count))
-    return ledger
-
-
-def _into_mixer(names: Iterable[str]) -> list[str]:
-    """Return those of a block's linears that read what its mixer reads."""
-    return [name for name in names if name.startswith("mixer.") and name != "mixer.out"]
 
 
 def _was_reached(p: nn.Parameter, optimizers: Iterable[Any]) -> bool:
@@ -410,18 +378,32 @@ def _was_reached(p: nn.Parameter, optimizers: Iterable[Any]) -> bool:
 
 
 def adapter_evidence(
-    model: nn.Module, optimizers: Iterable[Any]
+    model: nn.Module, optimizers: Iterable[Any], tables: Sequence[str] = ()
 ) -> tuple[bool, str, dict[str, float]]:
-    """Return whether gradients reached adapters and nothing else, in words and in numbers."""
+    """Return whether gradients reached adapters and nothing else, in words and in numbers.
+
+    Args:
+        model: the model.
+        optimizers: its optimizers.
+        tables: names of the parameters that learn whole beside adapters, which are to be reached.
+    """
     adapted = [m for m in model.modules() if isinstance(m, LoraLinear)]
-    rest = [p for n, p in model.named_parameters() if is_frozen(n)]
+    named = dict(model.named_parameters())
+    rest = [p for n, p in named.items() if not learns(n, tables)]
     touched = sum(p.requires_grad or p.grad is not None for p in rest)
     reached = sum(_was_reached(m.lora_b, optimizers) for m in adapted)
-    trained = sum(m.lora_a.numel() + m.lora_b.numel() for m in adapted)
+    trained = sum(p.numel() for n, p in named.items() if learns(n, tables))
     share = trained / (trained + sum(p.numel() for p in rest))
+    whole = [name for name in tables if name in named and _was_reached(named[name], optimizers)]
+    beside = f" and {', '.join(whole)}" * bool(whole)
+    numbers: dict[str, float] = {
+        "adapters": len(adapted),
+        "reached": reached,
+        "trained_numbers": trained,
+    }
     return (
-        reached > 0 and not touched,
-        f"a gradient reached {reached} of {len(adapted)} adapters, {100 * share:.3g}% of all "
-        f"numbers, and {touched} of {len(rest)} other parameters",
-        {"adapters": len(adapted), "reached": reached, "trained_numbers": trained},
+        reached > 0 and not touched and whole == [*tables],
+        f"a gradient reached {reached} of {len(adapted)} adapters{beside}, {100 * share:.3g}% of "
+        f"all numbers, and {touched} of {len(rest)} other parameters",
+        {**numbers, "tables": len(whole)} if tables else numbers,
     )

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headrace.core.model_config import ModelConfig
+
 SPREAD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 """Large odd numbers that the places of two blocks and the seed are multiplied with."""
 
@@ -112,6 +114,11 @@ class MaskSpec:
         window = None if self.is_open(layer) else self.window
         return replace(self, window=window, between=0)
 
+    def within(self, length: int) -> "MaskSpec":
+        """Return the mask of rows of `length` tokens, where a window as long limits nothing."""
+        wide = self.window is not None and self.window >= length
+        return replace(self, window=None, between=0) if wide else self
+
     @property
     def is_plain_causal(self) -> bool:
         """Return whether a kernel's own causal flag says everything."""
@@ -126,6 +133,15 @@ class MaskSpec:
         return replace(self, document=False, prefix=False).is_plain_causal
 
 
+def mask_of(config: ModelConfig) -> MaskSpec:
+    """Return the mask that `model.*` describes; techniques compose it further."""
+    return MaskSpec(
+        window=config.window or None,
+        between=config.window_between,
+        soft_cap=config.attention_cap,
+    )
+
+
 class Rows(NamedTuple):
     """What a forward pass knows of its rows besides the tokens.
 
@@ -135,11 +151,13 @@ class Rows(NamedTuple):
         segments_BT: index of each token's document, or None when documents are not masked.
         prefix_B: tokens of the prefix of each row, and of each of its documents where those are
             masked; or None.
+        noise_BT: a word of each token that noise on it is made of, from 0 to 2^32; or None.
     """
 
     positions_BT: Tensor
     segments_BT: Tensor | None = None
     prefix_B: Tensor | None = None
+    noise_BT: Tensor | None = None
 
 
 def allowed(spec: MaskSpec, rows: Rows, length: int) -> Tensor:

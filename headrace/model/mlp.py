@@ -38,6 +38,15 @@ class SwiGLU(nn.Module):
         return self.down((F.silu(gate) * up).flatten(-2))
 
 
+class GeGLU(SwiGLU):
+    """Compute down(gelu(gate x) * up x), arXiv 2002.05202, with GELU's tanh as Gemma has it."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Map [B, T, D] to [B, T, D]."""
+        gate, up = self.gate_up(x_BTD).unflatten(-1, (-1, 2, self.group)).unbind(-2)
+        return self.down((_gelu_tanh(gate) * up).flatten(-2))
+
+
 class PlainMLP(nn.Module):
     """Compute down(act(up x)) with GELU (exact or tanh) or squared ReLU (arXiv 2109.08668)."""
 
@@ -64,4 +73,6 @@ def _relu2(x: Tensor) -> Tensor:
     return y * y  # autocast would square in fp32, and keep that
 
 
+MLPS = {"swiglu": SwiGLU, "geglu": GeGLU}
+"""Gated MLPs; the others are plain."""
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu2": _relu2}

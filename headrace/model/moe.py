@@ -47,7 +47,8 @@ class ExpertLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.experts, self.top_k, self.balance, self.norm_topk = experts, top_k, balance, norm_topk
-        gated = config.activation == "swiglu"
+        gated = config.gated
+        self.gate = F.silu if config.activation == "swiglu" else ACTIVATIONS["gelu_tanh"]
         self.units = gate_groups(config.model_copy(update={"ffn": ffn})) if gated else ffn
         self.group = ffn // self.units
         self.activate: Callable[[Tensor], Tensor] = (
@@ -106,7 +107,7 @@ class ExpertLayer(nn.Module):
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.unflatten(-1, (-1, 2, self.group)).unbind(-2)
-        return (F.silu(gate) * up).flatten(-2)
+        return (self.gate(gate) * up).flatten(-2)
 
 
 def _is_recomputation() -> bool:

@@ -40,11 +40,15 @@ class ShardedVocabulary(Vocabulary):
 
         Of each target's probability the share `smoothing` is spread over the vocabulary evenly.
         """
+        return self.nll_of_each(logits_NV, targets_N, smoothing).sum()
+
+    def nll_of_each(self, logits_NV: Tensor, targets_N: Tensor, smoothing: float = 0.0) -> Tensor:
+        """Return the negative log likelihood of each target, [N]; 0 where it is `IGNORED`."""
         place_N, elsewhere_N = self._places(targets_N)
         given = (place_N, elsewhere_N, smoothing, smoothing / self.vocab, self.peers)
         loss_N = _Nll.apply(logits_NV, *given)
         assert isinstance(loss_N, Tensor)
-        return loss_N.masked_fill(targets_N == IGNORED, 0.0).sum()
+        return loss_N.masked_fill(targets_N == IGNORED, 0.0)
 
     def logsumexp(self, logits_NV: Tensor) -> Tensor:
         """Log sum exp over the whole vocabulary, [N]."""
@@ -60,6 +64,23 @@ class ShardedVocabulary(Vocabulary):
     def sum(self, values_NV: Tensor) -> Tensor:
         """Sum over the whole vocabulary, [N]."""
         return sum_forward(values_NV.sum(-1), self.peers)
+
+    def dot(self, logits_NV: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """Return the sum over K of weight x the value at its id, [N]."""
+        place_NK, elsewhere_NK = self._places(ids_NK)
+        mine_N = super().dot(logits_NV, place_NK, weights_NK.masked_fill(elsewhere_NK, 0.0))
+        return sum_forward(mine_N, self.peers)
+
+    def without(self, logits_NV: Tensor, ids_NK: Tensor) -> Tensor:
+        """Return the logits with minus infinity at those ids of each token that are here, [N, v].
+
+        Ids of other ranks go to a column more, which is cut off.
+        """
+        place_NK, elsewhere_NK = self._places(ids_NK)
+        N, count = logits_NV.shape
+        taken_NV = torch.zeros(N, count + 1, dtype=torch.bool, device=logits_NV.device)
+        taken_NV = taken_NV.scatter(-1, place_NK.masked_fill(elsewhere_NK, count), True)
+        return logits_NV.masked_fill(taken_NV[:, :count], -torch.inf)
 
     def argmax(self, values_NV: Tensor) -> Tensor:
         """Return the id of each token's largest value, [N]; the lowest where several are."""

@@ -71,8 +71,14 @@ class Pending:
 class Signals:
     """Time the phases of the steps of a run."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, more: Sequence[str] = ()) -> None:
+        """Begin with no steps.
+
+        Args:
+            device: where they run.
+            more: names of the numbers that a step gives after the four of every step.
+        """
+        self.device, self._more = device, tuple(more)
         self.cuda = device.type == "cuda"
         self.totals_s: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._free: list[Any] = []
@@ -94,8 +100,8 @@ class Signals:
 
         Args:
             step: the index of the step.
-            numbers: fp32 [4] on the device: loss in nats per token, gradient norm, finite (1 or 0),
-                targets that counted.
+            numbers: fp32 on the device: loss in nats per token, gradient norm, finite (1 or 0),
+                targets that counted, and those that `more` names.
             facts: what the host already knows.
         """
         if self._free_reads:
@@ -167,12 +173,13 @@ class Signals:
 
     def _named(self, numbers: list[float]) -> dict[str, Any]:
         """Return by name the numbers that `end_step` was given."""
-        loss, norm, finite, targets = numbers
+        loss, norm, finite, targets, *more = numbers
         return {
             "loss": loss,
             "grad_norm": norm,
             "finite": finite == 1.0,
             "targets": int(targets),
+            **dict(zip(self._more, more, strict=True)),
         }
 
 

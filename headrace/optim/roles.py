@@ -4,7 +4,7 @@ Sources: modded-nanogpt and nanochat train embeddings at several times the rate 
 does not shrink vectors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torch import nn
@@ -33,7 +33,10 @@ def role_of(name: str, dimensions: int) -> Role:
 
 
 def group_by_role(
-    groups: list[dict[str, Any]], named: Mapping[str, nn.Parameter], config: OptimizerConfig
+    groups: list[dict[str, Any]],
+    named: Mapping[str, nn.Parameter],
+    config: OptimizerConfig,
+    factor: Callable[[str], float] = lambda name: 1.0,
 ) -> None:
     """Split an optimizer's groups, in place, so that each has one factor of rate and of decay.
 
@@ -45,15 +48,17 @@ def group_by_role(
         groups: `param_groups` of the optimizer; their dicts stay the same objects.
         named: its parameters by name.
         config: holds the factors.
+        factor: (name of a parameter) -> a factor of its rate beside its role's.
     """
+    own = {parameter: factor(name) for name, parameter in named.items()}
     roles = {parameter: role_of(name, parameter.ndim) for name, parameter in named.items()}
     split = []
     for group in groups:
         parts: dict[tuple[float, float], list[nn.Parameter]] = {}
         for parameter in group["params"]:
             role = roles[parameter]
-            factors = getattr(config.lr_factors, role), getattr(config.decay_factors, role)
-            parts.setdefault(factors, []).append(parameter)
+            rate = getattr(config.lr_factors, role) * own[parameter]
+            parts.setdefault((rate, getattr(config.decay_factors, role)), []).append(parameter)
         shared = {key: value for key, value in group.items() if key != "params"}
         for index, ((rate, decay), parameters) in enumerate(parts.items()):
             part = group if index == 0 else {}

@@ -19,9 +19,8 @@ The compiler sees one opaque operation, as it should: it can fuse nothing here, 
 sends must be the same on all ranks. An operation takes tensors and numbers only, so a ring is known
 to it by its number (`Ring.number`).
 
-Left out: all-gather of keys and values, which is simpler and holds whole rows of them; Ulysses,
-which splits heads and cannot use more ranks than there are key-value heads; skipping blocks that
-hold other documents only, which the host would have to read from the device.
+Left out: all-gather of keys and values, which is simpler and holds whole rows of them; skipping
+blocks that hold other documents only, which the host would have to read from the device.
 Source: arXiv 2310.01889 (ring attention); arXiv 2311.09431 (balance under causality).
 
 Shapes: B rows, t tokens of this rank, H query heads, G key-value heads, K features, R ranks.

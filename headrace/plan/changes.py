@@ -203,10 +203,12 @@ def override(plan: Mapping[str, Any], key: str) -> str:
     """Return `key=value` with the value of a dumped plan, quoted for a shell.
 
     Nothing unsets a key. So for a key without a value the override is its whole table without the
-    key.
+    key. A key of an optional table that is not there, as `data.mixture`, stands for that table.
     """
     table: Any = plan
     *path, last = key.split(".")
+    if len(path) == 2 and path[0] != "techniques" and path[1] not in plan.get(path[0], {}):
+        path, last = path[:1], path[1]
     for part in path:
         table = table.get(part, {})
     if table.get(last) is not None:

@@ -26,7 +26,13 @@ WILD_STD = 10.0
 
 
 def usual_rate(plan: Plan) -> float:
-    """Return the learning rate that is usual for the plan's width and initial weights."""
+    """Return the learning rate that is usual for the plan's width and initial weights.
+
+    Where a technique trains something else than the weights, it is that technique's.
+    """
+    for technique in plan.techniques.values():
+        if technique.usual_rate is not None:
+            return technique.usual_rate
     rate = min(MOST, WIDE / plan.model.dim)
     return float(f"{rate * (GIVEN if plan.model.pretrained else 1):.2g}")
 

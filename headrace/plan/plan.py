@@ -9,7 +9,8 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from math import prod
+from typing import Any, Literal, Self
 
 import tomli_w
 from pydantic import (
@@ -24,51 +25,23 @@ from pydantic import (
 from headrace.core.errors import ConfigError
 from headrace.core.files import check_values, toml_values
 from headrace.core.layers import left_to_techniques, left_to_weights
-from headrace.core.limits import MOST, WIDEST
+from headrace.core.limits import MOST
 from headrace.core.model_config import ModelConfig
 from headrace.core.overrides import known_of, settle, write_override
 from headrace.core.remedy import leave_out, mend
 from headrace.core.strict import READ, Strict, Wrong, explained, read_table
 from headrace.core.units import largest_divisor
 from headrace.plan.batches import BatchStages
+from headrace.plan.data_config import DataConfig
+from headrace.plan.mixture import check_mixture
 from headrace.plan.optimizer_config import OptimizerConfig
 from headrace.plan.schedule import ENDLESS, ScheduleConfig
 from headrace.plan.technique import Catalogue, Technique, installed
 
 RANKS = 1 << 20
 """Largest number of processes along one axis of the mesh."""
-Share = Annotated[float, Field(gt=0, lt=1)]
 ATTENDS = "parts.attend"
 """The socket whose owner computes attention."""
-
-
-class DataConfig(Strict):
-    """Say where the text comes from and how it becomes one stream of tokens."""
-
-    sources: str | tuple[str, ...] = "stdlib"
-    """File, folder, glob, `hf:NAME`, `stdlib` (the Python standard library), or a list of them."""
-    weights: tuple[Annotated[float, Field(gt=0, le=1e12)], ...] | None = None
-    """One share per source; without it every source counts by its tokens."""
-    validation: Share | str = 0.05
-    """The share of the text that is held out, by hash of its documents; or a path of its own."""
-    text_key: str = "text"
-    """The field that holds the text of a row; dots lead into it, as in `messages.0.content`."""
-    tokenizer: str = "bpe"
-    """`bpe` trains one; or a path of a tokenizer.json; or `tiktoken:NAME`. Left alone, a run that
-    starts from `model.pretrained` takes the tokenizer of its folder."""
-    lossy_tokenizer: bool = False
-    """Accept a tokenizer that does not give back every text, as one that composes accents (NFC) or
-    lowers case. Bits per byte are still of the raw text, and every report says so."""
-    vocab: int = Field(default=4096, ge=257, le=WIDEST)
-    """Entries of a tokenizer that is trained here."""
-    sequence_length: int = Field(default=256, ge=2, le=WIDEST)
-    """Tokens of a sequence."""
-    directory: str = "data"
-    """Prepared shards are kept under this folder, named by what went into them."""
-    workers: int = Field(default=1, ge=0, le=1024)
-    """Threads that read ahead; 0 reads on the training thread."""
-    prefetch: int = Field(default=4, ge=1, le=1 << 16)
-    """Micro-batches that are read ahead."""
 
 
 class Goal(Strict):
@@ -103,6 +76,11 @@ class EvalConfig(Strict):
     tokens: int = Field(default=131_072, ge=1, le=MOST)
     """Largest number of validation tokens of each evaluation while training, in sequences spread
     evenly over the text; all of the set when it is smaller. `headrace eval` reads all."""
+    before: bool = False
+    """Evaluate before the first step too, so that the report says what a fine-tuning gained."""
+    general: str = ""
+    """A text of another kind, as a source of `data.sources`: its loss before the first step and at
+    the end says what was forgotten. All of it is held out."""
 
 
 class CheckpointConfig(Strict):
@@ -130,11 +108,39 @@ class MeshConfig(Strict):
     """Parts of every sequence."""
     pipeline: int = Field(default=1, ge=1, le=RANKS)
     """Ranks that hold the model's layers one after the other."""
+    auto: bool = False
+    """Choose the sizes for the processes that were started, by what each layout is predicted to
+    take; `mesh = "auto"` says the same."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_auto(cls, value: Any) -> Any:
+        return {"auto": True} if value == "auto" else value
+
+    @model_validator(mode="after")
+    def _check_auto(self) -> Self:
+        given = [f"mesh.{axis}={size}" for axis, size in self.sizes.items() if size > 1]
+        if self.auto and given:
+            raise Wrong(
+                f"mesh.auto chooses the sizes of all axes, and {', '.join(given)} is given",
+                mend("mesh.auto=false") | mend(*(f"mesh.{axis}=1" for axis in self.sizes)),
+            )
+        return self
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the number of ranks along each axis."""
+        return {
+            "data": self.data,
+            "tensor": self.tensor,
+            "context": self.context,
+            "pipeline": self.pipeline,
+        }
 
     @property
     def ranks(self) -> int:
         """Return the number of processes of the run."""
-        return self.data * self.tensor * self.context * self.pipeline
+        return prod(self.sizes.values())
 
 
 class TraceConfig(Strict):
@@ -249,6 +255,7 @@ class Plan(Strict):
                 f"give one per source",
                 mend(f"data.weights={[1] * len(sources)}".replace(" ", "")),
             )
+        check_mixture(self.data.mixture, sources, weights, self.horizon_steps)
         if not any(self.goal.model_dump().values()):
             raise Wrong(
                 "the plan has no goal; give one, for example goal.steps=1000 "
@@ -434,7 +441,8 @@ class Plan(Strict):
                 tables = given.get(table, {})
                 asked = tables.get(leaf, value) if isinstance(tables, Mapping) else value
                 asked = [*asked] if isinstance(asked, tuple) else asked  # as TOML has it
-                stronger = name in with_ and key not in typed
+                below = any(f"{word}.".startswith(f"{key}.") for word in typed)
+                stronger = name in with_ and not below
                 if asked not in (value, "auto") and not stronger:  # "auto" leaves the key open
                     raise ConfigError(
                         f"the plan says {key} = {asked!r}, and {name} makes it {value!r}",

@@ -20,13 +20,15 @@ BOTTLENECKS: Mapping[str, tuple[str, ...]] = {
     "input": (),
     "wasted tokens": (),
     "instability": (),
+    "forgetting": (),
+    "chat template": (),
     "recipe": (),
     "silent no-op": (),
     "computation": ("attention", "products", "blocks"),
 }
 """Bottleneck -> its parts. `computation` is for what lessens FLOPs or raises their rate, `recipe`
 for what reaches a loss in fewer tokens, and `launch:compilation` for steps that compile
-repeatedly."""
+repeatedly, `forgetting` for what keeps what given weights know."""
 LoopChange = Literal[
     "8-bit states",
     "Liger kernels",

@@ -7,7 +7,6 @@ This module does not import torch: `Technique` is generic over the Build.
 
 import importlib
 import json
-import pkgutil
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from headrace.core.known import describe_known
 from headrace.core.remedy import Remedy, as_remedy, mend
 from headrace.core.strict import Strict
 from headrace.costs.ledger import Ledger
+from headrace.plan.discovery import defined_in, modules_of
 from headrace.plan.receipts import Ratio, Receipt
 from headrace.plan.symptoms import LoopChange
 
@@ -123,6 +123,12 @@ class Context:
     def capability_text(self) -> str:
         """Return the compute capability as text like "8.0", or "unknown"."""
         return ".".join(map(str, self.capability or ("unknown",)))
+
+    @property
+    def has_ring(self) -> bool:
+        """Return whether a technique of the plan attends to parts of rows by itself."""
+        on = self.plan.techniques.values()
+        return any("context" in t.axes and "parts.attend" in t.claims for t in on)
 
     def whole(self, *axes: str) -> Remedy:
         """Return the changes after which the model is split along none of `axes` of the mesh."""
@@ -247,6 +253,9 @@ class Technique(Strict, Generic[B]):
     """Whether `predict` also covers what it does to a step's time, be it nothing."""
     rounds_state: ClassVar[bool] = False
     """Whether what it rounds stays from step to step, and a short training does not show it."""
+    follows_horizon: ClassVar[bool] = False
+    """Whether what a step does depends on where the schedule ends, beside the learning rate. Then
+    a state of a shorter run is none of a longer one."""
     halves: ClassVar[bool] = False
     """Whether it multiplies in 16 bits or fewer, which some processors only emulate."""
     symptoms: ClassVar[tuple[str, ...]] = ()
@@ -259,6 +268,9 @@ class Technique(Strict, Generic[B]):
     nothing. A tuner first tries what promises most by this share and by the time of a step."""
     unsaid: ClassVar[Mapping[str, Any]] = {}
     """Knob -> its value in runs from before it was one, where today's default is another."""
+    usual_rate: ClassVar[float | None] = None
+    """Learning rate (`optimizer.lr`) that is usual for what it trains in the place of the model's
+    weights; None where it trains these."""
     settled: ClassVar[tuple[str, ...]] = ()
     """Names of knobs that no search changes: for tests, or for what a user accepts."""
 
@@ -294,6 +306,10 @@ class Technique(Strict, Generic[B]):
         """Return whether it multiplies matrices in fp32 in a run of half precision on a GPU."""
         return False
 
+    def is_noisy(self) -> bool:
+        """Return whether the model computes something else with gradients than without."""
+        return False
+
     def supports(self, context: Context) -> Supported | Unsupported:
         """Return whether it can run in `context`, before anything optional is imported."""
         raise NotImplementedError
@@ -317,6 +333,13 @@ class Technique(Strict, Generic[B]):
     def active(self, build: B) -> Evidence:
         """Return proof from the run, after one step, of whether the technique is in force."""
         raise NotImplementedError
+
+    def reached(self, build: B) -> Mapping[str, bool]:
+        """Return whether each part that it trains has learned anything, at a run's end, by name.
+
+        A technique that adds no trained parts has none.
+        """
+        return {}
 
 
 LIST = "headrace list"
@@ -389,12 +412,10 @@ def discover(package: ModuleType) -> dict[str, type[Technique[Any]]]:
     that a file beside the package's techniques holds.
     """
     classes: dict[str, type[Technique[Any]]] = {}
-    for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        module = importlib.import_module(info.name)
-        for item in vars(module).values():
-            own = isinstance(item, type) and item.__module__ == module.__name__
-            if own and issubclass(item, Technique) and "card" in vars(item):
-                classes[item.name()] = item
+    for module in modules_of(package):
+        for technique in defined_in(module, Technique):
+            if "card" in vars(technique):
+                classes[technique.name()] = technique
     for name, receipts in read_receipts(Path(package.__path__[0], RECEIPTS)).items():
         if name in classes:
             classes[name].card = replace(classes[name].card, receipts=receipts)

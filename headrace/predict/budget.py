@@ -346,7 +346,7 @@ def _ladder(base: Plan, open_vocab: bool) -> Iterator[tuple[dict[str, Any], int]
         heads, layers = dim // width, max(1, round(dim / aspect))
         if heads % group:
             continue
-        wide = (8 / 3 if base.model.activation == "swiglu" else 4) * dim
+        wide = (8 / 3 if base.model.gated else 4) * dim
         multiple = 256 if dim >= 1024 else 64
         sizes = {
             "dim": dim,

@@ -255,13 +255,17 @@ def silent(plan: Plan) -> list[str]:
 def _clashes(plan: Plan, kind: type[Technique[Any]]) -> list[str]:
     """Return the names of the plan's techniques that a technique cannot stand beside.
 
-    They own one of its sockets, or one of the two excludes the other.
+    They own one of its sockets, or one of the two excludes the other, or both train something in
+    the place of the weights.
     """
     name, claims = kind.name(), set(kind.claims)
     return [
         other
         for other, technique in plan.techniques.items()
-        if claims & set(technique.claims) or other in kind.excludes or name in technique.excludes
+        if claims & set(technique.claims)
+        or other in kind.excludes
+        or name in technique.excludes
+        or None not in (kind.usual_rate, technique.usual_rate)
     ]
 
 

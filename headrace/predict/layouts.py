@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headrace.core.units import divisors
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Technique
 
 FREE = "data"
@@ -27,10 +27,9 @@ def layouts(
         catalogue: the techniques that exist.
         near: whether to yield only layouts that differ by one prime factor.
     """
-    axes = tuple(MeshConfig.model_fields)
-    now = {axis: getattr(plan.mesh, axis) for axis in axes}
-    for sizes in _shared_out(plan.mesh.ranks, len(axes)):
-        wanted = dict(zip(axes, sizes, strict=True))
+    now = plan.mesh.sizes
+    for sizes in _shared_out(plan.mesh.ranks, len(now)):
+        wanted = dict(zip(now, sizes, strict=True))
         if wanted == now or (near and not _is_near(now, wanted)):
             continue
         owners = {a: _owner(plan, catalogue, a) for a, n in wanted.items() if n > 1 and a != FREE}

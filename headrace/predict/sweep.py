@@ -254,19 +254,26 @@ class _Search:
         )
 
 
+def fastest_first(candidate: Candidate) -> tuple[Any, ...]:
+    """Return the sort key of a candidate, the fastest that fits first."""
+    prediction = candidate.prediction
+    few = (len(candidate.changes), candidate.changes)
+    if prediction.memory.fits == "no":
+        return (True, prediction.memory.peak_bytes, *few)
+    step_s = prediction.time.step_s or float("inf")
+    return (False, step_s * (TIGHT_COSTS if prediction.memory.fits == "tight" else 1.0), *few)
+
+
 def _order(aim: SweepAim, start: Candidate) -> Callable[[Candidate], tuple[Any, ...]]:
     """Return the sort key that ranks candidates with a time, the best first."""
     as_fast = AS_FAST * (start.prediction.time.step_s or float("inf"))
 
     def key(candidate: Candidate) -> tuple[Any, ...]:
         prediction, few = candidate.prediction, (len(candidate.changes), candidate.changes)
-        step_s = prediction.time.step_s or float("inf")
-        if prediction.memory.fits == "no":
-            return (True, prediction.memory.peak_bytes, *few)
-        cost = step_s * (TIGHT_COSTS if prediction.memory.fits == "tight" else 1.0)
-        if aim != "memory":
-            return (False, cost, *few)
-        slower = step_s > as_fast
+        wrong, cost, *_ = plainly = fastest_first(candidate)
+        if wrong or aim != "memory":
+            return plainly
+        slower = (prediction.time.step_s or float("inf")) > as_fast
         return (False, slower, prediction.memory.peak_bytes * (cost if slower else 1.0), cost, *few)
 
     return key

@@ -100,7 +100,17 @@ class InputWait(Table):
     stalled_steps: Count = None
 
 
-class ValidationRecord(Table):
+class PairsRecord(Table):
+    """Hold how held-out preference pairs are ranked; nothing where there are none."""
+
+    pairs: Number = None
+    chosen_likelier: Number = None
+    ranked_right: Number = None
+    reward_margin: Number = None
+    pair_loss: Number = None
+
+
+class ValidationRecord(PairsRecord):
     """Hold one evaluation on held-out text."""
 
     step: int
@@ -119,6 +129,24 @@ class DoubtRecord(Table):
     remedy: str = ""
 
 
+class SourceRecord(Table):
+    """Hold what one source gave to the run, or to one stage of its mixture."""
+
+    source: str
+    stage: Count = None
+    tokens: Count = None
+    share: Number = None
+    epochs: Number = None
+
+
+class MixRecord(Table):
+    """Hold how much of each source was read."""
+
+    sources: tuple[SourceRecord, ...] = ()
+    stages: tuple[SourceRecord, ...] = ()
+    repeated_often: tuple[str, ...] = ()
+
+
 class Texts(Table):
     """Hold what is trained on and what is held out, and how many targets an evaluation counts."""
 
@@ -130,6 +158,18 @@ class Texts(Table):
     cut_documents: Count = None
     targets: Count = None
     doubts: tuple[DoubtRecord, ...] = ()
+    mixture: MixRecord | None = None
+
+
+class CleanedText(Table):
+    """Hold what a cleaner took out of the text, with pairs of what fell and what it fell for."""
+
+    documents: Count = None
+    bytes: Count = None
+    dropped_documents: Count = None
+    dropped_bytes: Count = None
+    cut_documents: Count = None
+    examples: tuple[tuple[str, str], ...] = ()
 
 
 class TechniqueRecord(Table):
@@ -219,6 +259,13 @@ class DivergenceRecord(Table):
     sentence: str = ""
 
 
+class GeneralRecord(Table):
+    """Hold the loss on a general text before the first step and at the end."""
+
+    before_nats: Number
+    after_nats: Number
+
+
 class Report(Table):
     """Hold report.json."""
 
@@ -241,6 +288,8 @@ class Report(Table):
     wasted_token_fraction: Number
     input_wait: InputWait = InputWait()
     val: tuple[ValidationRecord, ...]
+    before: PairsRecord | None = None
+    general: GeneralRecord | None = None
     dollars: Number
     parent: ParentRecord | None = None
     restarts: Count
@@ -258,6 +307,7 @@ class Report(Table):
     tokenizer: dict[str, Any] | None = None
     data: Texts | None = None
     left_out: tuple[Omission, ...] = ()
+    cleaning: dict[str, CleanedText] = {}
 
     @property
     def evaluated(self) -> list[ValidationRecord]:

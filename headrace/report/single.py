@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from headrace.core.units import part_of_text
+from headrace.data.mix_count import REPEATED_OFTEN
 from headrace.doctor.words.answer import NOTHING_GAINS
 from headrace.plan.symptoms import BOTTLENECKS
 from headrace.report.advice import remedies
@@ -21,7 +22,7 @@ from headrace.report.page import (
     write_page,
 )
 from headrace.report.parts import memory, step_time, techniques
-from headrace.report.run_files import Report, RunFiles, SpikeRecord, read_run
+from headrace.report.run_files import MixRecord, Report, RunFiles, SpikeRecord, read_run
 from headrace.report.words import (
     NOT_MEASURED,
     bits,
@@ -70,8 +71,10 @@ def write_report(run_directory: Path, output: Path | None = None) -> Path:
         memory(report),
         _wasted(report),
         techniques(report),
+        *_validation_pairs(report),
         *_texts(report),
         *_left_out(report),
+        *_cleaned(report),
         _sample(report),
         _environment(run),
         _repeat(run),
@@ -116,9 +119,36 @@ def _figures(report: Report) -> list[tuple[str, str, str]]:
         ("Wasted tokens", percent(report.wasted_token_fraction), "of all that were computed"),
         ("Skipped steps", whole(report.skipped_steps), f"{whole(report.restarts)} restarts"),
     ]
+    if report.general is not None:
+        after, before = report.general.after_nats, report.general.before_nats
+        figures.insert(1, ("General text, nats per token", bits(after), f"{bits(before)} before"))
     if report.dollars is not None:
         figures.insert(2, ("Cost", dollars(report.dollars), "wall time at the plan's price"))
     return figures
+
+
+def _validation_pairs(report: Report) -> list[Safe]:
+    """Render how held-out preference pairs were ranked, before the first step and after each part.
+
+    Rewards compare with the model before training, which is apart from itself in no pair.
+    """
+    rated = [(whole(row.step), row) for row in report.evaluated if row.pairs]
+    if not rated:
+        return []
+    first = [("before", report.before)] if report.before is not None else []
+    columns = ("step", "chosen is likelier", "ranked right", "rewards apart", "loss of a pair")
+    rows = [
+        (
+            name,
+            percent(row.chosen_likelier),
+            percent(row.ranked_right),
+            bits(row.reward_margin),
+            bits(row.pair_loss),
+        )
+        for name, row in (*first, *rated)
+    ]
+    pairs = whole(rated[-1][1].pairs)
+    return [section("Held-out pairs", table(f"{pairs} pairs, none trained on", columns, rows))]
 
 
 def _part(share: float | None) -> str:
@@ -190,8 +220,33 @@ def _texts(report: Report) -> list[Safe]:
             "Training and validation text",
             table("Texts", ("Side", "Text", "Documents"), rows),
             muted(" ".join(notes)),
+            *_mixture(data.mixture),
         )
     ]
+
+
+def _mixture(mix: MixRecord | None) -> list[Safe]:
+    """Render how much of each source was read, by stage where there are several."""
+    if mix is None or not mix.sources:
+        return []
+    staged = len(mix.stages) > len(mix.sources)
+    rows = [
+        (
+            one.source,
+            "all" if one.stage is None else whole(one.stage),
+            count(one.tokens),
+            percent(one.share),
+            NOT_MEASURED if one.epochs is None else f"{one.epochs:.2f}",
+        )
+        for one in (*mix.sources, *(mix.stages if staged else ()))
+    ]
+    often = " and ".join(mix.repeated_often)
+    says = (
+        f"{often}: read more often than {REPEATED_OFTEN} times, beyond which repeated tokens lose "
+        "their worth (arXiv 2305.16264)."
+    )
+    head = ("Source", "Stage", "Tokens read", "Share", "Epochs")
+    return [table("Mixture", head, rows), *([muted(says)] if often else [])]
 
 
 def _bottleneck(report: Report) -> Safe:
@@ -240,6 +295,27 @@ def _wasted(report: Report) -> Safe:
         tag("p", tag("strong", percent(share)), f" of the tokens that were computed{lost}."),
         muted("Padding and positions without a target: paid for like the rest, not learned from."),
     )
+
+
+def _cleaned(report: Report) -> list[Safe]:
+    """Render what fell of the text before it was trained on; nothing where nothing was asked."""
+    if not report.cleaning:
+        return []
+    rows = [
+        (
+            name,
+            f"{whole(one.dropped_documents)} of {whole(one.documents)}",
+            whole(one.cut_documents),
+            f"{size(one.dropped_bytes)} of {size(one.bytes)}",
+        )
+        for name, one in report.cleaning.items()
+    ]
+    pairs = [pair for one in report.cleaning.values() for pair in one.examples]
+    heads = ("Step", "Documents dropped", "Documents cut", "Text")
+    body = [table("Cleaned text", heads, rows)]
+    if pairs:
+        body.append(table("Examples", ("What fell", "What it fell for"), pairs, text=2))
+    return [section("Cleaned text", *body)]
 
 
 def _left_out(report: Report) -> list[Safe]:

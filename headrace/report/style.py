@@ -5,6 +5,8 @@ colours carry 4.5:1 or better (WCAG 2.2 AA). Wide content scrolls in its own box
 itself never scrolls sideways on a phone.
 """
 
+DATA_COLOURS = tuple(f"c{number}" for number in range(8))
+"""Names of the colours of data, as `report.page` takes them."""
 STYLE = """
 :root{--page:#f7f8f9;--card:#fff;--ink:#17212b;--soft:#566370;--rule:#dfe4e8;--grid:#e8ecef;
 --goal:#17212b;--good:#17694b;--good-bg:#e2f2ea;--bad:#a33420;--bad-bg:#fae8e3;--plain:#4a5763;

@@ -6,9 +6,9 @@ document token stands for no byte: it counts as loss, not as text.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 from headrace.assemble.sockets import Build, MicroBatch
 from headrace.core.errors import ConfigError, Diverged
 from headrace.core.remedy import mend
-from headrace.data.loader import validation_batches, validation_rows
+from headrace.core.units import part_of_text
+from headrace.data.loader import ValidationRows, validation_batches
 from headrace.model.head import IGNORED, Vocabulary, cross_entropy
 from headrace.plan.doubts import BYTE_BITS
 from headrace.plan.technique import Doubt
@@ -36,6 +37,21 @@ class Validation:
     bytes: int
     share: float = 1.0
     """Share of the validation text's targets that were evaluated, from 0 to 1."""
+    more: Mapping[str, float] = field(default_factory=dict)
+    """What techniques measured of the text beside its loss."""
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Return the loss in both units, and what was measured beside it."""
+        return {"loss_nats": self.loss_nats, "bits_per_byte": self.bits_per_byte, **self.more}
+
+    @property
+    def line(self) -> str:
+        """Return it as a line for a reader."""
+        part = f", {part_of_text(self.share)}" * (self.share < 1)
+        more = "".join(f", {name} {value:.4g}" for name, value in self.more.items())
+        loss = f"bits per byte, loss {self.loss_nats:.3f}"
+        return f"validation {self.bits_per_byte:.3f} {loss}{more}{part}"
 
 
 def finite(validation: Validation) -> Validation:
@@ -182,6 +198,20 @@ def bins_of(trained: int, length: int) -> list[int]:
     return sorted({*ends, *range(inside + width, length, width), length})
 
 
+def check_stride(stride: int, length: int) -> None:
+    """Refuse rows that begin further apart than they are long: targets between would be lost.
+
+    Raises:
+        ConfigError: with both.
+    """
+    if stride > length:
+        raise ConfigError(
+            f"--stride {stride} is longer than the rows of {length} tokens, and would leave out "
+            "the targets between them",
+            f"--stride {max(1, length // 2)}",
+        )
+
+
 def check_length(build: Build, length: int) -> None:
     """Refuse sequences that are longer than the learned positions, or than the validation text.
 
@@ -205,6 +235,7 @@ def evaluate(
     tokens: int | None = None,
     *,
     length: int | None = None,
+    stride: int | None = None,
     places: LossByPlace | None = None,
 ) -> Validation:
     """Return the model's loss on validation sequences, summed in fp64 over all ranks.
@@ -213,6 +244,8 @@ def evaluate(
         build: the run.
         tokens: the most tokens, in sequences spread evenly over the text; None for all of it.
         length: tokens of a sequence; those of training without it.
+        stride: tokens between the beginnings of overlapping sequences; a target counts once, in the
+            first that has it. Without it they follow each other.
         places: takes the loss of each token by its place.
 
     Raises:
@@ -223,6 +256,7 @@ def evaluate(
     one = torch.ones((), device=build.device)
     # Apple GPUs have no fp64.
     wide = torch.float32 if build.device.type == "mps" else torch.float64
+    more: dict[str, float] = {}
     nats = torch.zeros((), dtype=wide, device=build.device)
     counts = torch.zeros(2, dtype=torch.int64, device=build.device)
     work: list[MicroBatch] = []
@@ -231,7 +265,7 @@ def evaluate(
         for averaged in build.weights_for_eval:
             stack.enter_context(averaged(build))
         objective = cross_entropy if places is None else places.objective
-        for placed in _placed(build, tokens, length):
+        for placed in _placed(build, tokens, length, stride):
             work.append(placed if places is None else places.with_bins(placed))
             counts += _counts(work[-1].targets_BT, bytes_V)
             if len(work) == together:
@@ -239,6 +273,9 @@ def evaluate(
                 work = []
         if work:
             nats += build.engine(build, work, objective, one)
+        if length is None and stride is None:
+            for measure in build.evaluates:
+                more |= measure(build, tokens)
     # Replicas evaluate other sequences; parts of a sequence and stages add to the same loss.
     for axis in ("shard", "pipeline"):
         world.sum_(nats, axis)
@@ -248,11 +285,14 @@ def evaluate(
         bits_per_byte=float(nats) / math.log(2) / text_bytes,
         tokens=counted,
         bytes=text_bytes,
-        share=_share(build, tokens, length),
+        share=_share(build, tokens, length, stride),
+        more=more,
     )
 
 
-def _placed(build: Build, tokens: int | None, length: int | None = None) -> Iterator[MicroBatch]:
+def _placed(
+    build: Build, tokens: int | None, length: int | None = None, stride: int | None = None
+) -> Iterator[MicroBatch]:
     """Yield this rank's micro-batches of an evaluation, on the device.
 
     They have as many tokens as those of training, or one longer sequence.
@@ -268,6 +308,7 @@ def _placed(build: Build, tokens: int | None, length: int | None = None) -> Iter
         rank=world.place("data"),
         ranks=world.size("data"),
         segments=build.mask.document,
+        stride=stride,
     ):
         yield build.place(build, micro)
 
@@ -301,13 +342,13 @@ def _more_targets(build: Build, tokens: int | None) -> str:
     return f"--without prefix_lm, or {more}"
 
 
-def _share(build: Build, tokens: int | None, length: int | None = None) -> float:
+def _share(
+    build: Build, tokens: int | None, length: int | None = None, stride: int | None = None
+) -> float:
     """Return the share of the validation text's targets that `tokens` tokens cover."""
-    shards, length = build.prepared.validation, length or build.plan.data.sequence_length
-    rows = validation_rows(shards, length, tokens)
-    whole = shards.tokens - 1
-    cut = max(0, (rows[-1] + 1) * length - whole)  # the last sequence of the text may be short
-    return (len(rows) * length - cut) / whole
+    length = length or build.plan.data.sequence_length
+    rows = ValidationRows.of(build.prepared.validation, length, tokens, stride)
+    return rows.counted / rows.targets
 
 
 def _counts(targets_BT: Tensor, bytes_V: Tensor) -> Tensor:

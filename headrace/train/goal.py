@@ -29,6 +29,10 @@ class Counters:
     """Loss of the first step in nats per token; None where it was not finite."""
     last_loss: float | None = None
     """Loss of the newest step that was read, in nats per token; None where it was not finite."""
+    before: dict[str, float] | None = None
+    """Validation loss before the first step; None where it was not asked for."""
+    general: dict[str, Any] | None = None
+    """Loss on the general text before the first step and at the end; None where none is named."""
     attention: dict[str, Any] | None = None
     """Measurements that chose the attention backend, and what torch's own choice launched."""
 
@@ -67,6 +71,25 @@ def ended_by(plan: Plan, counters: Counters) -> str | None:
     if goal.dollars and price and counters.wall_s / 3600 * price >= goal.dollars:
         return "dollars"
     return None
+
+
+def seconds_left(plan: Plan, step: int, wall_s: float, a_step_s: float) -> float | None:
+    """Return the seconds until the goal's steps, minutes or dollars end the run.
+
+    Args:
+        plan: the run's.
+        step: the newest step.
+        wall_s: seconds of the run so far.
+        a_step_s: seconds of a step, with all that stands between steps.
+    """
+    ends = []
+    if plan.goal_steps:
+        ends.append((plan.goal_steps - step) * a_step_s)
+    if plan.goal.minutes:
+        ends.append(plan.goal.minutes * 60 - wall_s)
+    if plan.goal.dollars and (price := plan.hardware.dollars_per_hour):
+        ends.append(plan.goal.dollars / price * 3600 - wall_s)
+    return max(0.0, min(ends)) if ends else None
 
 
 def reached(plan: Plan, counters: Counters) -> dict[str, Any]:

@@ -12,30 +12,46 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
+from headrace.assemble.adapted import AdapterTechnique
 from headrace.assemble.build import NOT_OF_WEIGHTS
 from headrace.assemble.sockets import Build
 from headrace.core.command import rerun_train
 from headrace.core.errors import ConfigError
+from headrace.data import mixture
 from headrace.data.prepared import check_same_data
 from headrace.model.adapter import load_pretrained, weights_digest
+from headrace.model.peft import adapter_digest
 from headrace.plan.changes import flatten, override, rewritten, word
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Technique, installed
 from headrace.train.checkpoint import Saved
 
+ADAPTER = "model.adapter"
+NO_FOLDERS = {"pretrained": "", "adapter": ""}
+"""Keys of a model whose checkpoint holds all of its weights."""
 MUST_STAY = (
     "seed",
     "model",
     "batch.tokens",
     "data.sources",
     "data.weights",
+    "data.mixture",
     "data.validation",
     "data.text_key",
+    "data.text_template",
+    "data.separator",
+    "data.invalid_utf8",
+    "data.deduplication",
+    "data.decontamination",
     "data.tokenizer",
     "data.vocab",
     "data.sequence_length",
+    "data.curriculum",
+    "data.chat",
 )
 """Plan keys that a resumed run may not change, because they would make it another run."""
+HORIZON = ("goal.steps", "goal.tokens", "schedule.steps")
+"""Plan keys that move the borders of a mixture's stages where these are shares of the horizon."""
 SCHEDULED = "schedule"
 """Room of the techniques that a branch may switch: they say what is to come, and keep the model."""
 LOCATION_KEYS = ("name", "directory")
@@ -164,7 +180,9 @@ def check_same_run(saved: Saved, build: Build, *, fork: bool = False, branch: bo
     plan, run = build.plan, saved.path.parent.parent
     changes, exact = differences(saved, plan), _exact(saved, plan)
     made = rewritten(plan)  # by techniques, which are compared themselves
-    fixed = [key for t in MUST_STAY for key in changes if among(key, [t]) and key not in made]
+    fixed = [key for t in MUST_STAY for key in changes if among(key, [t]) and not among(key, made)]
+    if not fixed and saved.values["fingerprint"].get("mixture") != mixture.fingerprint(plan):
+        fixed = [key for key in HORIZON if key in changes]
     switched = [key for key in changes if _switched(key) and key.split(".")[1] not in exact]
     if branch:
         switched = switched_off_course(saved, plan, changes)
@@ -174,6 +192,8 @@ def check_same_run(saved: Saved, build: Build, *, fork: bool = False, branch: bo
     if fixed:
         old, new = changes[fixed[0]]
         reason = f"{fixed[0]} was {old!r} and is now {new!r}"
+        if fixed[0] in HORIZON:
+            reason += ", which moves the stages of data.mixture that end at a share of the horizon"
     elif switched:
         was = "on" if changes[switched[0]][0] else "off"
         reason = f"the technique {switched[0].split('.')[1]} was {was} at the checkpoint"
@@ -250,6 +270,11 @@ def reads_base(techniques: Iterable[Technique[Any]]) -> bool:
     return any("frozen" in t.composes or "" in t.reads().values() for t in techniques)
 
 
+def trains_adapters(plan: Plan) -> bool:
+    """Return whether the adapters that a run starts from are what it trains."""
+    return any(isinstance(technique, AdapterTechnique) for technique in plan.techniques.values())
+
+
 def _folders_read(plan: Plan) -> dict[str, str]:
     """Return the folders of weights that a run reads and no checkpoint holds, by the plan's key."""
     folders = {
@@ -260,12 +285,17 @@ def _folders_read(plan: Plan) -> dict[str, str]:
     }
     if plan.model.pretrained and reads_base(plan.techniques.values()):
         folders["model.pretrained"] = plan.model.pretrained
+        if plan.model.adapter and not trains_adapters(plan):  # they are in the frozen weights
+            folders[ADAPTER] = plan.model.adapter
     return folders
 
 
 def frozen_digests(plan: Plan) -> dict[str, str]:
     """Return the digest of every folder of weights that the run reads and no checkpoint holds."""
-    return {key: weights_digest(Path(folder)) for key, folder in _folders_read(plan).items()}
+    return {
+        key: (adapter_digest if key == ADAPTER else weights_digest)(Path(folder))
+        for key, folder in _folders_read(plan).items()
+    }
 
 
 def without_base(plan: Plan, saved: Saved) -> Plan:
@@ -297,10 +327,13 @@ def without_base(plan: Plan, saved: Saved) -> Plan:
         return plan
     if reads_base(plan.techniques.values()):
         _check_shape_of_base(plan, saved)
-        return plan
+        if not (plan.model.adapter and trains_adapters(plan)):
+            return plan
+        # What trains is in the checkpoint.
+        return plan.replaced(model=plan.model.model_copy(update={"adapter": ""}))
     free = {*NOT_OF_WEIGHTS} - {"family", "precision"}
     own_values = {key: getattr(plan.model, key) for key in plan.model.model_fields_set - free}
-    return plan.replaced(model={**saved.values["plan"]["model"], **own_values, "pretrained": ""})
+    return plan.replaced(model={**saved.values["plan"]["model"], **own_values, **NO_FOLDERS})
 
 
 def _check_shape_of_base(plan: Plan, saved: Saved) -> None:

@@ -41,6 +41,7 @@ from headrace.core.files import (
     sync_path,
     write_whole,
 )
+from headrace.data.chat.record import TEMPLATE_FILE
 from headrace.data.prepared import Prepared
 from headrace.model.companions import KEPT_IN
 from headrace.plan.plan import Plan
@@ -108,7 +109,7 @@ class RunFolder:
     def fork(self, plan: Plan, checkpoint: Path) -> "RunFolder":
         """Return a new folder that begins at a checkpoint of this run; this run is not changed."""
         step = checkpoint.resolve().name
-        names = ("metrics.jsonl", "data.json", "tokenizer.json")
+        names = ("metrics.jsonl", "data.json", "tokenizer.json", TEMPLATE_FILE)
         files = [path for name in names if (path := self.path / name).is_file()]
         need = sum(path.stat().st_size for path in (*files, *checkpoint.iterdir()))
         index = (checkpoint / "checkpoint.json").read_bytes()
@@ -193,6 +194,8 @@ class RunFolder:
                 self.write("report", report | {"status": "running"})
         self.write_plan(plan.replaced(name=self.path.name))
         prepared.tokenizer.save(self.path / "tokenizer.json")
+        if prepared.chat is not None:
+            prepared.chat.save(self.path)
         self.write("data", prepared.record())
         details = environment(device, command)
         self.write("environment", {**details, **parent, "starts": before + 1})

@@ -22,7 +22,6 @@ from headrace.assemble.sockets import Build
 from headrace.core.command import train_command
 from headrace.core.errors import ConfigError, Diverged, HeadraceError, RunError, Stopped
 from headrace.core.progress import Progress
-from headrace.core.units import part_of_text
 from headrace.data.loader import StepBatch
 from headrace.model.companions import keep_companions
 from headrace.observe.compile_time import compile_seconds
@@ -32,8 +31,9 @@ from headrace.observe.signals import RANKED_STEPS, Signals, TrackedMemory, betwe
 from headrace.plan.technique import Evidence
 from headrace.train import state
 from headrace.train.checkpoint import Checkpoints, RankGone, Saved
-from headrace.train.evaluate import evaluate
-from headrace.train.goal import Counters, ended_by
+from headrace.train.evaluate import Validation, evaluate
+from headrace.train.general import compared, general_text, read_general
+from headrace.train.goal import Counters, ended_by, seconds_left
 from headrace.train.identity import differences, format_changes
 from headrace.train.interrupts import Interrupts
 from headrace.train.run_folder import RunFolder, command_line, in_words, metrics_line
@@ -59,7 +59,7 @@ class Session:
             folder.lock()
         torch.manual_seed(plan.seed + world.rank)
         self.counters = Counters()
-        self.signals = Signals(build.device)
+        self.signals = Signals(build.device, [*build.measured])
         build.phases = self.signals
         self.windows = ProfilerWindows(
             folder.path / "traces", build.device, every_steps=plan.trace.every_steps,
@@ -183,6 +183,14 @@ class Session:
             )
         self._begun = True
 
+    def evaluate_before(self) -> None:
+        """Evaluate what the run begins with, where the plan asks for it and no step was taken."""
+        if not self.counters.step:
+            self.counters.general = self._general()
+        if self.build.plan.eval.before and not self.counters.step:
+            self.counters.before = (score := self._score()).numbers
+            self.progress.log(f"before the first step: {score.line}")
+
     def finish(self, stop: Interrupts) -> Path:
         """Save the run, write its report, and return its folder.
 
@@ -200,6 +208,8 @@ class Session:
         unseen = done and not self.counters.evaluated
         if unseen:
             self._evaluate()
+        if done:
+            self.counters.general = compared(self.counters.general, self._general(), self.progress)
         self._flush_rows()
         world = self.build.world
         own = [*self._own_s] if world.size("shard") == world.ranks else []  # else they hold waits
@@ -239,10 +249,8 @@ class Session:
         if not (steps := self.checkpoints.steps()):
             return f"of {self.folder.path} no checkpoint was saved yet", go_on
         lost = self.counters.step - steps[-1]
-        return (
-            f"step-{steps[-1]} of {self.folder.path} is intact, {lost} steps after it are lost",
-            go_on,
-        )
+        kept = f"step-{steps[-1]} of {self.folder.path} is intact, {lost} steps after it are lost"
+        return kept, go_on
 
     def _check_folder(self) -> None:
         """Refuse to train on where the run's folder is gone: nothing of the run could be kept.
@@ -272,16 +280,8 @@ class Session:
 
     def _left_s(self, step: int) -> float | None:
         """Return the seconds until the goal's steps, minutes or dollars end the run."""
-        plan, wall_s = self.build.plan, self._wall_s()
-        ends = []
-        if plan.goal_steps and self.steps_here:
-            since_s = time.perf_counter() - self._started_s
-            ends.append((plan.goal_steps - step) * since_s / self.steps_here)
-        if plan.goal.minutes:
-            ends.append(plan.goal.minutes * 60 - wall_s)
-        if plan.goal.dollars and (price := plan.hardware.dollars_per_hour):
-            ends.append(plan.goal.dollars / price * 3600 - wall_s)
-        return max(0.0, min(ends)) if ends else None
+        a_step_s = (time.perf_counter() - self._started_s) / max(1, self.steps_here)
+        return seconds_left(self.build.plan, step, self._wall_s(), a_step_s)
 
     def _wall_s(self) -> float:
         return self._wall_before_s + time.perf_counter() - self._started_s
@@ -300,7 +300,7 @@ class Session:
 
         The first step has no optimizer state yet, and the tracker supports only one process.
         """
-        on_host = self.build.device.type == "cpu" and not self.compiled
+        on_host = self.build.device.type == "cpu" and self.build.is_eager
         track = self.steps_here == 1 and on_host and self.build.world.ranks == 1
         kept = [t for one in self.build.state.values() for t in one.tensors().values()]
         known = [*self.build.optimizers.values(), *kept]
@@ -416,31 +416,34 @@ class Session:
             self._metrics.flush()
 
     def _evaluate(self) -> None:
-        began_s = time.perf_counter()
+        counters, score = self.counters, self._score()
+        when = {"step": counters.step, "tokens": counters.tokens, "wall_s": counters.wall_s}
+        counters.val.append({**when, **score.numbers, "share": score.share})
+        if self._rows and self._rows[-1]["step"] == counters.step:
+            self._rows[-1] |= {f"val_{k}": v for k, v in score.numbers.items()}
+        self._flush_rows()
+        self.progress.log(f"step {counters.step}: {score.line}")
+
+    def _general(self) -> dict[str, Any] | None:
+        """Return the loss on the general text; None where none is named."""
+        text = general_text(self.build, self.progress)
+        return None if text is None else read_general(text, self._score(text))
+
+    def _score(self, text: Build | None = None) -> Validation:
+        """Return the loss of the weights as they are, on the validation text or on another."""
+        began_s, compiled_s = time.perf_counter(), compile_seconds()
         self.progress.task("validation", 0, None)
-        compiled_s = compile_seconds()
-        score = evaluate(self.build, self.build.plan.eval.tokens)
+        score = evaluate(text or self.build, self.build.plan.eval.tokens)
         self.progress.task("validation", 1, 1)
         self._compiled_s = compile_seconds()
-        self.signals.spent("compile", self._compiled_s - compiled_s)
-        spent_s = time.perf_counter() - began_s
-        self.signals.spent("eval", spent_s - (self._compiled_s - compiled_s))
-        counters = self.counters
+        self.signals.spent("compile", took_s := self._compiled_s - compiled_s)
+        self.signals.spent("eval", time.perf_counter() - began_s - took_s)
         if not math.isfinite(score.loss_nats):
-            problem = f"the validation loss after step {counters.step} is {score.loss_nats}"
-            problem += because(wild_weight(self.build))
-            raise self._diverged(at=counters.step, message=problem)
-        counters.wall_s = self._wall_s()
-        value = {"loss_nats": score.loss_nats, "bits_per_byte": score.bits_per_byte}
-        when = {"step": counters.step, "tokens": counters.tokens, "wall_s": counters.wall_s}
-        counters.val.append({**when, **value, "share": score.share})
-        if self._rows and self._rows[-1]["step"] == counters.step:
-            self._rows[-1] |= {f"val_{k}": v for k, v in value.items()}
-        self._flush_rows()
-        self.progress.log(
-            f"step {counters.step}: validation {score.bits_per_byte:.3f} bits per byte, "
-            f"loss {score.loss_nats:.3f}" + f", {part_of_text(score.share)}" * (score.share < 1)
-        )
+            at, why = self.counters.step, because(wild_weight(self.build))
+            problem = f"the validation loss after step {at} is {score.loss_nats}{why}"
+            raise self._diverged(at=at, message=problem)
+        self.counters.wall_s = self._wall_s()
+        return score
 
     def _save(self) -> None:
         began_s, counters = time.perf_counter(), self.counters
@@ -488,6 +491,7 @@ class Session:
             "gpu": self.gauges.report(),
         }  # fmt: skip
         report["left_out"] = [one.to_dict() for one in self.build.prepared.left_out]
+        report |= self.build.prepared.cleaning_fields
         if not self.first:
             return
         report |= {"parent": self.folder.parent, "resumed": self.resumed}

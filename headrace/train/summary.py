@@ -20,10 +20,15 @@ from headrace.costs.hardware import lookup
 from headrace.costs.ledger import Ledger
 from headrace.costs.reserved import Footprint, make_footprint
 from headrace.costs.work import HostCopy, Stream
+from headrace.data.chat.encode import other_template
+from headrace.data.mix_count import MixCount, count_mix
+from headrace.kernels.quantized_weight import QuantizedWeight
 from headrace.observe import REPORT_FORMAT
 from headrace.observe.compile_time import graph_breaks
 from headrace.observe.signals import STALL_SHARE, device_peak_bytes
+from headrace.parallel.layout import local_of
 from headrace.plan.doubts import doubts_of
+from headrace.plan.gentler import usual_rate
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import saves_memory
 from headrace.plan.technique import Evidence
@@ -101,8 +106,11 @@ def summarize(
         "phase_s": counters.phase_s,
         "start_s": build.run_notes.start_s,
         "wasted_token_fraction": counters.wasted_tokens / max(1, counters.tokens),
+        **_padding(build),
         "input_wait": _waits(waits_s, step_s),
         "signals": _signals(build, ledger, last),
+        "before": counters.before,
+        "general": counters.general,
         "val": counters.val,
         "data": _data(build, counters),
         "dollars": None if price is None else counters.wall_s / 3600 * price,
@@ -133,13 +141,37 @@ def _techniques(plan: Plan, evidence: Mapping[str, Evidence]) -> dict[str, Any]:
     }
 
 
+def _padding(build: Build) -> dict[str, float]:
+    """Return the share of padding, where the loss leaves out other tokens too."""
+    padding = getattr(build.loader.packer, "padding", 0.0)
+    return {"padding_fraction": padding} if build.prepared.chat else {}
+
+
 def _data(build: Build, counters: Counters) -> dict[str, Any]:
     """Return both sides of the text, the targets that an evaluation counts, and doubts of them."""
     tokens, targets = build.plan.eval.tokens, build.run_notes.validation_targets
     sides = build.prepared.sides(build.plan.data.validation).to_dict()
     last = counters.val[-1]["bits_per_byte"] if counters.val else None
     reasons = doubts(build, None if targets is None else tokens, targets, bits_per_byte=last)
-    return {**sides, "targets": targets, "doubts": [doubt.to_dict() for doubt in reasons]}
+    mix = mix_of(build, counters.step)
+    rest = {"targets": targets, "doubts": [doubt.to_dict() for doubt in reasons]}
+    rest["mixture"] = None if mix is None else mix.to_dict()
+    talks = build.prepared.chat_fields
+    if record := build.prepared.chat:
+        other = other_template(record, build.plan.data.tokenizer)
+        talks = {"chat": {**talks["chat"], "other_template_sha256": other}}
+    return {**sides, **rest, **build.prepared.score_fields, **talks}
+
+
+def mix_of(build: Build, steps: int | None = None) -> MixCount | None:
+    """Return how much of each source so many steps of a run read; to its end without `steps`.
+
+    It is None where nothing says how long the run is.
+    """
+    plan = build.plan
+    rows = None if steps is None else plan.batches.before(steps) // plan.data.sequence_length
+    tokens = [shards.tokens for shards in build.prepared.train]
+    return count_mix(plan, tokens, build.loader.packer.units, rows)
 
 
 def _outcome(build: Build, counters: Counters, error: str) -> Outcome:
@@ -217,6 +249,8 @@ def _signals(build: Build, ledger: Ledger, last: filled.LastLook | None) -> dict
         "savings": _savings(build, ledger),
         "lost_techniques": last.lost if last else None,
         "unseen_techniques": last.unseen if last else None,
+        "unreached": _unreached(last),
+        "given": _given(build),
     }
     if build.device.type == "cuda":
         readings["capacity_bytes"] = torch.cuda.get_device_properties(build.device).total_memory
@@ -224,6 +258,43 @@ def _signals(build: Build, ledger: Ledger, last: filled.LastLook | None) -> dict
     elif build.device.type == "cpu":
         readings["capacity_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return readings
+
+
+def _unreached(last: filled.LastLook | None) -> dict[str, dict[str, list[str]]]:
+    """Return by technique which of its parts learned nothing, beside those that did.
+
+    A technique all of whose parts learned has no entry.
+    """
+    parts = last.reached if last else {}
+    return {
+        technique: {
+            "parts": [name for name, did in reached.items() if not did],
+            "others": [name for name, did in reached.items() if did],
+        }
+        for technique, reached in parts.items()
+        if not all(reached.values())
+    }
+
+
+def _given(build: Build) -> dict[str, Any] | None:
+    """Return the learning rate over given weights, and what is usual; None of random weights.
+
+    "fp32_bytes" are those of frozen weights that bf16 arithmetic reads as bf16 in every step.
+    Where pairs are compared, no rate is judged: the validation loss is not what they lessen.
+    """
+    plan, frozen = build.plan, [p for p in build.model.parameters() if not p.requires_grad]
+    if not plan.model.pretrained:
+        return None
+    wide = [p for p in map(local_of, frozen) if not isinstance(p, QuantizedWeight)]
+    wide = [p for p in wide if p.dtype == torch.float32 and build.context.precision == "bf16"]
+    owners = [name for name, t in plan.techniques.items() if t.usual_rate is not None]
+    judged = plan.data.chat is None or plan.data.chat.kind != "preference"
+    return {
+        "trains": owners[0] if owners else "all weights",
+        "lr": plan.optimizer.lr,
+        "usual_lr": usual_rate(plan) if judged else None,
+        "fp32_bytes": sum(p.nbytes for p in wide if p.dim() > 1),
+    }
 
 
 def _savings(build: Build, ledger: Ledger) -> dict[str, dict[str, float]]:

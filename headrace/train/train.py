@@ -20,7 +20,9 @@ from headrace.assemble.autotune import choose_attention
 from headrace.assemble.build import check_weights, make_build
 from headrace.assemble.context import check_supported, choose_device, make_context
 from headrace.assemble.sockets import Build, RunNotes
+from headrace.core.model_config import ModelConfig
 from headrace.core.progress import Progress
+from headrace.data.chat.encode import template_line
 from headrace.data.ingest import is_current, prepare, reopen
 from headrace.data.loader import Micro
 from headrace.data.prepared import Prepared
@@ -33,6 +35,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context
 from headrace.train.checkpoint import Saved, steps_in
 from headrace.train.evaluate import count_targets, doubts
+from headrace.train.general import prepare_general
 from headrace.train.guard import Inspect, guard
 from headrace.train.identity import (
     changed_knobs,
@@ -48,6 +51,7 @@ from headrace.train.result import Result
 from headrace.train.run_folder import RunFolder, telling_of_lost_ranks
 from headrace.train.session import Session
 from headrace.train.start import Start, process_age_s
+from headrace.train.summary import mix_of
 
 
 def run(
@@ -84,13 +88,14 @@ def run(
     with ExitStack() as stack:
         stop = stack.enter_context(Interrupts())
         run_before = RunFolder.find(plan, folder) if resume else None  # before any work
-        first = plan.model.pretrained
+        first = plan.model
         plan = _as_restored(plan, run_before, checkpoint) if run_before else plan
         world = stack.enter_context(open_world(plan.mesh, device))
         stack.enter_context(telling_of_lost_ranks())
         device = _own_device(device, world)
-        checked = _check_plan(plan, device, progress, given=first, begins=not resume)
+        checked = _check_plan(plan, device, progress, given=first.pretrained, begins=not resume)
         prepared = prepare_together(plan, world, progress, run_before)
+        prepare_general(plan, prepared, world, progress)
         start.mark("prepare")
         plan, timed = choose_attention(plan, catalogue, prepared, world, device, progress)
         start.mark("choose")
@@ -103,6 +108,9 @@ def run(
         session = stack.enter_context(Session(build, files, progress, start))
         if resume:
             session.restore(checkpoint)
+        for begin in build.begins:
+            begin(build)
+        session.evaluate_before()
         inspect = guard(build, step) if session.counters.step == 0 else None
         start.mark("guard")
         if inspect is not None and not session.ended(stop):
@@ -177,8 +185,8 @@ def step(
         sweep.absorb(build, good)
     for update in build.after_update:
         update(build, good)
-    loss, norm, targets = numbers
-    return torch.stack([n.detach().float() for n in (loss, norm, good, targets)])
+    more = [measure(build) for measure in build.measured.values()]
+    return torch.stack([n.detach().float() for n in (*numbers[:2], good, numbers[2], *more)])
 
 
 def divide_gradients(build: Build, factor: Tensor) -> None:
@@ -224,6 +232,12 @@ def _note_data(
     progress.note(prepared.sides(plan.data.validation).line)
     for one in prepared.left_out:
         progress.note(one.line())
+    for line in prepared.chat.lines() if prepared.chat else ():
+        progress.note(line)
+    if prepared.chat and (line := template_line(prepared.chat, plan.data.tokenizer)):
+        progress.note(line)
+    for step in prepared.cleaning.steps if prepared.cleaning else ():
+        progress.note(step.line())
     if prepared.loses:
         progress.note(f"the tokenizer loses text: {prepared.loses}")
     if prepared.tokenizer.note:
@@ -293,19 +307,23 @@ def _as_restored(plan: Plan, run: RunFolder, checkpoint: str | None) -> Plan:
 
 
 def _first_notes(
-    build: Build, folder: str, progress: Progress, timed: dict[str, Any] | None, start: Start
+    build: Build, first: ModelConfig, progress: Progress, timed: dict[str, Any] | None, start: Start
 ) -> RunNotes:
-    """Return the notes of a run before its first step; the plan names its first folder again.
+    """Return the notes of a run before its first step; the plan names its first folders again.
 
     Args:
-        build: the run. Its plan lacks the folder where a checkpoint makes the model.
-        folder: the folder of weights that the run first began from; "" where there was none.
+        build: the run. Its plan lacks the folders where a checkpoint makes the model.
+        first: the model of the plan, with the folders that the run first began from.
         progress: shows what makes the validation loss doubtful.
         timed: the measured times of attention backends; None where they were not measured.
         start: the parts of the time before the first step; it measures later parts too.
     """
     targets = _look_at_validation(build, progress)
-    build.plan = build.plan.replaced(model={**dict(build.plan.model), "pretrained": folder})
+    if build.world.rank == 0 and (mix := mix_of(build)) is not None:
+        for line in mix.lines():
+            progress.note(line)
+    folders = {"pretrained": first.pretrained, "adapter": first.adapter}
+    build.plan = build.plan.replaced(model={**dict(build.plan.model), **folders})
     return RunNotes(
         timed_attention=timed,
         start_s=start.spent_s,

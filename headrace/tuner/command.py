@@ -31,6 +31,7 @@ from headrace.tuner.path import (
     dumps,
     write_plan,
 )
+from headrace.tuner.prefix import PrefixRuns
 from headrace.tuner.proposals import sources
 from headrace.tuner.store import Store, here
 from headrace.tuner.target import train_with
@@ -105,6 +106,7 @@ def tune_command(
                 store=Store(folder / TRIALS, here(choose_device(plan))),
                 seeds=seeds,
                 train=train_with(worker, folder / "runs"),
+                prefixes=PrefixRuns(worker, folder / "prefixes"),
                 note=note,
                 chosen=chosen,
             )

@@ -7,6 +7,9 @@ on top of them. Where the minutes are too few for that, changes of what is learn
 go beside the first plan, which judges all at once. What compiles for longer than a part of such a
 run saves is undone before. Without such runs they stay provisional.
 
+A screen by short runs comes first where several changes wait (screen.py): what it drops is not
+tried, what wins it is tried first.
+
 A change that looks better and is not shown to be is not accepted; it says which command should show
 it. The first run of all is the first plan's own. Where the clock ends it before the target, no
 change of what is learned can be judged, none is tried, and the run's progress is reported.
@@ -24,8 +27,10 @@ from headrace.plan.changes import difference
 from headrace.plan.plan import Plan
 from headrace.tuner.judge import Compared
 from headrace.tuner.path import Target
+from headrace.tuner.prefix import Prefixes
 from headrace.tuner.proposals import Proposal
-from headrace.tuner.running import Tuning
+from headrace.tuner.running import PAIRS, Tuning
+from headrace.tuner.screen import screened
 from headrace.tuner.store import fingerprint
 from headrace.tuner.target import FEWEST, GIVEN_UP, Train, learn
 from headrace.tuner.trial_row import TrialRow, length_of
@@ -33,10 +38,6 @@ from headrace.tuner.trial_row import TrialRow, length_of
 LEAST_EXECUTION, MOST_EXECUTION = 0.25, 0.5
 """Least and largest share of the minutes that changes of execution may take where changes of
 learning follow."""
-PAIRS = 0.75 * 3.4
-"""Runs of the first plan's whole length that two pairs take as long as: its own two, and two of a
-change that is 1.4 times as soon, which two seeds may show. A target that a run reaches comes before
-its end: the demo's after 70% of its steps."""
 REACHED = 0.25
 """Share of a run's length in which compiling has to break even where the target is the aim: what
 learns better is there long before the run would end, and each of its runs compiles anew."""
@@ -45,8 +46,10 @@ SETTLES = 6.0
 learned on it: two of the first plan, two of the best, and two of a change."""
 
 
-def learning(tuning: Tuning, train: Train | None, seeds: int) -> None:
-    """Try changes of learning; without `train` they are refused."""
+def learning(
+    tuning: Tuning, train: Train | None, seeds: int, prefixes: Prefixes | None = None
+) -> None:
+    """Try changes of learning, those that win a screen first; without `train` they are refused."""
     assert tuning.pool is not None
     waiting = list(tuning.sources.learning(tuning.pool.best.plan))
     if waiting and train is None:
@@ -58,8 +61,8 @@ def learning(tuning: Tuning, train: Train | None, seeds: int) -> None:
     rival = tuning.pool.best
     if waiting:
         rival = _rival(tuning, train)
-        waiting = list(tuning.sources.learning(tuning.pool.best.plan))
     tried: set[Any] = {fingerprint(tuning.first)}
+    waiting = _worth(tuning, tried, prefixes) if waiting else []
     while waiting:
         proposal = waiting.pop(0)
         change = difference(tuning.pool.best.plan, proposal.plan)
@@ -71,14 +74,27 @@ def learning(tuning: Tuning, train: Train | None, seeds: int) -> None:
             tuning.unlearned, tuning.up = [" ".join(words) for words in rest], True
             return
         if _teach(tuning, rival, proposal, train, seeds).verdict == "better":
-            rival, waiting = proposal, list(tuning.sources.learning(proposal.plan))
+            rival, waiting = proposal, _worth(tuning, tried, prefixes)
 
 
-def longest_s(tuning: Tuning) -> float | None:
-    """Return the seconds after which a run of the first plan ends; None where that is not known."""
-    step_s = tuning.first_s or tuning.start.prediction.time.step_s
-    length = length_of(tuning.first, step_s)
-    return None if length is None or not step_s else length.steps * step_s
+def _worth(tuning: Tuning, tried: set[Any], prefixes: Prefixes | None) -> list[Proposal]:
+    """Return the changes of the best so far that are worth whole runs, and note what is not.
+
+    Args:
+        tuning: what is known.
+        tried: changes and fingerprints that were tried; gets the changes that a screen dropped.
+        prefixes: trains the short runs of a screen; without it all are worth whole runs.
+    """
+    assert tuning.pool is not None
+    best = tuning.pool.best.plan
+    new = [
+        one
+        for one in tuning.sources.learning(best)
+        if not {difference(best, one.plan), fingerprint(one.plan)} & tried
+    ]
+    worth, dropped = screened(tuning, new, prefixes)
+    tried |= dropped
+    return worth
 
 
 def allowed(tuning: Tuning) -> tuple[bool | None, str]:
@@ -91,7 +107,7 @@ def allowed(tuning: Tuning) -> tuple[bool | None, str]:
         tuning.first_s or tuning.start.prediction.time.step_s,
         tuning.first.goal.bits_per_byte,
     )
-    run_s, length = longest_s(tuning), length_of(tuning.first, step_s)
+    run_s, length = tuning.longest_s, length_of(tuning.first, step_s)
     if run_s is None or length is None:
         return (None if step_s is None else True), ""
     words = f"a run to {target:g} takes {format_seconds(run_s)} at most ({length.ends} at "
@@ -107,7 +123,7 @@ def allowed(tuning: Tuning) -> tuple[bool | None, str]:
 
 def share_of_execution(tuning: Tuning) -> float:
     """Return the share of the minutes for changes of execution: what three pairs of runs leave."""
-    left = 1 - 1.5 * PAIRS * (longest_s(tuning) or 0.0) / tuning.minutes_s
+    left = 1 - 1.5 * PAIRS * (tuning.longest_s or 0.0) / tuning.minutes_s
     return min(MOST_EXECUTION, max(LEAST_EXECUTION, left))
 
 
@@ -135,7 +151,7 @@ def _rival(tuning: Tuning, train: Train) -> Proposal:
             )
             tuning.undo(undone, f"{reason} at most, a quarter of which may reach the target")
             break
-    run_s = longest_s(tuning)
+    run_s = tuning.longest_s
     if run_s is not None and tuning.kept and tuning.left_s() < SETTLES * run_s:
         return tuning.start
     _settle(tuning, train)

@@ -23,7 +23,9 @@ from headrace.core.limits import WIDEST_CHECKED
 from headrace.core.progress import Progress
 from headrace.core.remedy import mend
 from headrace.model.mask import Rows
+from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
+from headrace.plan.technique import Catalogue
 from headrace.report.chart import ChartAxis, ChartLine, line_chart
 from headrace.report.page import Safe, figure, legend, swatch
 from headrace.train.train import step
@@ -120,8 +122,8 @@ def check_mup(
     return CoordinateCheck(plan, widths, moved)
 
 
-def _at_width(plan: Plan, width: int) -> Plan:
-    """Return the plan with a model of another width, whose rate alone decides how it moves."""
+def model_at(plan: Plan, width: int) -> dict[str, Any]:
+    """Return the plan's table `model` at another width, with more heads as wide as before."""
     model, group = plan.model, plan.model.heads // plan.model.resolved_kv_heads
     heads = width // model.resolved_head_dim
     sizes = {
@@ -131,6 +133,28 @@ def _at_width(plan: Plan, width: int) -> Plan:
         "head_dim": model.resolved_head_dim,
         "ffn": max(1, round(model.resolved_ffn * width / model.dim)),
     }
+    return {**model.model_dump(exclude_unset=True), **sizes}
+
+
+def narrowed(plan: Plan, divide: int, catalogue: Catalogue) -> Plan | None:
+    """Return the plan with a model so many times as narrow, under muP; None where that cannot be.
+
+    A plan without muP is given one whose base is its own width, with which it is what it was.
+
+    Raises:
+        ConfigError: the narrower plan contradicts itself.
+    """
+    model = plan.model
+    least = model.resolved_head_dim * (model.heads // model.resolved_kv_heads)
+    if model.dim % (divide * least):
+        return None
+    if TECHNIQUE not in plan.techniques:
+        plan = changed(plan, [f"techniques.{TECHNIQUE}.base_dim={model.dim}"], catalogue)
+    return plan.replaced(model=model_at(plan, model.dim // divide))
+
+
+def _at_width(plan: Plan, width: int) -> Plan:
+    """Return the plan with a model of another width, whose rate alone decides how it moves."""
     own = plan.optimizer.model_dump(exclude_unset=True)
     kept = {
         name: technique
@@ -139,7 +163,7 @@ def _at_width(plan: Plan, width: int) -> Plan:
     }
     return plan.replaced(
         techniques=kept,
-        model={**model.model_dump(exclude_unset=True), **sizes},
+        model=model_at(plan, width),
         optimizer={**own, "clip_norm": 0, "weight_decay": 0, "eps": 1e-12},
         schedule={"kind": "constant"},
     )

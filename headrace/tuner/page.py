@@ -27,6 +27,7 @@ from headrace.report.page import (
 )
 from headrace.report.words import NOT_MEASURED, dollars, seconds, whole
 from headrace.tuner.path import PAGE, Tuned, command, named
+from headrace.tuner.screen_page import codes, screen_section
 from headrace.tuner.trial_row import TrialRow, format_ratio, length_of
 
 TONES = {
@@ -61,6 +62,7 @@ def write_tune_page(tuned: Tuned, folder: Path) -> Path:
         section("What it came to", cards(_figures(tuned))),
         _path(tuned),
         _trials(tuned),
+        *map(screen_section, tuned.screens),
         _left(tuned),
         section(
             "Run it",
@@ -185,18 +187,13 @@ def _rungs(tuned: Tuned) -> Safe:
         by += " to the target" if step.stage == "learning" else ""
         bought = step.bought(length_of(tuned.first, step.after_s))
         by += f"; it buys {bought}" if bought else ""
-        names.append(join((*_codes(step.changes), muted(f"trial {step.number}{by}"))))
+        names.append(join((*codes(step.changes), muted(f"trial {step.number}{by}"))))
     rows = [
         (name, f"{speed:.2f}", bar(speed / max(speeds), "c0"))
         for name, speed in zip(names, speeds, strict=True)
     ]
     steps = table("The way", ("Plan", "Speed", ""), rows, text=3)
     return tag("figure", tag("figcaption", tag("strong", "Each plan that was the best")), steps)
-
-
-def _codes(words: Sequence[str]) -> list[Safe]:
-    """Render changes as they are typed, with room between them."""
-    return [join((tag("code", word), " ")) for word in words]
 
 
 def _chart(tuned: Tuned) -> Safe:
@@ -256,7 +253,7 @@ def _trials(tuned: Tuned) -> Safe:
     rows, noises = [], [step.noise for step in tuned.path if step.noise]
     has_predictions = any(step.predicted_ratio is not None for step in tuned.path)
     for step in tuned.path:
-        what = join((*_codes(step.changes), muted(f"{step.number}. {_why(step)}")))
+        what = join((*codes(step.changes), muted(f"{step.number}. {_why(step)}")))
         verdict = f"{step.verdict}, provisional" if step.provisional else step.verdict
         badge = tag("span", verdict, class_=f"badge {TONES[step.verdict]}")
         rows.append(

@@ -15,6 +15,7 @@ from headrace.core.statistics import Interval, break_even_steps
 from headrace.core.units import format_seconds
 from headrace.plan.plan import Plan
 from headrace.tuner.paired_blocks import ACCEPT
+from headrace.tuner.rungs import Screen
 from headrace.tuner.trial_row import Length, TrialRow, format_ratio, length_of
 
 PLAN, PATH, PAGE, TRIALS = "tuned.toml", "path.json", "tune.html", "trials.jsonl"
@@ -106,6 +107,7 @@ class Tuned:
         wanted: whole minutes that should do for what was not tried; 0 is not known.
         unreached: the clock ended the first run to the target, so how long one takes is not known.
         aim_why: why it was for that, where the minutes decided; "" else.
+        screens: of changes of learning by short runs, each of the changes of one plan.
     """
 
     aim: TuneAim
@@ -129,6 +131,7 @@ class Tuned:
     wanted: int = 0
     unreached: bool = False
     aim_why: str = ""
+    screens: tuple[Screen, ...] = ()
 
     @property
     def now_s(self) -> float | None:
@@ -243,6 +246,7 @@ class Tuned:
             "break_even_runs": self.break_even_runs,
             "horizon_steps": None if self.length is None else self.length.steps,
             "path": [self._row(step) for step in self.path],
+            "screens": [screen.to_dict() for screen in self.screens],
             "left": list(self.left),
             "no_gain_foreseen": list(self.no_gain),
             "time_was_up": self.up,
@@ -271,12 +275,18 @@ class Tuned:
         return f"{self.measured} {'plan' if self.measured == 1 else 'plans'} measured"
 
     def sentence(self) -> str:
+        """Render the result, and that of each screen, as sentences."""
+        return " ".join([self._result(), *(screen.sentence() for screen in self.screens)])
+
+    def _result(self) -> str:
         """Render the result as a sentence."""
         kept, spent = len(self.kept), format_seconds(self.seconds)
         what = f"{self.count_measured} in {spent}, {kept} kept"
         what += f", {len(self.not_shown)} not shown" if self.not_shown else ""
-        if not self.path and self.interrupted:
+        if not self.path and self.interrupted and not self.screens:
             return f"Nothing was measured in {spent}; the plan is as it was."
+        if not self.path and self.screens:
+            return f"Nothing was measured by whole runs in {spent}; the plan is as it was."
         if not self.path:
             return (
                 "Nothing is predicted to be better than the plan as it is, so nothing was measured."

@@ -9,11 +9,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import log2, prod
 from typing import Any, Protocol
 
 from pydantic import ValidationError
 
+from headrace.assemble.context import check_supported
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import TuneAim
 from headrace.costs.machine import Machine
@@ -38,6 +40,7 @@ from headrace.tuner.effects import (
     rounding_words,
     state_words,
 )
+from headrace.tuner.mup_check import narrowed
 
 TOP = 12
 """Whole plans of the sweep that may be measured; the rest differ from them in trifles."""
@@ -80,6 +83,7 @@ class Sources:
         parts: of the best so far and another plan: the best with those of the other's changes that
             compute the same, and the best without those whose rounding stays from step to step; the
             first is the quickest to judge.
+        narrowed: a plan's model so many times as narrow, under muP; None where that cannot be.
     """
 
     whole: Callable[[Plan], tuple[Proposal, Sequence[Proposal]]]
@@ -89,6 +93,7 @@ class Sources:
     failed: dict[Words, str] = field(default_factory=dict)
     lacking: Callable[[Plan], dict[Words, str]] = lambda plan: {}
     parts: Callable[[Plan, Plan], Sequence[Proposal]] = lambda best, plan: ()
+    narrowed: Callable[[Plan, int], Plan | None] = lambda plan, divide: None
 
 
 def sources(
@@ -151,7 +156,19 @@ def sources(
                     simpler += [part] if effect_of(best, part.plan) == effect else []
         return simpler
 
-    return Sources(whole, single, learning, guess_s, failed, lacking, parts)
+    narrower = partial(_narrower, context, catalogue)
+    return Sources(whole, single, learning, guess_s, failed, lacking, parts, narrower)
+
+
+def _narrower(context: Context, catalogue: Catalogue, plan: Plan, divide: int) -> Plan | None:
+    """Return the plan's model so many times as narrow, under muP; None where that cannot run."""
+    with suppress(HeadraceError):
+        narrow = narrowed(plan, divide, catalogue)
+        if narrow is not None:
+            narrow.with_keys(narrow.model_dump(exclude_unset=True, exclude={"techniques"}))
+            check_supported(list(narrow.techniques.values()), at(context, narrow))
+        return narrow
+    return None
 
 
 def without_compiler(plan: Plan, context: Context, catalogue: Catalogue) -> dict[Words, str]:

@@ -32,6 +32,7 @@ from headrace.tuner.path import UNMEASURED, Target, Tuned
 from headrace.tuner.pool import Pool
 from headrace.tuner.proposals import Proposal, Sources
 from headrace.tuner.readings import why
+from headrace.tuner.rungs import Screen
 from headrace.tuner.store import Store, fingerprint
 from headrace.tuner.target import GIVEN_UP
 from headrace.tuner.trial_row import TrialRow, TrialStage, TrialVerdict, length_of
@@ -45,6 +46,10 @@ TOGETHER = 0.9
 LONGEST = 0.75
 """Share of the minutes that one reading may take: a plan that compiles for longer is given up. It
 plans with 0.6 of them (paired_blocks.FITS)."""
+PAIRS = 0.75 * 3.4
+"""Runs of the first plan's whole length that two pairs take as long as: its own two, and two of a
+change that is 1.4 times as soon, which two seeds may show. A target that a run reaches comes before
+its end: the demo's after 70% of its steps."""
 VERDICTS: dict[str, TrialVerdict] = {
     "better": "kept",
     "not shown": "not shown",
@@ -107,6 +112,8 @@ class Tuning:
         """changes of learning that the time was too short for"""
         self.missed = ""
         """what came of runs to the target that give no ratio, in words"""
+        self.screens: list[Screen] = []
+        """screens of changes of learning by short runs"""
         self.total: Interval | None = None
         """a step of the first plan over one of the best, timed in turn"""
         self.target: Target | None = None
@@ -231,6 +238,13 @@ class Tuning:
         """Return the whole minutes, more than now, that give a pair so long after so long."""
         needed_s = max((after_s + limit_s) / share, limit_s / LONGEST)
         return max(ceil(needed_s / 60), int(self.minutes_s / 60) + 1)
+
+    @property
+    def longest_s(self) -> float | None:
+        """Return the seconds after which a run of the first plan ends; None where not known."""
+        step_s = self.first_s or self.start.prediction.time.step_s
+        length = length_of(self.first, step_s)
+        return None if length is None or not step_s else length.steps * step_s
 
     def run_to_target_s(self) -> tuple[float | None, str]:
         """Return the seconds of a run to the target, and on what that rests; None where not known.
@@ -399,6 +413,7 @@ class Tuning:
             aim_why=self.aim_why,
             wanted=0 if self.pool is None else self.wanted(),
             unreached=self.unreached,
+            screens=tuple(self.screens),
         )
 
     @property

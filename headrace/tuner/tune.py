@@ -41,6 +41,7 @@ from headrace.tuner.minutes import TrialSeconds
 from headrace.tuner.pairs import Measure
 from headrace.tuner.path import Tuned
 from headrace.tuner.pool import NEAR, SLACK, Pool
+from headrace.tuner.prefix import Prefixes
 from headrace.tuner.proposals import Proposal, Sources
 from headrace.tuner.running import Tuning
 from headrace.tuner.store import Store
@@ -60,6 +61,7 @@ def tune(
     *,
     store: Store | None = None,
     train: Train | None = None,
+    prefixes: Prefixes | None = None,
     seeds: int = TUNE_SEEDS,
     note: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
@@ -76,6 +78,8 @@ def tune(
         rules: by what pairs are judged.
         store: readings that stand.
         train: trains a plan to its target; without it no change of learning is tried.
+        prefixes: trains parts of runs, by which changes of learning are screened; without it all
+            of them go whole ways.
         seeds: of a change of learning.
         note: takes a line for each plan that was tried.
         clock: seconds that go by.
@@ -100,7 +104,7 @@ def tune(
         tuning.share = learning_trials.share_of_execution(tuning) if able else 1.0
         tuning.execution(small=able is None)
         if learns:
-            learning_trials.learning(tuning, able, seeds)
+            learning_trials.learning(tuning, able, seeds, prefixes)
         if able and not tuning.learned:
             tuning.execution()
         retrial.provisional(tuning)

@@ -82,7 +82,20 @@ def test_nothing_imports_a_technique(imports: dict[str, set[str]]) -> None:
 
 OF_A_BUILD = {
     f"headrace.assemble.{name}"
-    for name in ("sockets", "keyed", "scheduled", "clipping", "kept_states", "nonfinite")
+    for name in (
+        "adapted",
+        "sockets",
+        "documents",
+        "keyed",
+        "scheduled",
+        "clipping",
+        "kept_states",
+        "nonfinite",
+        "references",
+        "row_parts",
+        "sliced",
+        "teacher",
+    )
 }
 """What techniques share that works on a Build: none of these makes one."""
 

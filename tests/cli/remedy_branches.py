@@ -37,5 +37,6 @@ BRANCHES = {
     "cli/runs:_length_asked#1": Case("eval demo seed=3", fills={"N": "32"}),
     "cli/runs:_length_asked#2": Case("eval demo data.sequence_length=1"),
     "train/evaluate:check_length#1": Case("eval demo data.sequence_length=99999"),
+    "train/evaluate:check_stride#1": Case("eval demo --stride 99999"),
 }
 """Each error by its site."""

@@ -15,7 +15,13 @@ import pytest
 from remedy_inputs import GOOD, INGEST, MAKE, TOKENIZER, spoiled, text
 from shell import Case
 
+from headrace.data import parts
+from headrace.data.cleaning import asked_sources
+from headrace.data.left_out import LeftOutTally
+from headrace.data.parts import list_parts
+from headrace.data.scale.job import JobRecord
 from headrace.data.shards import Manifest
+from headrace.plan.data_config import DataConfig
 
 ROWS = [json.loads(line)["text"] for line in GOOD.splitlines()]
 
@@ -34,22 +40,21 @@ def not_utf_8() -> pa.Array:
 
 
 def small_values(patch: pytest.MonkeyPatch) -> None:
-    """Let no value be as large as ours."""
-    patch.setattr("headrace.data.json_values.MOST_VALUE_BYTES", 30)
-    patch.setattr("headrace.data.json_values.CHUNK_BYTES", 16)
+    """Let no document be as large as one of ours."""
+    patch.setattr("headrace.data.text_file.MOST_DOCUMENT_BYTES", 4000)
 
 
 FORMATS = {
-    "data/formats:_parquet#1": Case(
+    "data/columns:read_columns#1": Case(
         f"{INGEST}parquet.gz",
         parquet("x.parquet.gz", [pa.array(ROWS)], ["text"], packed=True),
     ),
-    "data/formats:_parquet#2": Case(
+    "data/columns:_columns#1": Case(
         f"{INGEST}parquet",
         parquet("x.parquet", [pa.array(ROWS)] * 2, ["text"] * 2),
         whole=True,
     ),
-    "data/formats:_not_utf_8#1": Case(
+    "data/columns:_not_utf_8#1": Case(
         f"{INGEST}parquet", parquet("x.parquet", [not_utf_8()], ["text"]), whole=True
     ),
     "data/formats:read_file#2 named": Case(
@@ -82,24 +87,33 @@ FORMATS = {
         f"{INGEST}jsonl,y.jsonl",
         lambda _: (Path("x.jsonl").write_text(GOOD), Path("y.jsonl").write_text(GOOD)),
     ),
-    "data/ingest:_without_text#1": Case(
+    "data/left_out:without_text#1": Case(
         """data ingest {tiny} 'data.sources=["x.jsonl","y.jsonl"]'""",
         lambda _: (
             Path("x.jsonl").write_text(GOOD),
             Path("y.jsonl").write_text('{"text": null}\n'),
         ),
     ),
-    "data/json_values:_Values._too_large#1": Case(
-        f"{INGEST}json",
-        text("x.json", json.dumps([{"text": row} for row in ROWS])),
+    "data/text_file:TextFile.too_large#1": Case(
+        f"{INGEST}jsonl",
+        text("x.jsonl", GOOD + json.dumps({"text": "the old mill " * 500}) + "\n"),
         fake=small_values,
         whole=True,
     ),
-    "data/json_values:_Values._too_large#1 one": Case(
-        f"{INGEST}json",
-        text("x.json", json.dumps({"text": " ".join(ROWS)})),
+    "data/text_file:TextFile.too_large#1 plain": Case(
+        f"{INGEST}txt",
+        text("x.txt", "the old mill\n" * 500),
         fake=small_values,
         whole=True,
+        lifted=True,
+    ),
+    "data/inspection/run:_nothing#1": Case(
+        "data inspect x.jsonl",
+        lambda _: (
+            Path("x.jsonl").write_text('{"text": null}\n'),
+            Path("y.jsonl").write_text(GOOD),
+        ),
+        fills={"PATH": "y.jsonl"},
     ),
     "data/heldout:refused_split#2": Case(
         f"{INGEST}txt",
@@ -107,7 +121,21 @@ FORMATS = {
         fills={"PATH of a text of its own": "y.jsonl"},
         prose={"more text": "no command"},
     ),
-    "data/order:MixtureOrder.__init__#1": Case(
+    "data/mixture:_check_end#1": Case(
+        "train {tiny} goal.steps=60 data.sources=x.jsonl data.mixture.max_epochs=1",
+        text("x.jsonl", GOOD),
+    ),
+    "cli/data_mix:mix#1": Case(
+        "data mix timed.toml",
+        lambda _: (
+            Path("x.jsonl").write_text(GOOD),
+            Path("timed.toml").write_text(
+                '[data]\nsources = "x.jsonl"\nvalidation = 0.2\nvocab = 300\n'
+                'sequence_length = 16\n[goal]\nminutes = 1\n[schedule]\nkind = "constant"\n'
+            ),
+        ),
+    ),
+    "data/mixture:_check_shares#1": Case(
         'train {tiny} goal.steps=1 \'data.sources=["x.jsonl","y.jsonl"]\' '
         "'data.weights=[1,0.0000001]'",
         lambda _: (Path("x.jsonl").write_text(GOOD), Path("y.jsonl").write_text(GOOD)),
@@ -176,6 +204,12 @@ def spoiled_shards(change: MAKE) -> Case:
     return Case("data ingest {tiny} data.directory=prepared", shards(change), whole=True)
 
 
+def cut_short(patch: pytest.MonkeyPatch) -> None:
+    """Let files of shards, which no map holds, end early while they are read."""
+    patch.setattr("headrace.data.shard_files.OPEN_MAPS", 0)
+    patch.setattr("os.pread", lambda file, size, begin: b"\0" * (size // 2))
+
+
 MANIFEST = "validation/manifest.json"
 SHARDS = {
     "data/ingest:_prepare#1": spoiled_shards(lambda f: (f / "tokenizer.json").unlink()),
@@ -201,6 +235,13 @@ SHARDS = {
     "data/shards:_check_format#1": spoiled_shards(
         changed(MANIFEST, lambda raw: raw.replace(b'"format": ', b'"format": 9'))
     ),
+    "data/shard_files:ShardFiles.read#1": Case(
+        "train {tiny} goal.steps=1 data.directory=prepared",
+        shards(lambda folder: None),
+        fake=cut_short,
+        does={"the same command again": lambda run: None},
+        lifted=True,
+    ),
     "data/prepared:open_prepared#1": spoiled_shards(
         changed("tokenizer.json", lambda raw: raw + b"\n")
     ),
@@ -215,4 +256,74 @@ SHARDS = {
     ),
 }
 """Prepared shards that are damaged."""
-DATA = FORMATS | SHARDS
+
+
+def job(_: Path) -> None:
+    """Make a job without any part."""
+    Path("x.jsonl").write_text(GOOD)
+    data = DataConfig(sources="x.jsonl")
+    listed = list_parts(asked_sources(data), LeftOutTally())
+    record = JobRecord(data=data, parts=listed, cwd=str(Path.cwd()))
+    Path("job/survey").mkdir(parents=True)
+    Path("job/job.json").write_text(record.model_dump_json())
+
+
+def once(changed: Callable[[], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Change what is there while it is read, the first time."""
+    read, left = parts.read_documents, [changed]
+
+    def reading(*given: Any, **named: Any) -> Any:
+        yield from read(*given, **named)
+        while left:
+            left.pop()()
+
+    return lambda patch: patch.setattr(parts, "read_documents", reading)
+
+
+def listed_once(patch: pytest.MonkeyPatch) -> None:
+    """Let a file go away between its listing and its facts, the first time."""
+    listing, gone = parts.list_source, [("z", Path("z.txt"))]
+    patch.setattr(
+        parts, "list_source", lambda *given: [*listing(*given), *(gone.pop() for _ in [*gone])]
+    )
+
+
+AGAIN = {"the same command again": lambda run: None}
+NO_SLURM = "the same command on a machine that submits jobs to Slurm"
+ENGINES = {
+    "data/parts:SourceFile.check#1": Case(
+        "data ingest {tiny} data.sources=x.jsonl",
+        text("x.jsonl", GOOD),
+        fake=once(lambda: Path("x.jsonl").write_text(GOOD * 2)),
+        does=AGAIN,
+    ),
+    "data/parts:list_parts#1": Case(
+        "data ingest {tiny} data.sources=x.jsonl",
+        text("x.jsonl", GOOD),
+        fake=listed_once,
+        does=AGAIN,
+    ),
+    "data/scale/engines:EngineChoice.part_workers#1": Case(
+        "data ingest {tiny} data.sources=x.jsonl --engine ray",
+        text("x.jsonl", GOOD),
+        fake=lambda patch: patch.setattr("importlib.util.find_spec", lambda name: None),
+        prose={"pip install 'headrace[ray]'": "nothing is installed here"},
+    ),
+    "data/scale/slurm:SlurmArray.run#1": Case(
+        "data ingest {tiny} data.sources=x.jsonl --engine slurm",
+        text("x.jsonl", GOOD),
+        fake=lambda patch: patch.setattr("shutil.which", lambda name: None),
+        prose={NO_SLURM: "there is none here"},
+    ),
+    "cli/data_engine:submission#1": Case(
+        "data ingest {tiny} data.sources=x.jsonl --dry-run", text("x.jsonl", GOOD)
+    ),
+    "cli/data_engine:_refuse_workers#1": Case(
+        "data ingest {tiny} data.sources=x.jsonl --workers 1", text("x.jsonl", GOOD)
+    ),
+    "data/scale/engines:parse_task#1": Case("data part job --task 3/2", job),
+    "data/scale/engines:as_job#2": Case("data part job --stage survy", job),
+    "data/scale/engines:as_job#1": Case("data part nowhere", fills={"PLAN": "{tiny}"}),
+}
+
+DATA = FORMATS | SHARDS | ENGINES

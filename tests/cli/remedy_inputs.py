@@ -65,7 +65,7 @@ def spoiled(change: Callable[[dict[str, Any]], Any]) -> MAKE:
 TOKENIZER = f"{INGEST}jsonl data.tokenizer=tok.json"
 TEXT = {
     "data/fields:text_of#1": mended("jsonl", GOOD + "3\n"),
-    "data/fields:text_of#2": mended("jsonl", GOOD + '{"text": [1]}\n'),
+    "data/fields:_field#1": mended("jsonl", GOOD + '{"text": [1]}\n'),
     "data/fields:no_field#1": Case(f"{INGEST}jsonl", text("x.jsonl", GOOD.replace("text", "body"))),
     "data/fields:lacks#1": mended("jsonl", GOOD + '{"x": 1}\n'),
     "data/formats:_json_lines#1": mended("jsonl", '{"text": "a", "text": "b"}\n' + GOOD),
@@ -113,7 +113,7 @@ TEXT = {
         text("x.jsonl", GOOD),
         prose={"more text": "no command"},
     ),
-    "data/ingest:_without_text#1 all": Case(
+    "data/left_out:without_text#1 all": Case(
         f"{INGEST}txt", two("x.txt", "", "y.jsonl"), fills={"PATH": "y.jsonl"}
     ),
     "data/shards:ShardWriter.close#1": Case(
@@ -123,6 +123,12 @@ TEXT = {
     ),
     "data/rows:Cut.__init__#1": Case(
         "train {tiny} data.sequence_length=4096 batch.tokens=4096 data.sources=x.jsonl",
+        text("x.jsonl", GOOD),
+        prose={"more text": "no command"},
+    ),
+    "data/packing/best_fit:BestFit._count#1": Case(
+        "train {tiny} data.sequence_length=4096 batch.tokens=4096 data.sources=x.jsonl "
+        "--with best_fit_packing",
         text("x.jsonl", GOOD),
         prose={"more text": "no command"},
     ),
@@ -138,6 +144,31 @@ TEXT = {
         lambda _: (Path("tok.json").write_bytes(b"\xe9"), Path("x.jsonl").write_text(GOOD)),
         prose={"a path of a tokenizer.json": "there is none", "tiktoken:NAME": "no network"},
         fills={", a path of a tokenizer.json, or tiktoken:NAME": ""},
+    ),
+    "data/training:refuse_training_keys#1": Case(
+        "data ingest {tiny} data.tokenizer={run}/tokenizer.json data.tokenizer_pattern=gpt4"
+    ),
+    "data/bpe:check_entries#1": Case(
+        """data ingest {tiny} 'data.special_tokens=["<|a|>", "<|a|>"]'"""
+    ),
+    "data/bpe:check_entries#1 verb": Case(
+        "data tokenizer x.jsonl --vocab 300 --special 'a b'", text("x.jsonl", GOOD)
+    ),
+    "data/bpe:check_entries#2 verb": Case(
+        "data tokenizer x.jsonl --vocab 257 --special '<|a|>'", text("x.jsonl", GOOD)
+    ),
+    "cli/data_tokenizer:train_file#1": Case(
+        "data tokenizer x.txt --vocab 300",
+        two("x.txt", "", "y.jsonl"),
+        fills={"PATH": "y.jsonl"},
+    ),
+    "cli/data_fertility:_opened#1": Case(
+        "data fertility gone.json {run}/tokenizer.json --text x.txt", text("x.txt", GOOD)
+    ),
+    "data/fertility:measure#1": Case(
+        "data fertility {run}/tokenizer.json --text x.txt",
+        two("x.txt", "", "y.jsonl"),
+        fills={"PATH": "y.jsonl"},
     ),
     "data/document_token:find_document_token#1": Case(
         TOKENIZER,
@@ -193,9 +224,7 @@ RUN = {
         "train runs/demo/plan.toml --resume goal.steps=7", spoil("plan.toml", "x = ["), whole=True
     ),
     "inference/load:read_plan#1": Case("eval demo", spoil("plan.toml", "x = ["), whole=True),
-    "inference/load:_own_tokenizer#1": Case(
-        "sample demo", spoil("tokenizer.json", "{"), whole=True
-    ),
+    "inference/load:own_tokenizer#1": Case("sample demo", spoil("tokenizer.json", "{"), whole=True),
     "train/checkpoint:Saved.damaged#1": Case(
         "sample demo", gone("checkpoints/step-6/checkpoint.json")
     ),
@@ -270,7 +299,7 @@ WEIGHTS = {
     "model/hf_config:config_from_hf#1": Case(
         FINE, config(hidden_size=None), does={"'hidden_size': N in it": kept}, then=FINE
     ),
-    "model/adapter:_read_json#2": Case(
+    "model/adapter:read_json#2": Case(
         FINE,
         weights(
             lambda folder: (

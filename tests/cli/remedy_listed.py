@@ -2,12 +2,29 @@
 
 UNTIMED = "said inside of a prediction that goes on without a time: nothing can be typed"
 
+SCALE = "tests/data/scale kills and damages it, and carries its remedy out"
+
 LISTED = {
+    "data/scale/local": SCALE,
+    "predict/mesh:choose_mesh#1": "tests/predict/test_mesh_chosen.py: only more GPUs mend it",
+    "data/remote": "tests/data/test_remote.py asks a store in memory, and reads each remedy",
+    "data/scale/job": SCALE,
+    "data/scale/sealed": SCALE,
+    "data/quality/decontaminate:Decontaminator.merge#1": SCALE,
+    "data/scale/slurm:SlurmArray.run#2": SCALE,
     "costs/host:_seconds#1": UNTIMED,
     "costs/host:_seconds#2": UNTIMED,
     "costs/host:_attention_s#1": UNTIMED,
     "costs/host:_attention_s#2": UNTIMED,
     "costs/work:Work.seconds#1": UNTIMED,
+    "data/teacher_shards": "tests/techniques/test_distillation.py fills a disk, damages a part "
+    "and changes the tokens of a row",
+    "export/llama_cpp:LlamaCpp._ask#1": "the server of llama.cpp refuses what was checked before",
+    "assemble/references:References.make#1": "a file of how likely answers were before a run is "
+    "gone or has changed: no command knows what was in it",
+    "techniques/adapt/qlora:Qlora.apply#1": "tests/techniques/test_qlora.py meets it, of weights "
+    "whose shape is not in the plan",
+    "assemble/references:_Reading._write#1": "tests/techniques/test_preference.py meets it",
 }
 """Modules, rooms that end with a slash, or sites of which some errors are no case of a table."""
 BARE = {
@@ -16,6 +33,7 @@ BARE = {
     "costs/work": "said inside of a prediction that goes on without",
     "costs/machine": "said inside of a prediction that goes on without",
     "data/": "the message names the file and the line that are to be mended",
+    "export/llama_cpp": "the message is the runtime's own, and nobody knows what mends it",
     "core/errors": "the remedy is made with the error",
     "assemble/build": "the session adds what learns to a step that is not finite",
 }

@@ -22,6 +22,7 @@ from shell import Case
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.data import ingest, sources, tokenizer
+from headrace.data import training as tokenizer_training
 from headrace.train import train as training
 
 OVERRIDES, SEARCHES = 1 << 1, 1 << 2
@@ -160,7 +161,7 @@ def no_memory(patch: pytest.MonkeyPatch) -> None:
     def fail(*given: Any, **named: Any) -> Any:
         raise MemoryError
 
-    patch.setattr(ingest, "train_tokenizer", fail)
+    patch.setattr(tokenizer_training, "train_tokenizer", fail)
 
 
 ENCODING = tiktoken.Encoding(
@@ -252,12 +253,12 @@ SHARED = {
         fake=hub(undecodable),
         fills={"PATH": "x.jsonl"},
     ),
-    "data/ingest:_prepare#2": Case(
+    "data/ingest:disk_error#1": Case(
         "data ingest {tiny} data.directory=taken",
         text("taken", ""),
         fills={"FOLDER that can be written, on a local disk": "prepared"},
     ),
-    "data/ingest:_prepare#3": Case(
+    "data/ingest:disk_error#2": Case(
         "data ingest {tiny} data.directory=full",
         fake=full(errno.ENOSPC),
         fills={"FOLDER on another disk": "prepared"},
@@ -281,7 +282,7 @@ SHARED = {
     "core/files:_not_utf_8#1": Case(
         f"{INGEST}caf\udce9.jsonl", lambda _: Path("x.caf\udce9.jsonl").write_text(GOOD)
     ),
-    "cli/runs:sample#1": Case("sample demo --tokens 2 --prompt caf\udce9"),
+    "cli/runs:read_prompt#1": Case("sample demo --tokens 2 --prompt caf\udce9"),
 }
 """Files, disks and packages."""
 FETCH = shlex.quote("import tiktoken; tiktoken.get_encoding('gpt2')")
@@ -350,10 +351,10 @@ FOLDERS = {
         fills={"PATH": "hf"},
     ),
     "core/folders:refuse_no_model#1": Case("explain demo device=cpu model.pretrained=runs/demo"),
-    "core/folders:refuse_no_model#2": Case(
+    "core/folders:refuse_no_model#3": Case(
         f"{FINE}/model.safetensors", weights(lambda _: None)
     ),
-    "core/folders:refuse_no_model#2 none": Case(
+    "core/folders:refuse_no_model#3 none": Case(
         "explain demo device=cpu model.pretrained=runs",
         weights(lambda _: None),
         fills={"FOLDER with config.json and *.safetensors, as save_pretrained writes it": "hf"},

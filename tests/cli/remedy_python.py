@@ -14,6 +14,7 @@ from remedy_doctor import rank, record
 from torch import nn
 
 import headrace
+from headrace.assemble.ordered import order_rows
 from headrace.cli.catalogue import catalogue
 from headrace.data.loader import Loader
 from headrace.data.tokenizer import train_tokenizer
@@ -46,6 +47,11 @@ def loop() -> dict[str, Any]:
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "loader": [torch.randn(2, 4)] * 3,
     }
+
+
+def settings(remedy: str) -> dict[str, str]:
+    """Read the `key=value` words of a remedy as a user would type them."""
+    return dict(word.split("=") for word in remedy.split())
 
 
 def as_python(remedy: str) -> None:
@@ -143,7 +149,22 @@ def installs_rustbpe(remedy: str) -> None:
     assert train_tokenizer(["the mill"], vocab=300, trainer="rustbpe").vocab > 256
 
 
+def packed_otherwise(_: pytest.MonkeyPatch) -> None:
+    """Ask for a curriculum where a packer does not say what its rows hold."""
+    words = ["data.curriculum.until=3", "goal.steps=9"]
+    plan = Plan.read("", catalogue(), overrides=words)
+    prepared, packer = SimpleNamespace(scores=object(), train=()), SimpleNamespace(units=())
+    build: Any = SimpleNamespace(plan=plan, prepared=prepared, filled={"pack": ["padded"]})
+    order_rows(build, packer)  # pyright: ignore
+
+
+def left_out(remedy: str) -> None:
+    """Leave the packer out, as the remedy says."""
+    assert remedy == "--without padded"
+
+
 PYTHON = {
+    "assemble/ordered:_paced#1": Call(packed_otherwise, left_out),
     "watch/__init__:watch#1": Call(lambda patch: headrace.watch(nn.Linear(4, 1)), as_python),
     "watch/__init__:watch#2": Call(
         lambda patch: headrace.watch(torch.add, object(), []),  # pyright: ignore
@@ -162,9 +183,9 @@ PYTHON = {
         lambda patch: Plan(goal=Goal(steps=1), techniques={"muon": Lora()}), as_plan
     ),
     "data/loader:Loader._other_rows#1": Call(lambda patch: go_on(batch_tokens=64), with_tokens),
-    "data/tokenizer:train_tokenizer#1": Call(
+    "data/bpe:check_entries#2": Call(
         lambda patch: train_tokenizer(["the mill"], vocab=100), with_vocab
     ),
-    "data/tokenizer:train_tokenizer#2": Call(without_rustbpe, installs_rustbpe),
+    "data/tokenizer:_learn#1": Call(without_rustbpe, installs_rustbpe),
 }
 """Each error by its site."""

@@ -31,6 +31,7 @@ from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.mask import MaskSpec, Rows
 from headrace.parallel import pipeline
 from headrace.parallel.layout import Layout
+from headrace.parallel.tensor import Peers
 from headrace.plan.plan import OptimizerConfig, Plan
 from headrace.probes import at_hand
 from headrace.techniques.attention import flash_attention_3, linear_attention, varlen_attention
@@ -247,7 +248,8 @@ def cut(part: nn.Module, ranks: int = 2) -> None:
     """Cut a part over ranks."""
     layouts = {f"blocks.0.mlp.{n}": Layout(p.shape) for n, p in part.named_parameters()}
     build: Any = SimpleNamespace(layouts=layouts)
-    tensor_parallel.TensorParallel()._cut_part(build, "blocks.0.mlp", part, ranks)
+    peers = Peers("", ranks, 0)
+    tensor_parallel.TensorParallel()._cut_part(build, "blocks.0.mlp", part, peers)
 
 
 def adapted() -> nn.Module:
@@ -319,7 +321,7 @@ TECHNIQUES = {
     f"{RING}.prepare#1": Call(
         prefix_in_ring, planned(f"mesh.context=2 --with context_parallel {PREFIX}")
     ),
-    f"{RING}.part#1": Call(
+    "assemble/row_parts:part_of#1": Call(
         shrunk_rows, planned("mesh.context=2 --with context_parallel data.sequence_length=14")
     ),
     "techniques/parallel/pipeline_parallel:split#1": Call(

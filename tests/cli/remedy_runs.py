@@ -147,25 +147,25 @@ FILES = {
         ),
         fills={"PATH of more text": "x.jsonl"},
     ),
-    "export/run:export_run#2": Case(
+    "export/run:_refuse_parts#1": Case(
         "export other --to hf", trained("--with mixture_of_experts name=other")
     ),
-    "export/run:export_run#3": Case(
+    "export/run:_refuse_parts#2": Case(
         "export other --to hf",
         trained("--with sliding_window techniques.sliding_window.window=4 name=other"),
     ),
-    "export/run:export_run#4": Case(
+    "export/run:_refuse_parts#3": Case(
         "export other --to hf",
         trained("model.logit_cap=30 name=other"),
         through=("model/hf_config:architecture#1",),
     ),
-    "export/hf:export_hf#2": Case(
+    "export/folder:_new#2": Case(
         "export demo --to hf",
         fake=lambda patch: patch.setattr(hf, "save_file", full),
         fills={"FOLDER on a disk with room for the weights": "out"},
         lifted=True,
     ),
-    "export/hf:export_hf#3": Case(
+    "export/folder:_new#3": Case(
         "export demo --to hf --output file/out",
         lambda folder: Path("file").write_text(""),
         fills={"FOLDER that can be written": "out"},
@@ -207,7 +207,7 @@ FILES = {
     "train/identity:check_frozen#1 back": Case(
         "eval tuned", tuned(other_weights), does={BACK: sound}, fills=NEW
     ),
-    "inference/load:_own_tokenizer#2": Case("sample demo", other_tokenizer, whole=True),
+    "inference/load:own_tokenizer#2": Case("sample demo", other_tokenizer, whole=True),
     "inference/load:_check_same_model#1": Case(
         "eval demo", edited("dim = 16", "dim = 32"), whole=True
     ),
@@ -218,7 +218,7 @@ FILES = {
         without_pretrained("--with lora 'techniques.lora.targets=[\"foo\"]'"),
         broken(lambda _: Path("x.jsonl").write_text(GOOD)),
     ),
-    "model/lora:_chosen#1": Case(
+    "costs/adapters:_chosen#1": Case(
         "explain {tiny} --with lora 'techniques.lora.targets=[\"foo\"]'",
     ),
     "report/advice:_read#1": Case(

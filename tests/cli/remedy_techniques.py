@@ -117,6 +117,21 @@ TECHNIQUES = {
     "techniques/adapt/distillation:Distillation._source#1": Case(
         f"{ONE} guard=false {TEACHER} model.vocab=512", exported
     ),
+    "techniques/adapt/distillation:Distillation._source#2": Case(
+        f"{ONE} guard=false {TEACHER} techniques.distillation.top_k=999", exported
+    ),
+    "techniques/adapt/distillation:Distillation._source#3": Case(
+        f"{ONE} guard=false {TEACHER} data.sequence_length=32", exported
+    ),
+    "cli/distill:_plan#1": Case(
+        "distill demo {tiny} --without distillation --dry-run",
+        fills={", without a teacher": " goal.steps=1"},
+    ),
+    "cli/distill:_plan#2": Case(
+        "distill demo runs/demo goal.steps=1 --dry-run",
+        before=lambda run: Path("x.txt").write_text("The mill stands by the river. " * 99),
+        fills={"PATH": "x.txt goal.steps=1 --dry-run"},
+    ),
     "techniques/precision/bf16_parameters:Bf16AdamW.step#1": Case(
         "train runs/own/plan.toml --resume --checkpoint step-3 goal.steps=4 name=next "
         "techniques.bf16_parameters.rounding=stochastic",

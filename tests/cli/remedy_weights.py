@@ -172,10 +172,9 @@ def in_the_run(folder: Path) -> None:
     (folder / "hf" / WHOLE).write_bytes(b"x")
 
 
-SCALED = {"rope_type": "linear", "factor": 2.0}
 FOLDERS = {
-    "model/adapter:_read_json#1": fetched(unreadable),
-    "model/adapter:_read_json#3": fetched(lambda hf: (hf / "config.json").write_text("[]")),
+    "model/adapter:read_json#1": fetched(unreadable),
+    "model/adapter:read_json#3": fetched(lambda hf: (hf / "config.json").write_text("[]")),
     "model/adapter:_compare#1": fetched(says(num_hidden_layers=2)),
     "model/adapter:from_hf#1": Case(
         FINE,
@@ -225,17 +224,12 @@ FOLDERS = {
     "model/adapter:_open_tensors#4": another(
         whole_numbers, "FOLDER of the version that is not quantised"
     ),
-    "model/hf_config:_named_architecture#1": another(
+    "model/hf_config:named_architecture#1": another(
         says(architectures=["MambaForCausalLM"]),
         "FOLDER of a model of one of these architectures",
     ),
     "model/hf_config:_refuse#1": another(
         says(hidden_act="gelu"), "FOLDER of a model with hidden_act = 'silu'"
-    ),
-    "model/hf_config:_scaled#1": Case(
-        FINE,
-        broken(says(rope_parameters=SCALED)),
-        does={"rope_type = 'default' in config.json, and ": sound},
     ),
 }
 """Folders of weights that are damaged, or none of those that Headrace reads."""

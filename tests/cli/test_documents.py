@@ -12,12 +12,19 @@ from typing import Any
 
 import pytest
 import typer
+from tiny_gguf import model, write
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
 from headrace.cli.catalogue import catalogue
 from headrace.cli.plans import named_plan, place
+from headrace.data.cleaning import asked_sources
+from headrace.data.left_out import LeftOutTally
+from headrace.data.parts import list_parts
+from headrace.data.scale.job import JobRecord
+from headrace.data.tokenizer import train_tokenizer
 from headrace.plan.changes import changed
+from headrace.plan.data_config import DataConfig
 from headrace.plan.plan import Plan
 from headrace.probes import together
 from headrace.tuner import ablate, command
@@ -30,12 +37,28 @@ RUN = "runs/demo"
 VERBS: dict[str, tuple[str, ...]] = {
     "train": ("TINY", "name=documented", "goal.steps=1"),
     "eval": (RUN,),
+    "finetune": (RUN, "TEXT", "goal.steps=1", "name=finetuned"),
+    "extend": (RUN, "--to", "32", "goal.steps=1", "name=extended", "--questions", "1"),
+    "compress": (RUN, "--to", "int8", "--tokens", "128", "--output", "OUT"),
+    "distill": (RUN, RUN, "TEXT", "goal.steps=1", "name=distilled"),
     "sample": (RUN, "--tokens", "2"),
     "list": (),
     "explain": ("muon",),
     "report": (RUN,),
     "export": (RUN, "--to", "hf", "--output", "OUT"),
+    "run": ("GGUF", "--max-tokens", "2"),
     "data ingest": ("TINY",),
+    "data part": ("JOB", "--task", "1/2"),
+    "data inspect": ("TEXT",),
+    "data pack": ("TINY",),
+    "data mix": ("TINY",),
+    "data dedup": ("TEXT",),
+    "data decontaminate": ("TEXT", "--against", "TEXT"),
+    "data tokenizer": (f"{RUN}/tokenizer.json", "data.text_key=version", "--to", "OUT"),
+    "data fertility": (
+        *(f"{RUN}/tokenizer.json", "--text", f"{RUN}/tokenizer.json"),
+        *("data.text_key=version", "--plan", "demo", "--device-name", "H200"),
+    ),
     "plan": (f"{RUN}/plan.toml",),
     "probe": ("--device", "cpu", "--seconds", "1"),
     "doctor": (RUN,),
@@ -81,7 +104,7 @@ def verbs_with_json() -> set[str]:
 
 
 def test_every_verb_with_json_is_looked_at() -> None:
-    assert verbs_with_json() == set(VERBS)
+    assert verbs_with_json() == {*VERBS, "chat"}, "test_finetune looks at chat"
 
 
 def proposal(plan: Plan) -> Any:
@@ -116,9 +139,26 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "measure_together", lambda where, **how: place(plan)[1])
 
 
+def make_job(text: str, folder: Path) -> Path:
+    """Make the folder of a job of which no part is made."""
+    data = DataConfig(sources=text)
+    parts = list_parts(asked_sources(data), LeftOutTally())
+    (folder / "survey").mkdir(parents=True)
+    record = JobRecord(data=data, parts=parts, cwd=str(Path.cwd()))
+    (folder / "job.json").write_text(record.model_dump_json())
+    return folder
+
+
 def words(verb: str, given: tuple[str, ...], tiny: list[str], folder: Path) -> list[str]:
-    """Return the words of the whole command line, with TINY and OUT filled in."""
-    known = {"TINY": tiny, "OUT": [str(folder / "out")]}
+    """Return the words of the whole command line, with TINY, TEXT and OUT filled in."""
+    text = next(w.partition("=")[2] for w in tiny if w.startswith("data.sources="))
+    known = {"TINY": tiny, "TEXT": [text], "OUT": [str(folder / "out")]}
+    if "JOB" in given:
+        known["JOB"] = [str(make_job(text, folder / "job"))]
+    if "GGUF" in given:
+        own = train_tokenizer(["the mill " * 50], vocab=270, pattern="gpt4")
+        write(model({}), own, file := folder / "a.gguf")
+        known["GGUF"] = [str(file)]
     return [*verb.split(), *(w for word in given for w in known.get(word, [word]))]
 
 

@@ -13,6 +13,8 @@ from headrace.cli.app import app
 from headrace.core.units import format_bytes
 
 Run = Callable[..., Any]
+NOTHING = "data.decontamination.remove=nothing"
+"""Without it text of the validation is no longer in the training text."""
 
 
 def lines(path: Path, texts: list[str]) -> str:
@@ -74,7 +76,7 @@ def test_both_sides_are_told_in_bytes_and_documents(invoke: Run, tmp_path: Path)
 def test_validation_that_is_trained_on_is_told(invoke: Run, tmp_path: Path, shared: int) -> None:
     lines(tmp_path / "a.jsonl", texts(0, 40))
     lines(tmp_path / "own.jsonl", texts(40 - shared, 50 - shared))
-    keys = ("data.sources=a.jsonl", "data.validation=own.jsonl")
+    keys = ("data.sources=a.jsonl", "data.validation=own.jsonl", NOTHING)
     line = {
         10: "ALL 10 validation documents (100.0% of their bytes) are trained on, too",
         4: "4 of 10 validation documents (40.0% of their bytes) are trained on, too",
@@ -106,21 +108,23 @@ def test_validation_that_is_trained_on_is_told(invoke: Run, tmp_path: Path, shar
 @pytest.mark.parametrize(
     ("copied", "line"),
     [
-        (100, "ALL validation lines of 32 or more characters are trained on, too"),
-        (40, "40.0% of the validation lines of 32 or more characters are trained on, too"),
+        (100, "ALL 1 validation document (100.0% of their bytes) are trained on, too"),
+        (40, "39.3% of the passages of the validation text are trained on, too"),
         (10, ""),
     ],
 )
-def test_lines_of_other_documents_are_compared(
+def test_passages_of_other_documents_are_compared(
     invoke: Run, tmp_path: Path, copied: int, line: str
 ) -> None:
-    """A part of a text that is trained on is no equal document; its lines are equal."""
+    """A part of a text that is trained on is no equal document; its runs of words are."""
     every = [f"line {n} of a text that is long enough to tell\n" for n in range(1_000)]
     (tmp_path / "a.txt").write_text("".join(every[:900]))
     (tmp_path / "own.txt").write_text("".join(every[900 - copied : 1_000 - copied]))
-    keys = ("data.sources=a.txt", "data.validation=own.txt")
+    keys = ("data.sources=a.txt", "data.validation=own.txt", NOTHING)
     told = json.loads(invoke("ingest", *keys, "--json").stdout)
-    assert told["overlap"]["lines_share"] == copied / 100 and not told["overlap"]["documents"]
+    share = told["overlap"]["passages_share"]
+    assert share == pytest.approx(copied / 100, abs=0.01)
+    assert told["overlap"]["documents"] == (copied == 100)
     found = [doubt for doubt in told["doubts"] if doubt["kind"] == "overlap"]
     assert [line in doubt["sentence"] for doubt in found] == [True] * bool(line)
     assert (line or "are trained on") in invoke("ingest", *keys).stderr or not line
@@ -130,7 +134,9 @@ def test_equal_copies_in_validation_are_counted_each(invoke: Run, tmp_path: Path
     lines(tmp_path / "a.jsonl", [*texts(0, 40), "short"])
     lines(tmp_path / "own.jsonl", [*texts(50, 59), "short", "short", "short"])
     told = json.loads(
-        invoke("ingest", "data.sources=a.jsonl", "data.validation=own.jsonl", "--json").stdout
+        invoke(
+            "ingest", "data.sources=a.jsonl", "data.validation=own.jsonl", NOTHING, "--json"
+        ).stdout
     )
     overlap = told["overlap"]
     assert (overlap["documents"], overlap["of_documents"], overlap["bytes"]) == (3, 12, 15)

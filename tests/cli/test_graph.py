@@ -13,7 +13,7 @@ from headrace.assemble import build as building
 from headrace.assemble.sockets import Build
 from headrace.plan.technique import Stage
 
-COMPILED = ("--with", "torch_compile", "techniques.torch_compile.backend=aot_eager")
+COMPILED = ("--with", "torch_compile", "techniques.torch_compile.backend=eager")
 
 
 class Breaking(torch.nn.Identity):

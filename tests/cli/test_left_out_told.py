@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from headrace.cli.app import app
 from headrace.core.errors import ConfigError
-from headrace.plan.plan import DataConfig, Plan
+from headrace.plan.data_config import DataConfig
+from headrace.plan.plan import Plan
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ from headrace.cli.app import Headrace, app
 assert CliRunner().invoke(app, ["--help"]).exit_code == 0
 heavy = {"torch", "numpy"}
 assert not (heavy | {"pydantic", "headrace.plan.plan"}) & {*sys.modules}
-for verb in [[verb.name] for verb in Headrace.verbs] + [["data", "ingest"]]:
+for verb in [[verb.name] for verb in Headrace.verbs] + [["data", "ingest"], ["data", "mix"]]:
     shown = CliRunner().invoke(app, [*verb, "--help"])
     assert shown.exit_code == 0 and "Usage: " in shown.stdout
     assert not heavy & {*sys.modules}, f"the help of {verb} loads them"

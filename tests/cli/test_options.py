@@ -26,7 +26,10 @@ def numbers() -> Iterator[str]:
         found = getattr(import_module(f"headrace.cli.{module}"), name)
         inner = [(verb.name, found)]
         if isinstance(found, typer.Typer):
-            inner = [(f"{verb.name} {one.name}", one.callback) for one in found.registered_commands]
+            inner = [
+                (f"{verb.name} {one.name or getattr(one.callback, '__name__', '')}", one.callback)
+                for one in found.registered_commands
+            ]
         for words, function in inner:
             for option, kind in get_type_hints(function).items():
                 if {int, float} & {kind, *get_args(kind)}:
@@ -42,6 +45,21 @@ def numbers() -> Iterator[str]:
         (("sample", RUN), "--top-p"),
         (("sample", RUN), "--seed"),
         (("eval", RUN), "--tokens"),
+        (("eval", RUN), "--stride"),
+        (("eval", RUN, "--tasks", "x.jsonl"), "--limit"),
+        (("finetune", RUN, "x.jsonl"), "--epochs"),
+        (("distill", RUN, RUN, "x.jsonl"), "--epochs"),
+        (("extend", RUN), "--to"),
+        (("extend", RUN), "--questions"),
+        (("compress", RUN), "--group"),
+        (("compress", RUN), "--budget-mb"),
+        (("compress", RUN), "--tokens"),
+        (("chat", RUN, "--prompt", "x"), "--tokens"),
+        (("chat", RUN, "--prompt", "x"), "--temperature"),
+        (("chat", RUN, "--prompt", "x"), "--top-k"),
+        (("chat", RUN, "--prompt", "x"), "--seed"),
+        (("data", "tokenizer", "x.txt"), "--vocab"),
+        (("data", "ingest", "demo", "--engine", "local"), "--workers"),
         (("probe",), "--seconds"),
         (("tune", "demo"), "--seeds"),
         (("tune", "demo"), "--minutes"),
@@ -160,7 +178,10 @@ def test_a_guess_is_only_made_where_a_name_is_near(
     told = call_here("train", *tiny_demo, "data.validation=qqq", "name=x")
     assert "nearest" not in told["error"]
     told = call_here("train", "qqq")
-    assert "the recipes are 124m, demo" in told["error"] and told["remedy"] == "headrace train demo"
+    assert (
+        "the recipes are 124m, chat, demo" in told["error"]
+        and told["remedy"] == "headrace train demo"
+    )
 
 
 def test_a_device_that_is_not_here_is_told_with_the_option(call: Call) -> None:
@@ -185,6 +206,22 @@ def test_every_number_that_an_option_takes_is_looked_at() -> None:
         "sample top_p",
         "sample seed",
         "eval tokens",
+        "eval stride",
+        "eval limit",
+        "finetune epochs",
+        "distill epochs",
+        "run max_tokens",
+        "extend to",
+        "extend questions",
+        "compress group",
+        "compress budget_mb",
+        "compress tokens",
+        "chat tokens",
+        "chat temperature",
+        "chat top_k",
+        "chat seed",
+        "data tokenizer vocab",
+        "data ingest workers",
         "probe seconds",
         "tune seeds",
         "tune minutes",
@@ -198,9 +235,13 @@ def test_every_number_that_an_option_takes_is_looked_at() -> None:
 
 
 ARRIVES = [
-    (f"eval {RUN}", "inference.load.open_model", "--checkpoint", "checkpoint", "step-3"),
-    (f"sample {RUN}", "inference.load.open_model", "--checkpoint", "checkpoint", "step-3"),
-    (f"export {RUN} --to hf", "inference.load.open_model", "--checkpoint", "checkpoint", "step-3"),
+    (f"eval {RUN}", "export.start.open_chosen", "--adapter", "adapter", "one"),
+    (f"sample {RUN}", "export.start.open_chosen", "--adapter", "adapter", "one"),
+    (f"chat {RUN} --prompt x", "export.start.open_chosen", "--adapter", "adapter", "one"),
+    (f"export {RUN} --to hf", "export.start.open_chosen", "--adapter", "adapter", "one"),
+    (f"eval {RUN}", "export.start.open_model", "--checkpoint", "checkpoint", "step-3"),
+    (f"sample {RUN}", "export.start.open_model", "--checkpoint", "checkpoint", "step-3"),
+    (f"export {RUN} --to hf", "export.start.open_model", "--checkpoint", "checkpoint", "step-3"),
     (f"sample {RUN}", "inference.sample.generate", "--tokens", "new_tokens", 7),
     (f"sample {RUN}", "inference.sample.generate", "--temperature", "temperature", 0.31),
     (f"sample {RUN}", "inference.sample.generate", "--top-k", "top_k", 7),

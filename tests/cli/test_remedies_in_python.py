@@ -4,14 +4,18 @@ from pathlib import Path
 
 import pytest
 from remedies import recording
+from remedy_compress import SPECS
+from remedy_finetune import TALKING
+from remedy_gguf import GGUF_IN_PYTHON
 from remedy_python import PYTHON
 from remedy_python_model import MODEL
 from remedy_python_techniques import TECHNIQUES
+from remedy_quality import QUALITY
 from remedy_rates import RATES
 
 from headrace.core.errors import HeadraceError
 
-CALLS = PYTHON | MODEL | TECHNIQUES | RATES
+CALLS = PYTHON | GGUF_IN_PYTHON | TALKING | MODEL | SPECS | TECHNIQUES | RATES | QUALITY
 
 
 @pytest.mark.parametrize("site", CALLS)

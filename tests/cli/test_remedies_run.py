@@ -2,7 +2,7 @@
 
 import ast
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,19 @@ import pytest
 from refusal_cases import CASES as REFUSED
 from refusal_cases import EXCUSED
 from remedies import sites
+from remedy_adapters import ADAPTERS
 from remedy_branches import BRANCHES
 from remedy_cases import CASES, PLANS, SLOW
+from remedy_chat import CHAT
+from remedy_cleaning import CLEANING
+from remedy_compress import COMPRESS, SPECS
+from remedy_curriculum import CURRICULUM
 from remedy_data import DATA
+from remedy_dear import DEAR
 from remedy_doctor import DOCTOR
+from remedy_extend import EXTEND
+from remedy_finetune import FINETUNE, TALKING
+from remedy_gguf import GGUF, GGUF_IN_PYTHON
 from remedy_inputs import INPUTS
 from remedy_listed import BARE, LISTED
 from remedy_places import MEANT, PLACES
@@ -22,17 +31,31 @@ from remedy_processes import PROCESSES
 from remedy_python import PYTHON
 from remedy_python_model import MODEL
 from remedy_python_techniques import TECHNIQUES as IN_PYTHON
+from remedy_quality import QUALITY
 from remedy_rates import RATES
 from remedy_runs import RUNS
+from remedy_tasks import TASKS
 from remedy_techniques import TECHNIQUES
 from remedy_trials import SLOW_TRIALS, TRIALS
 from remedy_weights import GIVEN
 from shell import Case, Told, follow, run, split
 
 ROOT = Path(__file__).parents[2]
-LEADS = BRANCHES | CASES | MEANT | RUNS | TRIALS | SLOW_TRIALS | TECHNIQUES
+LEADS = (
+    BRANCHES
+    | COMPRESS
+    | EXTEND
+    | FINETUNE
+    | GGUF
+    | CASES
+    | MEANT
+    | RUNS
+    | TRIALS
+    | SLOW_TRIALS
+    | TECHNIQUES
+)
 """Commands whose remedies lead to another state."""
-BROUGHT = INPUTS | GIVEN | DOCTOR | DATA | PLACES
+BROUGHT = INPUTS | TASKS | GIVEN | DOCTOR | DATA | CLEANING | PLACES | CURRICULUM | CHAT | ADAPTERS
 """What a user brings that is wrong: each way of these remedies ends in success."""
 MADE = ("MemoryFull", "NoMoreThreads")
 """Errors that make their own remedy."""
@@ -50,22 +73,40 @@ def here(site: str, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return folder
 
 
-@pytest.mark.parametrize(
-    "site",
-    [pytest.param(s, marks=pytest.mark.slow) if s in SLOW | SLOW_TRIALS else s for s in LEADS],
-)
+def marked(sites: Iterable[str]) -> list[Any]:
+    """Return sites as parameters, of which those that take long to follow are slow."""
+    slow = {*SLOW, *SLOW_TRIALS, *DEAR}
+    return [pytest.param(s, marks=[pytest.mark.slow] * (s in slow)) for s in sites]
+
+
+@pytest.mark.parametrize("site", marked(LEADS))
 def test_a_remedy_leads_on(site: str, here: Path, tiny_demo: list[str]) -> None:
     followed(LEADS[site], site, here, tiny_demo)
 
 
-@pytest.mark.parametrize("site", BROUGHT)
+@pytest.mark.parametrize("site", marked(BROUGHT))
 def test_a_remedy_mends_what_was_brought(site: str, here: Path, tiny_demo: list[str]) -> None:
     for way, then in followed(BROUGHT[site], site, here, tiny_demo):
         assert not then.code, f"{way!r} ends in {then.message!r}"
 
 
-def followed(case: Case, site: str, here: Path, tiny_demo: list[str]) -> list[tuple[str, Told]]:
-    """Every way of a remedy, and what came of it; a word after a site tells cases of it apart."""
+@pytest.mark.parametrize("site", sorted(DEAR))
+def test_a_remedy_that_takes_long_is_told(site: str, here: Path, tiny_demo: list[str]) -> None:
+    followed((LEADS | BROUGHT)[site], site, here, tiny_demo, lead=False)
+
+
+def followed(
+    case: Case, site: str, here: Path, tiny_demo: list[str], *, lead: bool = True
+) -> list[tuple[str, Told]]:
+    """Every way of a remedy, and what came of it; a word after a site tells cases of it apart.
+
+    Args:
+        case: the command line that ends in the error.
+        site: where the error is made.
+        here: the folder of a run.
+        tiny_demo: the words of a plan.
+        lead: whether the remedy is followed, or read alone.
+    """
     known: Any = {"tiny": " ".join(tiny_demo), "run": here}
     known["keys"] = " ".join(tiny_demo[1:])
     case.before(here)
@@ -75,6 +116,8 @@ def followed(case: Case, site: str, here: Path, tiny_demo: list[str]) -> list[tu
         told = run(argv)
         assert told.code and {site.split()[0], *case.through} <= {*told.sites}, told
         assert told.remedy, f"no remedy: {told.message}"
+        if not lead:
+            return []
         if case.lifted:
             patch.undo()
         ways = follow(case, argv, here, told.remedy, **known)
@@ -99,7 +142,17 @@ def test_every_error_is_run_or_listed() -> None:
     cases = LEADS | BROUGHT
     through = [site for case in cases.values() for site in case.through]
     run_here = {site.split()[0] for site in cases}
-    in_python = {*PYTHON, *MODEL, *IN_PYTHON, *RATES, *PREDICTIONS}
+    in_python = {
+        *GGUF_IN_PYTHON,
+        *PYTHON,
+        *TALKING,
+        *MODEL,
+        *SPECS,
+        *IN_PYTHON,
+        *RATES,
+        *QUALITY,
+        *PREDICTIONS,
+    }
     known = {*run_here, *through, *in_python, *PROCESSES, *REFUSED, *EXCUSED}
     assert known <= {*sites()}, "a table names an error that is no more"
     left = [site for site in sites() if site not in known]

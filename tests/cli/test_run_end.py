@@ -250,6 +250,7 @@ def test_a_sample_of_learned_positions_ends_with_them(
         asked.append(new_tokens)
         return "text"
 
+    monkeypatch.setattr(ending, "SAMPLE_TOKENS", 80)  # more than the tests' own
     monkeypatch.setattr(ending, "open_model", learned)
     monkeypatch.setattr(ending, "generate_text", generate)
     assert ending.sample_of(ended, installed()) == {"prompt": "", "text": "text"} and asked == [15]

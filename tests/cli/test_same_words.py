@@ -92,10 +92,10 @@ def test_a_command_starts_as_many_processes(run: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("words", "kept"),
     [
-        ("goal.steps=34 seed=9", "goal.steps=34"),
+        ("goal.steps=9 seed=9", "goal.steps=9"),
         ("--with muon --with z_loss", ""),
         ("--checkpoint step-3 seed=9 goal.steps=8", "goal.steps=8"),
-        ("optimizer.lr=0.5 name=b goal.steps=34", "goal.steps=34"),
+        ("optimizer.lr=0.5 name=b goal.steps=9", "goal.steps=9"),
         ("model.dim=32 checkpoint.keep_last=9", "checkpoint.keep_last=9"),
     ],
 )

@@ -60,7 +60,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                     variant,
                     id=f"{device}-{variant}",
                     marks=marks_of(
-                        device, slow=variant.dear or (variant.turned and device in late)
+                        device,
+                        slow=variant.dear
+                        or (variant.turned and device in late)
+                        or house.is_a_knob_of_a_graph(variant, device),
                     ),
                 )
                 for device in here

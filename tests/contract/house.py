@@ -73,10 +73,12 @@ MODEL = "model"
 BESIDE: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
     ("compile_cache", "any"): {COMPILE: {"backend": "inductor"}},  # no other backend is kept
     ("cuda_graphs", "cuda"): {COMPILE: {}},
+    ("length_mixing", "any"): {PACKING: {}},
     ("cudnn_autotune", "cuda"): {"short_convolution": {}},
     # Sizes that matrix units of 8 bits take, and weights that do not magnify what they round.
     ("float8_linear", "cuda"): {MODEL: {**SIXTEENS, "init_std": 0.05}},
     ("flash_attention_3", "cuda"): {MODEL: {"head_dim": 32}},  # FA4's narrowest
+    ("example_loss", "any"): {PACKING: {}},
     ("fp16_loss_scaling", "cuda"): {MODEL: {"precision": "fp16"}},  # on a CPU exact in fp32
     ("memory_budget", "cpu"): {COMPILE: {"scope": "block"}},  # half of the time to trace
     ("memory_budget", "cuda"): {COMPILE: {}},
@@ -89,6 +91,7 @@ BESIDE: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
     ("swiglu", "any"): {MODEL: {"activation": "gelu"}},
     ("weight_init", "any"): {MODEL: {"matrix_init": "he", "output_init": "zero"}},  # of no kind
     ("tf32", "cuda"): {MODEL: {"precision": "fp32"}},
+    ("window_schedule", "any"): {"sliding_window": {}},
 }
 """(technique, device or "any") -> what its plan must have beside it, or there is nothing that it
 acts on: techniques, with knobs over their tiny ones, and keys of the model over any shape's."""
@@ -99,9 +102,12 @@ TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("batch_ramp", "any"): {"divide": 2, "until": 2.0},
     ("chunked_cross_entropy", "any"): {"chunk_tokens": 7},
     ("chunked_mlp", "any"): {"chunk_tokens": 7},
+    ("deduplication", "any"): {"method": "minhash"},  # which reads most of the keys
     ("deep_thin", "any"): {"base_dim": 32, "base_heads": 4, "base_layers": 1},
     ("cosine", "any"): {"final_fraction": 0.5},  # the baseline's ends at a tenth
+    ("length_mixing", "any"): {"lengths": (2, 0)},
     ("linear_attention", "any"): {"chunk_tokens": 4},
+    ("dora", "any"): {"rank": 2, "alpha": 4.0},
     ("lora", "any"): {"rank": 2, "alpha": 4.0},
     ("mixture_of_experts", "any"): {"experts": 4},
     ("mixture_of_experts", "cuda"): {"experts": 2},  # half precision flips what is chosen
@@ -123,9 +129,14 @@ TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("value_embeddings", "any"): {"tables": 1},
     ("warmup", "any"): {"steps": 2},
     ("weight_averaging", "any"): {"every": 1},
+    ("window_schedule", "any"): {"start": 2, "until": 9.0},
     ("yarn", "any"): {"factor": 2.0},
 }
 """(technique, device or "any") -> knobs for a tiny model."""
+WITH: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("deduplication", "false_positive_rate"): {"method": "bloom"},
+}
+"""(technique, knob) -> knobs without which it is refused, in the place of the tiny model's."""
 DEAR = {
     ("cpu", "torch_compile", "backend", "inductor"),
     ("cpu", "torch_compile", "mode", "max-autotune-no-cudagraphs"),  # read by inductor alone
@@ -243,7 +254,7 @@ def choices(name: str, device: str) -> list[Variant]:
     dear_beside = not DEAR.isdisjoint(others)
     found = [Variant(name, plain, dear_beside)]
     for key, choice in knob_choices(technique):
-        knobs = {**plain, key: choice}
+        knobs = {**plain, **WITH.get((name, key), {}), key: choice}
         dear = dear_beside or (device, name, key, choice) in DEAR
         if all(v.technique() != technique.model_validate(knobs) for v in found):
             found.append(Variant(name, knobs, dear, turned=True))
@@ -284,6 +295,11 @@ def fits(variant: Variant, **keys: Any) -> bool:
 def compiles(variant: Variant, device: str) -> bool:
     """Whether a graph is compiled in its plans."""
     return any("compiled" in t.composes for t in (variant.technique(), *variant.companions(device)))
+
+
+def is_a_knob_of_a_graph(variant: Variant, device: str) -> bool:
+    """Whether it takes seconds on a CPU: such a choice is quick in test_equal alone."""
+    return variant.turned and device == "cpu" and compiles(variant, device)
 
 
 def names_on(device: str) -> list[str]:

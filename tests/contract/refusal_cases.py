@@ -5,6 +5,16 @@ from refusal_cases_learning import LEARNING
 
 CASES: dict[str, Asked] = {
     **LEARNING,
+    "model/backend_needs:_lacks_mask#1": Asked(("model.window=4",), ("flash_attention",), "H200"),
+    "techniques/attention/logit_soft_cap:LogitSoftCap.supports#1": Asked(
+        ("model.attention_cap=50",), ("logit_soft_cap",)
+    ),
+    "techniques/attention/sliding_window:SlidingWindow.supports#1": Asked(
+        ("model.window=4",), ("sliding_window",)
+    ),
+    "techniques/attention/yarn:Yarn.supports#2": Asked(
+        ("model.rope_scaling.kind=linear", "model.rope_scaling.factor=8"), ("yarn",)
+    ),
     "model/backend_needs:_lacks_gpu#1": Asked((), ("cudnn_attention",)),
     "model/backend_needs:_lacks_gpu#3": Asked((), ("cudnn_attention",), "V100"),
     "model/backend_needs:_lacks_numbers#2": Asked(
@@ -13,12 +23,11 @@ CASES: dict[str, Asked] = {
     "model/backend_needs:_lacks_numbers#3": Asked(
         ("model.head_dim=300",), ("flash_attention",), "H200"
     ),
-    "model/backend_needs:_lacks_mask#1": Asked((), ("alibi", "flash_attention"), "H200"),
-    "techniques/adapt/lora:Lora.supports#1": Asked(("mesh.tensor=2",), ("lora", "tensor_parallel")),
-    "techniques/adapt/qlora:Qlora.supports#1": Asked(
-        ("mesh.tensor=2",), ("qlora", "tensor_parallel")
+    "model/backend_needs:_lacks_mask#2": Asked((), ("alibi", "flash_attention"), "H200"),
+    "techniques/adapt/qlora:Qlora._refuse_cut#1": Asked(
+        ("mesh.tensor=2", "model.ffn=192"), ("qlora", "tensor_parallel")
     ),
-    "techniques/adapt/qlora:Qlora.supports#2": Asked(
+    "techniques/adapt/qlora:Qlora.supports#1": Asked(
         ("model.dim=8", "model.heads=2", "model.ffn=8"), ("qlora",)
     ),
     "techniques/attention/alibi:Alibi.supports#1": Asked(("model.pretrained=x",), ("alibi",)),
@@ -66,7 +75,7 @@ CASES: dict[str, Asked] = {
     "techniques/attention/linear_attention:LinearAttention._supports_fla#6": Asked(
         ("techniques.linear_attention.kernels=fla",), ("linear_attention",), "H200"
     ),
-    "techniques/attention/logit_soft_cap:LogitSoftCap.supports#1": Asked(
+    "techniques/attention/logit_soft_cap:LogitSoftCap.supports#2": Asked(
         ("mesh.context=2",), ("logit_soft_cap", "context_parallel")
     ),
     "techniques/attention/prefix_lm:PrefixLm.supports#1": Asked(
@@ -87,7 +96,7 @@ CASES: dict[str, Asked] = {
     "techniques/attention/short_convolution:ShortConvolution._beside#2": Asked(
         ('techniques.lora.targets=["mixer.qkv"]',), ("short_convolution", "lora")
     ),
-    "techniques/attention/sliding_window:SlidingWindow.supports#1": Asked((), ("sliding_window",)),
+    "techniques/attention/sliding_window:SlidingWindow.supports#2": Asked((), ("sliding_window",)),
     "techniques/attention/sparse_attention:SparseAttention.supports#1": Asked(
         ("mesh.context=2",), ("sparse_attention", "context_parallel")
     ),
@@ -95,16 +104,22 @@ CASES: dict[str, Asked] = {
         (), ("sparse_attention",)
     ),
     "techniques/attention/yarn:Yarn.supports#1": Asked(("model.position=none",), ("yarn",)),
-    "techniques/attention/yarn:Yarn.supports#2": Asked(
+    "techniques/attention/yarn:Yarn.supports#3": Asked(
         ("techniques.yarn.beta_slow=1000000.0",), ("yarn",)
     ),
-    "techniques/attention/yarn:Yarn.supports#4": Asked(
+    "techniques/attention/yarn:Yarn.supports#5": Asked(
+        ("techniques.yarn.kind=dynamic", "mesh.context=2"), ("yarn", "context_parallel")
+    ),
+    "techniques/attention/yarn:Yarn.supports#6": Asked(
         ("model.rope_theta=1", "model.head_dim=4"), ("yarn",)
     ),
     "techniques/attention/yarn:Yarn._within#1": Asked(
         ("techniques.yarn.factor=1000000.0",), ("yarn",)
     ),
-    "techniques/attention/yarn:Yarn._within#2": Asked(("model.head_dim=2",), ("yarn",)),
+    "techniques/attention/yarn:Yarn._within#2": Asked(
+        ("techniques.yarn.kind=dynamic", "techniques.yarn.original_length=1000"), ("yarn",)
+    ),
+    "techniques/attention/yarn:Yarn._within#3": Asked(("model.head_dim=2",), ("yarn",)),
     "techniques/compile/compile_cache:CompileCache.supports#1": Asked((), ("compile_cache",)),
     "techniques/compile/compile_cache:CompileCache.supports#2": Asked(
         ("techniques.torch_compile.backend=eager",), ("compile_cache", "torch_compile")
@@ -263,19 +278,29 @@ CASES: dict[str, Asked] = {
     "techniques/parallel/cpu_threads:CpuThreads.supports#2": Asked(
         ("techniques.cpu_threads.threads=1000",), ("cpu_threads",)
     ),
-    "techniques/parallel/context_parallel:ContextParallel.supports#1": Asked(
-        (), ("context_parallel",)
-    ),
-    "techniques/parallel/context_parallel:ContextParallel.supports#2": Asked(
-        ("mesh.context=2",), ("context_parallel",), "mps"
-    ),
-    "techniques/parallel/context_parallel:ContextParallel.supports#4": Asked(
+    "assemble/row_parts:RowPartTechnique.supports#1": Asked((), ("context_parallel",)),
+    "assemble/row_parts:RowPartTechnique.supports#3": Asked(
         ("mesh.context=2",), ("context_parallel", "short_convolution")
     ),
-    "techniques/parallel/fsdp:Fsdp.supports#1": Asked((), ("fsdp",)),
-    "techniques/parallel/fsdp:Fsdp.supports#2": Asked(("mesh.data=2",), ("fsdp",), "mps"),
-    "techniques/parallel/fsdp:Fsdp.supports#3": Asked(
+    "assemble/row_parts:RowPartTechnique.supports#4": Asked(
+        (
+            "mesh.context=2",
+            "model.rope_scaling.kind=dynamic",
+            "model.rope_scaling.factor=2",
+            "model.rope_scaling.original_length=8",
+        ),
+        ("context_parallel",),
+    ),
+    "assemble/sliced:SlicingTechnique.supports#1": Asked((), ("fsdp",)),
+    "assemble/sliced:SlicingTechnique.supports#2": Asked(
         ("techniques.fsdp.gather=bf16", "mesh.data=2"), ("fsdp",)
+    ),
+    "techniques/parallel/ulysses:Ulysses.supports#1": Asked(
+        ("mesh.context=4", "model.heads=4", "model.kv_heads=2"), ("ulysses",)
+    ),
+    "techniques/parallel/data_parallel:DataParallel.supports#1": Asked((), ("data_parallel",)),
+    "techniques/parallel/data_parallel:DataParallel.supports#2": Asked(
+        ("techniques.data_parallel.reduce=bf16", "mesh.data=2"), ("data_parallel",)
     ),
     "techniques/parallel/pipeline_parallel:PipelineParallel.supports#1": Asked(
         ("techniques.pipeline_parallel.chunks=2",), ("pipeline_parallel",)
@@ -284,15 +309,12 @@ CASES: dict[str, Asked] = {
         (), ("pipeline_parallel",)
     ),
     "techniques/parallel/pipeline_parallel:PipelineParallel.supports#3": Asked(
-        ("mesh.pipeline=2",), ("pipeline_parallel",), "mps"
-    ),
-    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#4": Asked(
         ("mesh.pipeline=2", "model.embedding_residual=true"), ("pipeline_parallel",)
     ),
-    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#5": Asked(
+    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#4": Asked(
         ("mesh.pipeline=8",), ("pipeline_parallel",)
     ),
-    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#6": Asked(
+    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#5": Asked(
         (
             "mesh.pipeline=2",
             "techniques.pipeline_parallel.schedule=interleaved",
@@ -338,7 +360,7 @@ CASES: dict[str, Asked] = {
     "techniques/precision/tf32:Tf32.supports#3": Asked((), ("tf32",), "H200"),
     "plan/technique:Context.lacks_triton#1": Asked((), ("fused_rope",)),
     "plan/technique:Context.lacks_triton#2": Asked((), ("fused_rope",), "bare H200"),
-    "techniques/attention/sliding_window:SlidingWindow.supports#2": Asked(
+    "techniques/attention/sliding_window:SlidingWindow.supports#3": Asked(
         ("techniques.sliding_window.between=100", "techniques.sliding_window.window=16"),
         ("sliding_window",),
     ),
@@ -350,10 +372,10 @@ CASES: dict[str, Asked] = {
         ),
         ("short_convolution", "sliding_window"),
     ),
-    "techniques/attention/yarn:Yarn.supports#3": Asked(
+    "techniques/attention/yarn:Yarn.supports#4": Asked(
         ("techniques.yarn.kind=ntk", "model.head_dim=2"), ("yarn",)
     ),
-    "techniques/parallel/context_parallel:ContextParallel.supports#3": Asked(
+    "assemble/row_parts:RowPartTechnique.supports#2": Asked(
         ("mesh.context=2", "data.sequence_length=2"), ("context_parallel",)
     ),
 }
@@ -375,6 +397,7 @@ EXCUSED = {
     "techniques/memory/kept_memory:KeptMemory.supports#2": "needs another C library",
     "techniques/parallel/cpu_threads:CpuThreads.supports#3": "needs macOS or Windows",
     "techniques/precision/float8_linear:Float8Linear.supports#1": "needs torchao to be away",
+    "techniques/data/deduplication:Deduplication.supports#1": "see test_deduplication",
     "assemble/keyed:Keyed.supports#1": "needs a folder of weights; see test_design_keys",
     "techniques/design/rope:Rope.supports#1": "needs a folder of weights; see test_rope_design",
     "techniques/design/rope:Rope.supports#2": "needs a folder of weights; see test_rope_design",

@@ -4,7 +4,35 @@ from places import Asked
 
 ENDLESS = ("goal.minutes=1", "device=cpu", "model.vocab=512", "schedule.kind=constant")
 """A plan that does not say at which step it ends."""
+PAIRED = ("data.tokenizer=x", "data.chat.kind=preference")
 LEARNING: dict[str, Asked] = {
+    "plan/until:unknown_end#1": Asked((), ("curriculum",), base=ENDLESS),
+    "techniques/loss/example_loss:ExampleLoss.supports#1": Asked((), ("example_loss",)),
+    "techniques/loss/example_loss:ExampleLoss.supports#2": Asked(
+        ("mesh.context=2",), ("example_loss", "document_packing", "context_parallel")
+    ),
+    "techniques/adapt/distillation:Distillation.supports#1": Asked(
+        ("techniques.distillation.top_k=8",), ("distillation",)
+    ),
+    "techniques/adapt/distillation:Distillation.supports#2": Asked(
+        ("techniques.distillation.teacher=x", "techniques.distillation.top_k=8"),
+        ("distillation", "sequence_length_schedule"),
+    ),
+    "techniques/adapt/preference:Preference.supports#1": Asked(
+        ("data.tokenizer=x", "data.chat.kind=auto"), ("preference",)
+    ),
+    "techniques/adapt/preference:Preference.supports#2": Asked(
+        (*PAIRED, "mesh.context=2"), ("preference", "context_parallel")
+    ),
+    "techniques/adapt/preference:Preference.supports#3": Asked(
+        PAIRED, ("preference", "sequence_length_schedule")
+    ),
+    "techniques/adapt/preference:Preference.supports#4": Asked(
+        PAIRED, ("preference", "label_smoothing")
+    ),
+    "techniques/adapt/preference:Preference.supports#5": Asked(
+        PAIRED, ("preference", "neftune", "chunked_cross_entropy")
+    ),
     "techniques/design/gqa:Gqa.supports#1": Asked(("model.heads=1", "model.head_dim=64"), ("gqa",)),
     "techniques/design/gqa:Gqa.supports#2": Asked(("techniques.gqa.queries_per_key=3",), ("gqa",)),
     "techniques/design/gqa:Gqa.supports#3": Asked(("model.pretrained=x",), ("gqa",)),
@@ -57,11 +85,6 @@ LEARNING: dict[str, Asked] = {
     "techniques/design/weight_init:WeightInit.supports#2": Asked(
         ("model.tied_embeddings=true", "techniques.weight_init.zero_head=true"), ("weight_init",)
     ),
-    "techniques/optim/ademamix:Ademamix.supports#1": Asked(
-        (),
-        ("ademamix",),
-        base=("goal.minutes=1", "device=cpu", "model.vocab=512", "schedule.kind=constant"),
-    ),
     "techniques/optim/muon:Muon.supports#1": Asked((), ("lora", "muon", "adamw")),
     "optim/compiled:lacks_compiler#1": Asked(
         ("techniques.muon.compiled=true",), ("muon",), "bare H200"
@@ -82,6 +105,16 @@ LEARNING: dict[str, Asked] = {
     "techniques/optim/sophia:Sophia.supports#1": Asked(
         ("mesh.pipeline=2", "techniques.sophia.share=0.5"), ("sophia", "pipeline_parallel")
     ),
+    "techniques/data/length_mixing:LengthMixing.supports#1": Asked((), ("length_mixing",)),
+    "techniques/data/length_mixing:LengthMixing.supports#2": Asked(
+        ("techniques.length_mixing.shares=[0.5,0.6]",), ("document_packing", "length_mixing")
+    ),
+    "techniques/data/length_mixing:LengthMixing.supports#3": Asked(
+        ("techniques.length_mixing.lengths=[7,0]",), ("document_packing", "length_mixing")
+    ),
+    "techniques/data/length_mixing:LengthMixing.supports#4": Asked(
+        ("techniques.length_mixing.shares=[0.001,0.999]",), ("document_packing", "length_mixing")
+    ),
     "techniques/schedule/sequence_length_schedule:SequenceLengthSchedule.supports#1": Asked(
         (
             "data.sequence_length=2",
@@ -93,10 +126,24 @@ LEARNING: dict[str, Asked] = {
     "techniques/schedule/sequence_length_schedule:SequenceLengthSchedule.supports#2": Asked(
         ("techniques.sequence_length_schedule.start=3",), ("sequence_length_schedule",)
     ),
-    "techniques/schedule/sequence_length_schedule:SequenceLengthSchedule.supports#3": Asked(
-        (),
-        ("sequence_length_schedule",),
-        base=ENDLESS,
+    "techniques/schedule/window_schedule:WindowSchedule.supports#1": Asked(
+        (), ("window_schedule",)
+    ),
+    "techniques/schedule/window_schedule:WindowSchedule.supports#2": Asked(
+        ("techniques.sliding_window.window=1", "techniques.window_schedule.start=1"),
+        ("window_schedule", "sliding_window"),
+    ),
+    "techniques/schedule/window_schedule:WindowSchedule.supports#3": Asked(
+        ("techniques.sliding_window.window=8", "techniques.window_schedule.start=9"),
+        ("window_schedule", "sliding_window"),
+    ),
+    "techniques/schedule/window_schedule:WindowSchedule.supports#4": Asked(
+        (
+            "mesh.context=2",
+            "techniques.sliding_window.window=8",
+            "techniques.window_schedule.start=2",
+        ),
+        ("window_schedule", "sliding_window", "context_parallel"),
     ),
     "techniques/schedule/batch_ramp:BatchRamp.supports#1": Asked(
         ("mesh.pipeline=2",), ("batch_ramp", "pipeline_parallel")
@@ -107,7 +154,6 @@ LEARNING: dict[str, Asked] = {
     "techniques/schedule/batch_ramp:BatchRamp.supports#3": Asked(
         ("techniques.batch_ramp.divide=64",), ("batch_ramp",)
     ),
-    "techniques/schedule/batch_ramp:BatchRamp.supports#4": Asked((), ("batch_ramp",), base=ENDLESS),
     "assemble/scheduled:Falling.supports#1": Asked(
         ("techniques.cosine.final_fraction=1",), ("cosine",)
     ),

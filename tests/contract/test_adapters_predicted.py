@@ -47,6 +47,23 @@ def test_what_runs_again_is_predicted(
     assert ledger.flops_per_token() == pytest.approx(counted, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("also", "targets", "tied"),
+    [
+        (("embedding",), EVERY[3:], False),
+        (("head",), EVERY[2:3], False),
+        (("embedding", "head"), EVERY, False),
+        (("head",), EVERY[1:2], True),
+    ],
+)
+def test_what_learns_whole_beside_adapters_is_predicted(
+    also: tuple[str, ...], targets: tuple[str, ...], tied: bool
+) -> None:
+    variant = Variant("lora", {**adapters(targets).knobs, "train_also": also})
+    counted, ledger = counted_flops(plan_of(variant, layers=2, tied_embeddings=tied))
+    assert ledger.flops_per_token() == pytest.approx(counted, rel=1e-6)
+
+
 @pytest.mark.parametrize("targets", [EVERY[:1], EVERY[3:]], ids=str)
 def test_pieces_keep_what_enters_them_whatever_is_adapted(targets: tuple[str, ...]) -> None:
     trace = traced(plan_of(adapters(targets), PIECES, layers=3))

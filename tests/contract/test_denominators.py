@@ -21,7 +21,13 @@ ADDS = {"objective", "terms", "auxiliary"}
 """Sockets of what a loss has beside cross-entropy."""
 STRONG = {"z_loss": {"weight": 0.5}, "mixture_of_experts": {"balance": 1.0}}
 """Knobs with which the term is no small part of the loss."""
-NAMES = [name for name, kind in house.CATALOGUE.techniques.items() if ADDS & {*kind.composes}]
+OF_TEXTS = {"example_loss", "preference"}
+"""Techniques whose mean is over texts or pairs of them, which tests of their own compare."""
+NAMES = [
+    name
+    for name, kind in house.CATALOGUE.techniques.items()
+    if ADDS & {*kind.composes} and name not in OF_TEXTS
+]
 
 
 def masked(rows: list[Row], kept: list[Tensor]) -> list[Row]:

@@ -15,14 +15,15 @@ otherwise has no baseline's gradients. An `exact` technique beside it changes no
 so the reference is the companion under plain conditions.
 """
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any
 
 import house
 import pytest
+import sets
+from crosses import pairwise_cover, whole_cross
 from house import COMPILE, PACKING, SHAPES, Result, Technique, Variant
 from torch import Tensor
 
@@ -45,33 +46,14 @@ COMPILED = {
     "block": {"packing": True, "micro_rows": 2, "ignored": True, "compile": "block"},
     "model": {"packing": False, "micro_rows": 0, "ignored": True, "compile": "model"},
 }
-"""Compiling takes seconds: outside of the slow tests each technique has one of these cases, or none
-where nothing of it is in a graph. The compiler's own case and the uncompiled ones say the rest."""
+"""Compiling takes seconds: each technique has one of these cases, or none where nothing of it is in
+a graph. They are slow tests, but for what rounds otherwise; quick ones compile sets of techniques,
+and the uncompiled cases say the rest."""
 OF_ALL_BLOCKS = {"place", "enrich", "recut", "source", "config.tied_embeddings"}
 """Sockets of what stands before the blocks or goes through all: compiling the whole model shows it,
 and takes twice as long as one block and the loss do."""
 OF_NO_GRAPH = AFTER_THE_GRADIENT - {"mask"} | {"transport", "loss_scale", "recover", "clip"}
 """Sockets of what runs before or after the graph."""
-
-
-def whole_cross(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Return every combination."""
-    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-
-
-def pairwise_cover(
-    axes: Mapping[str, Sequence[Any]], allowed: Callable[[dict[str, Any]], bool]
-) -> list[dict[str, Any]]:
-    """Few combinations in which each pair of choices that is allowed occurs (greedy)."""
-    candidates = [c for c in whole_cross(axes) if allowed(c)]
-    pairs = [set(itertools.combinations(case.items(), 2)) for case in candidates]
-    missing = set().union(*pairs)
-    cover = []
-    while missing:
-        best = max(range(len(candidates)), key=lambda i: len(pairs[i] & missing))
-        missing -= pairs[best]
-        cover.append(candidates[best])
-    return cover
 
 
 def can_stand_together(*techniques: Technique[Any]) -> bool:
@@ -128,12 +110,43 @@ def scopes(technique: type[Technique[Any]]) -> list[str]:
     return ["model", "block"] if touched & OF_ALL_BLOCKS else ["block", "model"]
 
 
+def compiled_case(variant: Variant, device: str) -> list[dict[str, Any]]:
+    """Return the case in which it is compiled: the likely scope in the first shape that can be."""
+    choices = [
+        {"variant": variant, **COMPILED[scope], "shape": shape}
+        for scope in scopes(type(variant.technique()))
+        for shape in SHAPES
+    ]
+    return [case for case in choices if allowed(case, device)][:1]
+
+
+def compiled_sets() -> list[Any]:
+    """Return sets of techniques that are compiled together, by scope and shape."""
+    alike: dict[tuple[str, str], list[Variant]] = {}
+    for variant in sets.leading():
+        if house.compiles(variant, "cpu") or variant.technique().equality == "approximate":
+            continue
+        for case in compiled_case(variant, "cpu"):
+            alike.setdefault((case["compile"], case["shape"]), []).append(variant)
+    return [
+        pytest.param(scope, shape, found, id=f"{scope}-{shape}-{sets.name_of(found)}")
+        for (scope, shape), variants in alike.items()
+        for found in sets.sets_of(variants, **keys_of_a_set(scope, shape))
+    ]
+
+
+def keys_of_a_set(scope: str, shape: str) -> dict[str, Any]:
+    """Return the keys of a set's plan."""
+    return {"shape": shape, "micro_rows": COMPILED[scope]["micro_rows"]}
+
+
 def is_slow(case: dict[str, Any], device: str) -> bool:
     """Whether a case of the cover takes long: what compiles by itself is tried with several
     micro-batches, and elsewhere among the slow tests."""
     variant = case["variant"]
+    in_a_set = case["compile"] is not None and variant.technique().equality != "approximate"
     by_itself = case["compile"] is None and house.compiles(variant, device)
-    return variant.dear or (by_itself and case["micro_rows"] != 2)
+    return variant.dear or in_a_set or (by_itself and case["micro_rows"] != 2)
 
 
 def cases(device: str, *, slow: bool) -> list[Any]:
@@ -142,12 +155,7 @@ def cases(device: str, *, slow: bool) -> list[Any]:
     axes = {"variant": plain, **AXES}
     cover = pairwise_cover({**axes, "compile": (None,)}, lambda case: allowed(case, device))
     for variant in plain:
-        choices = [
-            {"variant": variant, **COMPILED[scope], "shape": shape}
-            for scope in scopes(type(variant.technique()))
-            for shape in SHAPES
-        ]
-        cover += [case for case in choices if allowed(case, device)][:1]
+        cover += compiled_case(variant, device)
     knobs = [
         {
             "variant": v,
@@ -278,10 +286,40 @@ def test_gradients_equal_the_reference(case: dict[str, Any]) -> None:
     house.assert_equal(found, wanted, band=band, nudged=nudged)
 
 
+@pytest.mark.parametrize(("scope", "shape", "variants"), compiled_sets())
+def test_many_compiled_equal_themselves_uncompiled(
+    scope: str, shape: str, variants: Sequence[Variant]
+) -> None:
+    """Compare loss and every gradient, or the weights where gradients are freed in the backward."""
+    keys = keys_of_a_set(scope, shape)
+    packed = sets.plan_of([Variant(PACKING), *variants], **keys)
+    plain = (packed if COMPILED[scope]["packing"] else None) or sets.plan_of(variants, **keys)
+    assert plain is not None
+    others = dict(plain.techniques)
+    compiler = Variant(COMPILE, {**house.tiny_knobs(COMPILE, "cpu"), "scope": scope}).technique()
+    rows = house.make_rows(SHAPES[shape]["vocab"], ignored=True)
+
+    def step_of(techniques: dict[str, Any], nudged: float = 0.0) -> Result:
+        build = house.random_build(plain.replaced(techniques=techniques), nudged=nudged)
+        found = house.take_step(build, rows)
+        if any(p.grad is not None for p in build.model.parameters()):
+            return found
+        return Result(found.loss, {n: p.detach() for n, p in build.model.named_parameters()})
+
+    found, wanted = step_of({**others, COMPILE: compiler}), step_of(others)
+    house.assert_equal(found, wanted, nudged=lambda unit: step_of(others, unit))
+
+
 def exact_variants() -> list[Any]:
     """What is `exact` and not dear, on each device."""
     return [
-        pytest.param(v, device, id=f"{device}-{v}", marks=[pytest.mark.gpu] * (device == "cuda"))
+        pytest.param(
+            v,
+            device,
+            id=f"{device}-{v}",
+            marks=[pytest.mark.gpu] * (device == "cuda")
+            + [pytest.mark.slow] * house.is_a_knob_of_a_graph(v, device),
+        )
         for device in ("cpu", "cuda")
         for name in house.names_on(device)
         for v in house.variants(name, device)

@@ -45,8 +45,8 @@ RIGHT: tuple[tuple[str, ...], ...] = (
             names,
             rows,
             id=f"{'+'.join(names)}-{rows}",
-            # A compiled step of several micro-batches is a compiled step.
-            marks=[pytest.mark.slow] * ("torch_compile" in names and not rows),
+            # A compiled step of several micro-batches is a compiled step, and one is enough.
+            marks=[pytest.mark.slow] * ("torch_compile" in names and ("muon" in names or not rows)),
         )
         for names in RIGHT
         for rows in (0, 2)

@@ -55,6 +55,23 @@ TRUNKS: dict[str, dict[str, Any]] = {
     "gelu_tanh": {"activation": "gelu_tanh", "bias": True},
     "wide-heads": {"head_dim": 24, "norm": "layer_norm"},
     "tied": {"tied_embeddings": True, "position": "none"},
+    "qwen2": {"qkv_bias": True, "kv_heads": 2},
+    "mistral": {"window": 5, "kv_heads": 2},
+    "post norms": {"post_norms": True},
+    "gemma": {
+        "activation": "geglu",
+        "post_norms": True,
+        "tied_embeddings": True,
+        "kv_heads": 2,
+        "qk_norm": True,
+        "window": 5,
+        "window_between": 1,
+        "local_rope_theta": 50.0,
+        "attention_cap": 2.0,
+        "logit_cap": 3.0,
+        "query_scale": 0.5,
+        "embedding_scale": 5.0,
+    },
     "speedrun": {
         "norm": "unit_rms_norm",
         "qk_norm": True,
@@ -71,6 +88,10 @@ CPU_VARIANTS = [
     for v in house.variants(name, "cpu")
     if not house.compiles(v, "cpu")
 ]
+knobs_are_slow = pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=[pytest.mark.slow] * v.turned) for v in CPU_VARIANTS], ids=str
+)
+"""Each technique; what a knob predicts is also read without a model, quickly."""
 SMALL = {"rows": 1, "vocab": 307}
 """Sizes at which the update is the peak."""
 COMPOSED: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
@@ -79,6 +100,15 @@ COMPOSED: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
     "shapes of adapters": ({"muon": {}, "lora": {"rank": 32}}, SMALL),
     "one linear": ({"lora": {"targets": ("mlp.down",)}}, {}),
     "one linear in few bits": ({"qlora": {"targets": ("mlp.down",)}}, {}),
+    "a head beside adapters": ({"lora": {"train_also": ("head",)}}, {}),
+    "an embedding beside one linear": (
+        {"lora": {"train_also": ("embedding",), "targets": ("mlp.down",)}},
+        {},
+    ),
+    "one table for both": (
+        {"lora": {"train_also": ("head",), "targets": ("mixer.out",)}},
+        {"tied_embeddings": True},
+    ),
     "frozen states": ({"lora": {"targets": ("mixer.out",)}, "linear_attention": {}}, {}),
     "a frozen mixer": ({"lora": {"targets": ("mlp.gate_up",)}, "linear_attention": {}}, {}),
     "frozen gates": ({"lora": {"targets": ("mixer.qkv",)}, "linear_attention": {}}, {}),
@@ -217,10 +247,10 @@ def test_the_final_norms_memory(norm: str, precision: str) -> None:
     assert abs(found.peak - found.ledger.peak()[1]) < hidden / 2
 
 
-@pytest.mark.parametrize("variant", CPU_VARIANTS, ids=str)
+@knobs_are_slow
 def test_the_matrices_that_are_predicted_are_the_models(variant: Variant) -> None:
     """By name and shape, and each is updated by the optimizer that takes it."""
-    build = house.build_of(plan_of(variant))
+    build = house.build_of(plan_of(variant, layers=2))
     predicted = make_ledger(build.plan, build.context).matrices
     matrices = {n: p for n, p in build.model.named_parameters() if p.ndim >= 2}
     assert {n: m.shape for n, m in predicted.items()} == {n: p.shape for n, p in matrices.items()}
@@ -242,7 +272,10 @@ def stands_in(variant: Variant, model: str) -> bool:
     ("variant", "model"),
     [
         pytest.param(
-            variant, model, id=f"{model}-{variant}", marks=[pytest.mark.slow] * variant.turned
+            variant,
+            model,
+            id=f"{model}-{variant}",
+            marks=[pytest.mark.slow] * (variant.turned or model != "headrace"),
         )
         for model in ("headrace", "qk_norm-learned")
         for variant in CPU_VARIANTS
@@ -259,11 +292,6 @@ def test_a_compositions_memory(
 ) -> None:
     found = [Variant(n, {**house.tiny_knobs(n, "cpu"), **k}) for n, k in techniques.items()]
     check_against_trace(*found, **model)
-
-
-knobs_are_slow = pytest.mark.parametrize(
-    "variant", [pytest.param(v, marks=[pytest.mark.slow] * v.turned) for v in CPU_VARIANTS], ids=str
-)
 
 
 @knobs_are_slow
@@ -322,16 +350,21 @@ def test_prediction_is_pure_and_edits_only_with_reason(device: str, variant: Var
 
 
 class Allocated:
-    """Read these two instants of a second step from a GPU's allocator, under the run's flags."""
+    """Read these two instants from a GPU's allocator, under the run's flags.
+
+    The step is the second, or the first that has the whole batch.
+    """
 
     def __init__(self, plan: Plan) -> None:
         gc.collect()  # what earlier builds held is no part of this one
         base = torch.cuda.memory_allocated()
         build = house.build_of(plan)
         self.ledger = make_ledger(build.plan, build.context)
-        micros = [build.loader.step(n).micros for n in range(2)]
+        last = max(1, plan.batches.stages[-1][0])
+        micros = [build.loader.step(n).micros for n in range(last + 1)]
         with house.flags_of(build):
-            step(build, micros[0], 0)
+            for index in range(last):
+                step(build, micros[index], index)
             for parameter in build.model.parameters():
                 parameter.grad = None
             torch.cuda.synchronize()
@@ -339,7 +372,7 @@ class Allocated:
             before, kept = torch.cuda.memory_allocated(), []
             loss = build.model.loss
             build.model.loss = lambda *a: kept.append(torch.cuda.memory_allocated()) or loss(*a)
-            step(build, micros[1], 1)
+            step(build, micros[last], last)
             torch.cuda.synchronize()
         self.kept = kept[0] - before
         self.peak = torch.cuda.max_memory_allocated() - base
@@ -397,8 +430,8 @@ def test_the_baselines_flops(model: dict[str, Any]) -> None:
     assert ledger.flops_per_token() == pytest.approx(counted, rel=1e-6)
 
 
-@pytest.mark.parametrize("variant", CPU_VARIANTS, ids=str)
+@knobs_are_slow
 def test_a_techniques_flops(variant: Variant) -> None:
-    counted, ledger = counted_flops(plan_of(variant))
+    counted, ledger = counted_flops(plan_of(variant, layers=2))
     ledger.flops.pop("curvature", None)  # of a second sweep every few steps
     assert ledger.flops_per_token() == pytest.approx(counted, rel=1e-6)

@@ -47,7 +47,7 @@ MORE: Mapping[tuple[str, str], int] = {
 }
 KNOBS: Mapping[str, Mapping[str, Any]] = {"stochastic_depth": {"rate": 0.5}}
 """Over the tiny ones, which leave out no block in twelve steps."""
-QUICK = {("bf16_parameters", "model"), ("stochastic_depth", "block")}
+QUICK = {("stochastic_depth", "block")}
 """Each takes seconds: the others run with the slow tests."""
 
 

@@ -230,16 +230,20 @@ def test_after_update_follows_a_plain_average() -> None:
 # --- order, pack, transport, runtime ---------------------------------------------------------
 
 
-def in_order(first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the units of source 0 as they lie."""
-    return np.zeros(count, dtype=np.int64), np.arange(first, first + count)
+class InOrder:
+    """This order has the units of source 0 as they lie."""
+
+    end = None
+
+    def __call__(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(count, dtype=np.int64), np.arange(first, first + count)
 
 
 def test_order_says_which_rows_come_next() -> None:
     sorted_ = toy(
         "sorted",
         Stage.DATA,
-        lambda b: setattr(b, "order", lambda build, packer: in_order),
+        lambda b: setattr(b, "order", lambda build, packer: InOrder()),
         claims=("order",),
     )
     build = house.build_of(house.make_plan(sorted_, micro_rows=2))

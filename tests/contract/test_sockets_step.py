@@ -43,7 +43,13 @@ BESIDE: dict[str, tuple[Technique[Build], ...]] = {
     ),
 }
 """What each socket is used beside."""
-beside = pytest.mark.parametrize("others", BESIDE.values(), ids=BESIDE)
+beside = pytest.mark.parametrize(
+    "others",
+    [  # the last compiles, too
+        pytest.param(others, id=name, marks=[pytest.mark.slow] * (name == "compiled"))
+        for name, others in BESIDE.items()
+    ],
+)
 
 
 def built(*techniques: Technique[Build], micro_rows: int = 2, **keys: Any) -> Build:

@@ -43,11 +43,20 @@ TURNED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ('data.sources=["text", "more"]', "data.weights=[1, 1]"),
         ('data.sources=["text", "more"]', "data.weights=[1, 5]"),
     ),
+    "data.mixture": (
+        ('data.sources=["text", "more"]',),
+        ('data.sources=["text", "more"]', "data.mixture.max_epochs=[1,0]"),
+    ),
     "data.validation": ((), ("data.validation=0.2",)),
     "data.text_key": (
         ("data.sources=rows.jsonl",),
         ("data.sources=rows.jsonl", "data.text_key=body"),
     ),
+    "data.text_template": (
+        ("data.sources=rows.jsonl",),
+        ("data.sources=rows.jsonl", "data.text_template={text} {body}"),
+    ),
+    "data.separator": ((), ("data.separator=level",)),
     "data.tokenizer": ((), ("data.tokenizer=own.json",)),
     "data.vocab": ((), ("data.vocab=290",)),
     "data.sequence_length": ((), ("data.sequence_length=32",)),
@@ -66,6 +75,8 @@ TURNED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "batch.micro_sequences": ((), ("batch.micro_sequences=2",)),
     "eval.every_steps": ((), ("eval.every_steps=3",)),
     "eval.tokens": ((), ("eval.tokens=64",)),
+    "eval.before": ((), ("eval.before=true",)),
+    "eval.general": ((), ("eval.general=more",)),
     "checkpoint.every_steps": ((), ("checkpoint.every_steps=3",)),
     "checkpoint.keep_last": ((), ("checkpoint.keep_last=3",)),
     "checkpoint.keep_best": ((), ("checkpoint.keep_best=false",)),
@@ -76,6 +87,15 @@ TURNED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Each key with the overrides of two runs that differ in it."""
 ELSEWHERE = {
     "data.lossy_tokenizer": "tests/data/test_lossless.py",
+    "data.invalid_utf8": "tests/data/test_real_inputs.py",
+    "data.deduplication": "tests/data/test_cleaning.py",
+    "data.decontamination": "tests/data/test_cleaning.py",
+    "data.chat": "tests/data/chat/test_conversations.py",
+    "data.curriculum": "tests/techniques/test_curriculum.py",
+    "data.tokenizer_pattern": "tests/data/test_bpe.py",
+    "data.tokenizer_text": "tests/data/test_bpe.py",
+    "data.special_tokens": "tests/data/test_bpe.py",
+    "data.special_from_text": "tests/data/test_bpe.py",
 }
 """Keys that a run of this text does not show, and the test that does."""
 
@@ -126,6 +146,8 @@ def left_by(
             "saved": saved,
             "best": [path.name for path in (folder / "checkpoints").glob("best")],
             "val": [(one["step"], one["bits_per_byte"]) for one in report["val"]],
+            "before": report["before"],
+            "general": report["general"],
             "losses": [row["loss"] for row in rows],
             "ended": (report["steps"], report["goal"]["ended_by"]),
             "targets": report["data"]["targets"],

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from headrace.assemble.sockets import COMPOSED, OWNED, PARTS, Build
 from headrace.core.errors import ConfigError
+from headrace.costs.adapters import ADAPTERS
 from headrace.model.decoder import Block
-from headrace.model.lora import ADAPTERS
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage, Technique
 
@@ -27,6 +27,7 @@ def names_in(text: str) -> list[str]:
     return [name for name, _ in build.model.named_parameters()]
 
 
+@pytest.mark.knobs_slow
 def test_touches_what_it_declares_alone(device: str, variant: Variant) -> None:
     """It fills its sockets and no other, keeps the names of parameters and the blocks, and a block
     that hands on fp32 where bf16 goes in would double what every later block reads."""

@@ -1,15 +1,18 @@
 """Trains: a tiny run with every technique ends, repeats itself from a checkpoint, and reports.
 
-Active: its evidence is in the report, and is not there when apply had run and its effect is gone.
+Quick runs have a set of techniques each, as users' runs do, and the slow tests each alone. Active:
+its evidence is in the report, and is not there when apply had run and its effect is gone.
 """
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import house
 import pytest
+import sets
 from facts import in_order
 from house import Variant
 
@@ -36,6 +39,7 @@ def run(plan: Plan, **how: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return RunFolder(folder).read("report"), [json.loads(row) for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.knobs_slow
 def test_trains_resumes_and_reports(device: str, variant: Variant, tmp_path: Path) -> None:
     plan = house.plan_of(
@@ -45,15 +49,34 @@ def test_trains_resumes_and_reports(device: str, variant: Variant, tmp_path: Pat
         **SHORT,
         micro_rows=2 if house.fits(variant, device=device, micro_rows=2) else 0,
     )
-    plan = house.with_weights(plan, tmp_path)
+    run_twice(house.with_weights(plan, tmp_path), [variant.name])
+
+
+@pytest.mark.parametrize("variants", sets.sets_of(sets.leading()), ids=sets.name_of)
+def test_many_train_resume_and_report(variants: Sequence[Variant], tmp_path: Path) -> None:
+    keys = {"directory": str(tmp_path), **SHORT}
+    plan = sets.plan_of(variants, **keys, micro_rows=2) or sets.plan_of(variants, **keys)
+    assert plan is not None
+    run_twice(house.with_weights(plan, tmp_path), [*plan.techniques])
+
+
+def test_every_technique_is_in_a_set() -> None:
+    held = {n for s in sets.sets_of(sets.leading()) for n in house.plan_of(*s).techniques}
+    assert held == {n for n in house.names_on("cpu") if not house.variants(n, "cpu")[0].dear}
+
+
+def run_twice(plan: Plan, names: Sequence[str]) -> None:
+    """Train, and again from the second of four steps; `names` were in force both times."""
+    device = plan.device
     report, rows = run(plan)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert report["status"] == "done" and len(report["val"]) == 2
 
-    evidence = report["techniques"][variant.name]
-    assert evidence["active"] is True and evidence["detail"]
-    assert all(math.isfinite(number) for number in evidence["numbers"].values())
+    for name in names:
+        evidence = report["techniques"][name]
+        assert evidence["active"] is True and evidence["detail"], name
+        assert all(math.isfinite(number) for number in evidence["numbers"].values())
     assert report["signals"]["lost_techniques"] == [], "its evidence holds at the end of a run"
 
     again, repeated = run(plan, resume=True, checkpoint="step-2")
@@ -61,11 +84,27 @@ def test_trains_resumes_and_reports(device: str, variant: Variant, tmp_path: Pat
     for before, after in zip(rows, repeated, strict=True):
         assert after["loss"] == pytest.approx(before["loss"], rel=near, abs=0)
     assert again["stream_sha256"] == report["stream_sha256"]
-    assert again["techniques"][variant.name]["active"] is True
+    assert all(again["techniques"][name]["active"] is True for name in names)
+
+
+ZEROS = {"head_init": "zero", "output_init": "zero", "tied_embeddings": False}
+"""Starts behind which no gradient reaches a block in the first step."""
 
 
 def test_is_active_after_a_step(device: str, variant: Variant) -> None:
-    build = house.build_of(house.plan_of(variant, device=device))
+    assert_active(device, variant, {})
+
+
+@pytest.mark.knobs_slow
+def test_is_active_behind_a_head_of_zeros(device: str, variant: Variant) -> None:
+    if "frozen" in variant.technique().composes or variant.name == "tied_embeddings":
+        return  # behind a frozen head of zeros nothing ever learns; a tied one is refused
+    assert_active(device, variant, ZEROS)
+
+
+def assert_active(device: str, variant: Variant, model: dict[str, Any]) -> None:
+    """Take a step from a start with these keys of the model, and look for evidence."""
+    build = house.build_of(house.plan_of(variant, device=device, model=model))
     rows = house.make_rows(build.config.vocab, ignored=False)
     micros = house.make_micros(
         rows, micro_rows=build.plan.batch.micro_sequences, segments=build.mask.document
@@ -76,6 +115,7 @@ def test_is_active_after_a_step(device: str, variant: Variant) -> None:
     assert found[variant.name].active and found[variant.name].detail
 
 
+@pytest.mark.knobs_slow
 def test_is_not_active_when_its_effect_is_gone(device: str, variant: Variant) -> None:
     """Its `apply` has run and left its notes, but it is the baseline that then takes the step, or
     what must stand beside it alone."""

@@ -4,6 +4,7 @@ import traceback
 from typing import Any
 
 import house
+import pytest
 from house import Variant
 from tiny_rows import make_micros, make_rows
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +31,7 @@ class Reads(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+@pytest.mark.knobs_slow
 def test_a_step_never_waits_for_the_device(device: str, variant: Variant) -> None:
     technique = variant.technique()
     if house.compiles(variant, device):

@@ -111,9 +111,29 @@ def test_every_foreign_key_leads_to_one_that_is_there() -> None:
             taken(words[0])
 
 
-@pytest.mark.parametrize("value", ["0.5", "7", "true", "abc", "[1, 2]", "{}"])
-def test_what_is_offered_for_a_foreign_key_is_of_a_kind_that_the_key_takes(value: str) -> None:
+KINDS = ("0.5", "7", "true", "abc", "[1, 2]", "{}")
+"""A value of each kind that may stand behind a key."""
+
+
+def foreign_names(value: str, *, every: bool) -> dict[str, str]:
+    """Return foreign names with the key that each means: every one, or one for each key.
+
+    Which one depends on the value, so that other names have other values.
+    """
+    if every:
+        return dict(SAME)
+    names: dict[str, list[str]] = {}
     for name, key in SAME.items():
+        names.setdefault(key, []).append(name)
+    return {found[KINDS.index(value) % len(found)]: key for key, found in names.items()}
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("value", KINDS)
+def test_what_is_offered_for_a_foreign_key_is_of_a_kind_that_the_key_takes(
+    value: str, every: bool
+) -> None:
+    for name, key in foreign_names(value, every=every).items():
         if field_at(Plan, name.split(".")) is not None or key.startswith("techniques"):
             continue
         remedy = refusal(f"{name}={value}").remedy.text
@@ -149,7 +169,7 @@ def test_a_word_for_a_choice_is_one_of_them_somewhere() -> None:
         ("z-loss", "--with z_loss"),
         ("muon,z_loss", "--with muon --with z_loss"),
         ("Flash-Attention-2", "flash_attention"),
-        ("zero++", "fsdp"),
+        ("zero++", "zero"),
         ("cosine_decay", "schedule.kind=cosine"),
         ("lr_warmup", "schedule.warmup_steps=100"),
         ("wandb", 'track.to=["wandb"]'),

@@ -22,13 +22,14 @@ def test_every_nearest_name_exists_and_no_known_name_does() -> None:
     [
         ("soap", "muon"),
         ("signum", "lion"),
-        ("zero", "fsdp"),
+        ("zero3", "fsdp"),
         ("qat", "qlora"),
         ("Ring-Attention", "context_parallel"),
         ("mxfp8", "float8_linear"),
         ("async_tp", "tensor_parallel"),
         ("relora", "lora"),
         ("sample_packing", "document_packing"),
+        ("bin_packing", "best_fit_packing"),
         ("rslora", "qlora"),
     ],
 )

@@ -233,8 +233,8 @@ def accepted_share(
 @pytest.mark.parametrize(
     ("ours", "theirs", "hour", "most"),
     [
-        (0.1, 0.1, 0.0, 0.01),
-        (0.03, 0.12, 0.0, 0.01),
+        pytest.param(0.1, 0.1, 0.0, 0.01, marks=pytest.mark.slow),
+        pytest.param(0.03, 0.12, 0.0, 0.01, marks=pytest.mark.slow),
         (0.05, 0.05, 0.1, 0.01),
         (0.3, 0.05, 0.0, 0.01),
     ],

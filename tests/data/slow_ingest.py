@@ -9,7 +9,7 @@ from typing import Any
 from headrace.cli import data, train
 from headrace.cli.app import app
 from headrace.core.progress import Progress
-from headrace.data import ingest
+from headrace.data import training
 from headrace.data.tokenizer import Tokenizer
 
 LONG = 200_000_000
@@ -31,7 +31,7 @@ def run(argv: list[str], moment: str) -> None:
 
     data.make_progress = train.make_progress = lambda as_json: Slow()
     if moment == "inside of the tokenizer's training":
-        ingest.train_tokenizer = native
+        training.train_tokenizer = native
     if moment == "inside of the tokenizer":
         Tokenizer.encode_batch = native
     sys.argv = ["headrace", *argv]

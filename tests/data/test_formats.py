@@ -22,7 +22,8 @@ import zstandard
 from facts import tells
 
 from headrace.core.errors import ConfigError
-from headrace.data import json_values
+from headrace.data import formats, json_values, text_file
+from headrace.data.fields import TextReading
 from headrace.data.left_out import LeftOutTally
 from headrace.data.sources import read_documents
 
@@ -37,7 +38,8 @@ packed = pytest.mark.parametrize("suffix", PACK)
 
 
 def texts(source: object, tally: LeftOutTally | None = None, **options: Any) -> list[str]:
-    return [d.text for d in read_documents(str(source), left_out=tally, **options)]
+    reading = TextReading(**options)
+    return [d.text for d in read_documents(str(source), reading=reading, left_out=tally)]
 
 
 def refused(source: object, **options: Any) -> ConfigError:
@@ -153,11 +155,26 @@ def test_rows_inside_of_an_object_are_taken_out(write: Any) -> None:
 
 def test_a_value_without_end_is_refused(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_values, "CHUNK_BYTES", 8)
-    monkeypatch.setattr(json_values, "MOST_VALUE_BYTES", 100)
-    path = write("a.json", json.dumps({"text": "long " * 200}, indent=1))
-    error = refused(path)
-    assert tells(error.message, path, "value 1", "line 1", "100 B")
-    assert mended(error, path.parent) == ["long " * 200]
+    monkeypatch.setattr(text_file, "MOST_DOCUMENT_BYTES", 100)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 8)
+    long = "long " * 200
+    for name, content in (
+        ("a.json", json.dumps({"text": long}, indent=1)),
+        ("a.jsonl", json.dumps({"text": "one"}) + "\n" + json.dumps({"text": long})),
+        ("a.csv", f"text\none\n{long}\n"),
+        ("a.jsonl.gz", json.dumps({"text": long})),
+    ):
+        error = refused(path := write(name, content))
+        assert tells(error.message, path, "one document of more than 100 B", "data.separator")
+        write("b.txt", "other")
+        assert mended(error, path.parent)[-1] == "other"
+        for left in path.parent.iterdir():
+            left.unlink()
+    lines = "\n".join([long[:40]] * 9)
+    error = refused(path := write("a.txt.gz", lines))
+    assert tells(error.message, path, "one document of more than 100 B")
+    monkeypatch.undo()
+    assert "".join(mended(error, path)) == lines
 
 
 @packed

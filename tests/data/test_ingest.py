@@ -20,7 +20,7 @@ from facts import INGEST, begins, in_order
 
 from headrace.cli.plans import named_plan
 from headrace.core.errors import ConfigError, MemoryFull, RunError
-from headrace.data import formats, ingest
+from headrace.data import formats, ingest, survey, training
 from headrace.data.heldout import Weights
 from headrace.data.ingest import prepare
 from headrace.data.prepared import Prepared
@@ -243,15 +243,15 @@ def test_a_full_disk(
 
 
 def test_the_sample_is_bounded_and_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest, "SAMPLE_BYTES", 100_000)
-    monkeypatch.setattr(ingest, "PIECE_CHARACTERS", 100)
-    survey = ingest._Survey(Weights(0.05))
+    monkeypatch.setattr(survey, "SAMPLE_BYTES", 100_000)
+    monkeypatch.setattr(survey, "PIECE_CHARACTERS", 100)
+    kept = survey.Survey(Weights(0.05))
     for i in range(1000):
-        survey.add(f"{i} " + "x" * 990, keep_sample=True)
-        assert survey.sample_bytes <= 100_000
-    assert survey.sample_bytes == sum(len(t) for *_, t in survey.sample) > 40_000
-    assert len({place for _, place, _, _ in survey.sample}) > 300
-    numbered = [int(t.split()[0]) for *_, t in survey.sample if " " in t]
+        kept.add(f"{i} " + "x" * 990, keep_sample=True)
+        assert kept.sample_bytes <= 100_000
+    assert kept.sample_bytes == sum(len(t) for *_, t in kept.sample) > 40_000
+    assert len({place for _, place, _, _ in kept.sample}) > 300
+    numbered = [int(t.split()[0]) for *_, t in kept.sample if " " in t]
     assert min(numbered) < 100 and max(numbered) > 900
 
 
@@ -326,7 +326,7 @@ def test_two_at_once_do_the_work_once(make_plan: MakePlan, source: str) -> None:
     [
         (formats, "_check_text", pa.ArrowMemoryError("malloc of size 9 failed")),
         (formats, "_check_text", OSError(errno.ENOMEM, "Cannot allocate memory")),
-        (ingest, "train_tokenizer", MemoryError()),
+        (training, "train_tokenizer", MemoryError()),
         (ShardWriter, "add", MemoryError("Unable to allocate 572. MiB")),
     ],
 )

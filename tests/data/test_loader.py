@@ -4,6 +4,8 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -14,15 +16,19 @@ from facts import tells
 from headrace.core.errors import ConfigError
 from headrace.data.loader import (
     Loader,
+    ValidationRows,
     combine_hashes,
     validation_batches,
-    validation_rows,
 )
+from headrace.data.mixture import Mixture, deal
 from headrace.data.rows import IGNORE, Cut, Row
 from headrace.data.shards import Shards
 
 T, ROWS, STEPS = 16, 8, 7
 PINNED = "33441578ad2e350647830d4eba0a45cec3a22fb5cba53866cde5feb803959467"
+EVEN = deal([(0, [Fraction(7), Fraction(3)])], [None, None])
+STAGED = deal([(0, [Fraction(1), Fraction(2)]), (21, [Fraction(1)] * 2)], [None, 19])
+"""Its stages' border and its limit both fall into the middle of a step."""
 Make = Callable[..., Shards]
 
 
@@ -68,12 +74,12 @@ def rows_of(packer: Any, **options: Any) -> torch.Tensor:
     return torch.cat(steps)
 
 
-@pytest.mark.parametrize("weights", [None, (0.7, 0.3)])
-def test_one_stream_for_all_layouts(packer: Counting, weights: tuple[float, ...] | None) -> None:
-    expected = rows_of(packer, weights=weights)
+@pytest.mark.parametrize("mixture", [None, EVEN, STAGED])
+def test_one_stream_for_all_layouts(packer: Counting, mixture: Mixture | None) -> None:
+    expected = rows_of(packer, mixture=mixture)
     assert expected.shape == (ROWS * STEPS, 2, T)
     assert (expected[:, 0, 1:] == expected[:, 1, :-1]).all()
-    plain = loader(packer, weights=weights)
+    plain = loader(packer, mixture=mixture)
     for _ in range(STEPS):
         plain.step()
     for ranks, workers, micro_rows in [
@@ -84,7 +90,7 @@ def test_one_stream_for_all_layouts(packer: Counting, weights: tuple[float, ...]
         (4, 1, 2),
         (4, 0, 1),
     ]:
-        options = {"ranks": ranks, "workers": workers, "micro_rows": micro_rows, "weights": weights}
+        options = {"ranks": ranks, "workers": workers, "micro_rows": micro_rows, "mixture": mixture}
         assert (rows_of(packer, **options) == expected).all()
         hashes = []
         for rank in range(ranks):
@@ -125,17 +131,13 @@ def test_a_token_or_the_order_changes_the_hash(packer: Counting) -> None:
         ids[3] += 1
         return Row(ids, row.starts)
 
-    def in_turn(first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros(count, dtype=int), np.arange(first, first + count)
-
-    def swapped(first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros(count, dtype=int), np.arange(first, first + count) ^ 1
-
     def keep(unit: int, row: Row) -> Row:
         return row
 
-    assert len({stream(keep, in_turn), stream(keep, swapped), stream(flip, in_turn)}) == 3
-    assert stream(keep, in_turn) == stream(keep, in_turn)
+    assert (
+        len({stream(keep, InOrder()), stream(keep, InOrder(swap=1)), stream(flip, InOrder())}) == 3
+    )
+    assert stream(keep, InOrder()) == stream(keep, InOrder())
 
 
 def test_seeds_and_epochs_differ(packer: Counting) -> None:
@@ -257,7 +259,7 @@ def test_reading_ahead_takes_the_wait_away(packer: Counting) -> None:
 
 
 def test_micro_batches_carry_documents_and_positions(packer: Counting) -> None:
-    with loader(packer, segments=True, order=in_order) as one:
+    with loader(packer, segments=True, order=InOrder()) as one:
         for step in range(2):
             for m, micro in enumerate(one.step().micros):
                 assert micro.segments_BT is not None and micro.positions_BT is not None
@@ -271,8 +273,13 @@ def test_micro_batches_carry_documents_and_positions(packer: Counting) -> None:
     assert loader(packer).step().micros[0].segments_BT is None
 
 
-def in_order(first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.zeros(count, dtype=int), np.arange(first, first + count)
+@dataclass
+class InOrder:
+    swap: int = 0
+    end: int | None = None
+
+    def __call__(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(count, dtype=int), np.arange(first, first + count) ^ self.swap
 
 
 def plainly(row: Row) -> tuple[list[int], list[int]]:
@@ -302,7 +309,7 @@ def test_a_packer_may_ignore_targets(packer: Counting) -> None:
 @pytest.mark.parametrize("tokens", [1, 40, 10_000])
 def test_validation_counts_every_target_once(make_shards: Make, ranks: int, tokens: int) -> None:
     shards = make_shards([70, 21])
-    rows = [*validation_rows(shards, T, tokens)]
+    rows = [*ValidationRows.of(shards, T, tokens).numbers]
     assert rows == {1: [3], 40: [1, 4], 10_000: [0, 1, 2, 3, 4, 5]}[tokens]
     options = {"tokens": tokens, "micro_rows": 2, "ranks": ranks, "segments": True}
     dealt = [list(validation_batches(shards, T, **options, rank=r)) for r in range(ranks)]
@@ -317,7 +324,7 @@ def test_validation_counts_every_target_once(make_shards: Make, ranks: int, toke
     assert (targets[targets != IGNORE] == stream[places + 1]).all()
     assert (inputs[targets != IGNORE] == stream[places]).all()
     assert sum(m.wasted for m in in_turn) == len(targets) - len(places)
-    assert [*validation_rows(shards, T, None)] == [*range(6)]
+    assert [*ValidationRows.of(shards, T, None).numbers] == [*range(6)]
 
 
 def same(left: list[Any], right: list[Any]) -> bool:

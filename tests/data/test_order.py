@@ -1,16 +1,31 @@
 """Permutations and mixtures are exact, repeatable and the same one by one or in bulk."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
-from facts import in_order
 
-from headrace.core.errors import ConfigError
-from headrace.data.order import MixtureOrder, make_order, permute, permute_many
+from headrace.data.mixture import deal
+from headrace.data.order import (
+    BLOCK_ROWS,
+    BlockedOrder,
+    MixtureOrder,
+    UniformOrder,
+    make_order,
+    permute,
+    permute_many,
+)
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 33, 100, 127, 255, 257, 1000, 4097]
 GOLDEN_SMALL = [2, 4, 0, 7, 1, 6, 9, 5, 3, 8]
 GOLDEN_LARGE = [297539197, 610295869, 893754587]
 GOLDEN_MIXTURE = ([0, 0, 0, 0, 0, 0, 0, 0], [4, 1, 2, 0, 1, 2, 3, 4])
+
+
+def dealt(units: list[int], weights: list[float], *, seed: int) -> MixtureOrder:
+    """Return the order by weights that stay."""
+    mixture = deal([(0, [Fraction(str(w)) for w in weights])], [None] * len(units))
+    return MixtureOrder(units, mixture, seed=seed)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -43,8 +58,7 @@ def test_golden_values() -> None:
     """A change here changes what every seed means: all resumes would break."""
     assert permute_many(np.arange(10), size=10, key=0).tolist() == GOLDEN_SMALL
     assert [permute(i, size=10**9, key=(1, 2)) for i in range(3)] == GOLDEN_LARGE
-    mixture = make_order([5, 7], seed=3, weights=[0.7, 0.3])
-    source, unit = mixture(10**6, 8)
+    source, unit = dealt([5, 7], [0.7, 0.3], seed=3)(10**6, 8)
     assert (source.tolist(), unit.tolist()) == GOLDEN_MIXTURE
 
 
@@ -73,10 +87,11 @@ def test_without_weights_an_epoch_is_every_unit_once() -> None:
 @pytest.mark.parametrize("weights", [[1], [0.7, 0.3], [1, 1, 1], [1e-4, 5, 0.333], [3, 0.0001]])
 def test_a_mixture_is_exact_in_the_long_run(weights: list[float]) -> None:
     units = [60, 1111, 400][: len(weights)]
-    order = MixtureOrder(units, weights, seed=1)
-    source, unit = order(0, 30 * order._period if min(weights) > 0.1 else 2 * order._period)
+    order = dealt(units, weights, seed=1)
+    (period,) = order._periods
+    source, unit = order(0, 30 * period if min(weights) > 0.1 else 2 * period)
     share = np.array(weights) / sum(weights)
-    for rows in range(order._period, len(source) + 1, order._period):
+    for rows in range(period, len(source) + 1, period):
         counts = np.bincount(source[:rows], minlength=len(weights))
         assert np.abs(counts - share * rows).max() < 1
     for s, n in enumerate(units):
@@ -87,15 +102,29 @@ def test_a_mixture_is_exact_in_the_long_run(weights: list[float]) -> None:
 
 def test_any_row_of_a_mixture_can_be_asked_for_first() -> None:
     weights = [0.6, 0.4]
-    source, unit = MixtureOrder([50, 60], weights, seed=2)(0, 5000)
+    source, unit = dealt([50, 60], weights, seed=2)(0, 5000)
     for first in (0, 1023, 4000):
-        fresh = MixtureOrder([50, 60], weights, seed=2)
+        fresh = dealt([50, 60], weights, seed=2)
         one, two = fresh(first, 300)
         assert (one == source[first : first + 300]).all()
         assert (two == unit[first : first + 300]).all()
-    assert MixtureOrder([50, 60], weights, seed=2).pick(10**14)[1] > 10**13
+    assert dealt([50, 60], weights, seed=2).deal(10**14, 1)[1][0] > 10**13
 
 
-def test_a_share_too_small_is_refused() -> None:
-    with pytest.raises(ConfigError, match=in_order("data.weights", "1e-06", "smallest", "1.5e-05")):
-        make_order([5, 5], seed=0, weights=[1e-6, 1])
+def test_blocks_give_the_rows_of_their_order() -> None:
+    for order in (UniformOrder([70, 2000], seed=3), dealt([70, 2000], [1, 3], seed=3)):
+        blocked = BlockedOrder(order)
+        for first, count in ((0, 1), (5, 32), (1020, 9), (1023, 1), (1024, 1024), (5000, 4000)):
+            for part, whole in zip(blocked(first, count), order(first, count), strict=True):
+                assert part.tolist() == whole.tolist()
+
+
+def test_a_block_that_reaches_beyond_the_last_row_gives_those_before() -> None:
+    mixture = deal([(0, [Fraction(1), Fraction(2)])], [300, 400])
+    order = MixtureOrder([5, 7], mixture, seed=1)
+    assert mixture.end is not None and mixture.end < BLOCK_ROWS
+    whole = order(0, mixture.end)
+    for part, expected in zip(BlockedOrder(order)(0, mixture.end), whole, strict=True):
+        assert part.tolist() == expected.tolist()
+    with pytest.raises(IndexError):
+        BlockedOrder(order)(mixture.end, 1)

@@ -13,7 +13,8 @@ from facts import INGEST, begins, in_order, tells
 
 from headrace.core.errors import ConfigError
 from headrace.data import shards as shards_module
-from headrace.data.shards import OPEN_MAPS, OtherFormat, Shards, ShardWriter
+from headrace.data.shard_files import OPEN_MAPS
+from headrace.data.shards import OtherFormat, Shards, ShardWriter
 
 LENGTHS = [5, 0, 250, 1, 99, 100, 98]
 Make = Callable[..., Shards]

@@ -7,6 +7,7 @@ import lzma
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,14 +16,17 @@ import zstandard
 from facts import tells
 
 from headrace.core.errors import ConfigError, RunError, UnsupportedError
+from headrace.data.fields import TextReading
 from headrace.data.sources import Document, read_documents, source_signature
 
 LINES = b'{"text": "one"}\n\n{"text": "two \\ud83d\\ude00"}\n{"text": null}\n{"text": "h\\ud800"}\n'
 TEXTS = ["one", "two \U0001f600", "h\ufffd"]
 
 
-def texts(source: object, **options: str) -> list[str]:
-    return [document.text for document in read_documents(str(source), **options)]
+def texts(source: object, **options: Any) -> list[str]:
+    return [
+        document.text for document in read_documents(str(source), reading=TextReading(**options))
+    ]
 
 
 def failure(source: object, kind: type[Exception] = ConfigError, **options: str) -> str:
@@ -101,7 +105,7 @@ def test_a_table_gives_a_document_a_row(tmp_path: Path) -> None:
 def test_parquet_reads_only_the_text(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"body": ["one", None, "two"], "n": [1, 2, 3]}), path)
-    found = list(read_documents(str(path), text_key="body"))
+    found = list(read_documents(str(path), reading=TextReading("body")))
     assert found == [Document("one", f"{path}:1"), Document("two", f"{path}:3")]
 
 

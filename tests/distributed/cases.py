@@ -8,10 +8,13 @@ import house
 from composition import Composition
 
 FSDP: dict[str, Any] = {"fsdp": {}}
+ZERO2: dict[str, Any] = {"zero": {"zero_stage": 2}}
+BUCKETS: dict[str, Any] = {"data_parallel": {}}
 TP: dict[str, Any] = {"tensor_parallel": {}}
 PP: dict[str, Any] = {"pipeline_parallel": {}}
 INTERLEAVED: dict[str, Any] = {"pipeline_parallel": {"schedule": "interleaved", "chunks": 2}}
 CP: dict[str, Any] = {"context_parallel": {}}
+ULYSSES: dict[str, Any] = {"ulysses": {}}
 COMPILE: dict[str, Any] = {"torch_compile": {"backend": "aot_eager", "scope": "block"}}
 SAC: dict[str, Any] = {"selective_checkpoint": {}}
 CHUNKED: dict[str, Any] = {"chunked_cross_entropy": {"chunk_tokens": 7}}
@@ -26,6 +29,9 @@ MUON: dict[str, Any] = {
         "head_pairs": True,
     }
 }
+SOPHIA: dict[str, Any] = {"sophia": {"every": 2}}
+TWICE: dict[str, Any] = {"steps": 3}
+"""Steps of which Sophia sweeps before the first and the third."""
 EXPERTS: dict[str, Any] = {"mixture_of_experts": {"experts": 4}}
 
 SPEEDRUN: dict[str, Any] = {
@@ -38,6 +44,8 @@ SPEEDRUN: dict[str, Any] = {
     "weight_init": {"kind": "orthogonal", "zero_head": True},
 }
 """The recipe of modded-nanogpt's records, but for its optimizer."""
+THREE: dict[str, Any] = {"layers": 3}
+"""Blocks that two tables of value embeddings serve."""
 ROLES: dict[str, Any] = {
     "optimizer": {
         "lr_factors": {"matrices": 0.5, "embeddings": 3.0, "vectors": 2.0},
@@ -55,14 +63,33 @@ def case(name: str, *techniques: dict[str, Any], **more: Any) -> Composition:
 
 
 # What is slow here has its lines and its claim in a quick one: fsdp in fsdp-gpt2, cp-fsdp-packing
-# in window-cp-fsdp, and a technique over fsdp alone where it also runs over pipeline x fsdp.
+# in window-cp-fsdp, fsdp-everything and tied-gqa-tp-fsdp in tp-fsdp-everything, lora and its int8
+# base in qlora, its recipe of float8 in float8-tp, and a technique over fsdp alone where it also
+# runs over tensor or pipeline x fsdp.
 COMPOSITIONS = [
     case("replicas", data=4),
+    case("overlapped", BUCKETS, MUON, data=4, micro_rows=1),
+    case("overlapped-tp", BUCKETS, TP, COMPILE, tensor=2, data=2, shape="tied", packing=True),
+    case("overlapped-pp-tied", BUCKETS, INTERLEAVED, pipeline=2, data=2, shape="tied", layers=4),
+    case("overlapped-experts", BUCKETS, EXPERTS, data=4, micro_rows=1, slow=True),
     case("fsdp", FSDP, data=4, slow=True),
     case("fsdp-gpt2", FSDP, data=4, shape="gpt2", micro_rows=1),
     case("fsdp-tied-no-reshard", {"fsdp": {"reshard": False}}, data=4, shape="tied"),
-    case("fsdp-everything", FSDP, SAC, COMPILE, CHUNKED, data=4, packing=True, micro_rows=1),
-    case("fsdp-muon", FSDP, {"muon": {}}, data=4),
+    case(
+        "fsdp-everything",
+        FSDP,
+        SAC,
+        COMPILE,
+        CHUNKED,
+        data=4,
+        packing=True,
+        micro_rows=1,
+        slow=True,
+    ),
+    case("fsdp-muon", FSDP, {"muon": {}}, data=4, slow=True),
+    case("zero-muon", {"zero": {}}, {"muon": {}}, data=4, micro_rows=1),
+    case("zero-2-tp-everything", ZERO2, TP, SAC, COMPILE, tensor=2, data=2, micro_rows=1),
+    case("zero-2-pp-tied", ZERO2, PP, pipeline=2, data=2, micro_rows=1, shape="tied", slow=True),
     case("replicas-muon", MUON, data=4),
     case("pp-fsdp", PP, FSDP, pipeline=2, data=2, layers=5, slow=True),
     case("pp-fsdp-checkpoint-compile", PP, FSDP, SAC, COMPILE, pipeline=2, data=2),
@@ -78,7 +105,7 @@ COMPOSITIONS = [
         micro_rows=1,
         packing=True,
     ),
-    case("tp-fsdp-gpt2", TP, FSDP, tensor=2, data=2, shape="gpt2"),
+    case("tp-fsdp-gpt2", TP, FSDP, tensor=2, data=2, shape="gpt2", slow=True),
     case("tp-fsdp-compile", TP, FSDP, COMPILE, tensor=2, data=2, slow=True),
     case(
         "tp-fsdp-everything",
@@ -94,7 +121,7 @@ COMPOSITIONS = [
         micro_rows=1,
     ),
     case("tp-pp-tied", TP, PP, tensor=2, pipeline=2, shape="tied"),
-    case("tp-no-sequence", {"tensor_parallel": {"sequence": False}}, tensor=2, data=2),
+    case("tp-no-sequence", {"tensor_parallel": {"sequence": False}}, tensor=2, data=2, slow=True),
     case("tp-fsdp-muon", TP, FSDP, MUON, tensor=2, data=2),
     case("cp-tp", CP, TP, context=2, tensor=2, length=12, packing=True),
     case("cp-fsdp-packing", CP, FSDP, context=2, data=2, length=16, packing=True, slow=True),
@@ -112,17 +139,41 @@ COMPOSITIONS = [
         packing=True,
         slow=True,
     ),
+    case("ulysses-fsdp-packing", ULYSSES, FSDP, SAC, context=2, data=2, length=14, packing=True),
+    case("ulysses-tp-compile", ULYSSES, TP, COMPILE, context=2, tensor=2, length=12, shape="gpt2"),
+    case("ulysses-pp-tied", ULYSSES, PP, context=2, pipeline=2, length=14, shape="tied"),
+    case(
+        "ulysses-window-zero",
+        {"sliding_window": {"window": 5}},
+        ULYSSES,
+        ZERO2,
+        context=2,
+        data=2,
+        length=14,
+        packing=True,
+        micro_rows=1,
+        slow=True,
+    ),
     case("cp-pp-gpt2", CP, PP, context=2, pipeline=2, length=12, shape="gpt2"),
     # What learns otherwise, sharded: each beside itself in one process.
-    case("sophia-fsdp", {"sophia": {"every": 2}}, FSDP, data=4, slow=True),
-    case("sophia-tp-fsdp", {"sophia": {"every": 2}}, TP, FSDP, CHUNKED, tensor=2, data=2),
-    case("sophia-pp-fsdp", {"sophia": {"every": 2}}, PP, FSDP, pipeline=2, data=2),
+    case("sophia-fsdp", SOPHIA, FSDP, data=4, slow=True, **TWICE),
+    case("sophia-tp-fsdp", SOPHIA, TP, FSDP, CHUNKED, tensor=2, data=2, **TWICE),
+    case("sophia-pp-fsdp", SOPHIA, PP, FSDP, pipeline=2, data=2, **TWICE),
     case("lion-tp-fsdp-roles", {"lion": {}}, TP, FSDP, tensor=2, data=2, keys=ROLES),
     case("schedule-free-fsdp", {"schedule_free": {}}, FSDP, data=4),
     case("ademamix-pp-tied-roles", {"ademamix": {}}, PP, pipeline=2, shape="tied", keys=ROLES),
-    case("8bit-fsdp", {"adamw_8bit": {"smallest": 256}}, FSDP, data=4),
+    case("8bit-fsdp", {"adamw_8bit": {"smallest": 256}}, FSDP, data=4, slow=True),
     case("8bit-tp-fsdp", {"adamw_8bit": {}}, TP, FSDP, tensor=2, data=2, shape="wide", layers=2),
-    case("lora-fsdp", {"lora": {"rank": 2, "alpha": 4.0}}, FSDP, data=4),
+    case("dora-fsdp", {"dora": {"rank": 2, "alpha": 4.0, "dropout": 0.5}}, FSDP, data=4),
+    case("lora-tables-fsdp", {"lora": {"rank": 2, "train_also": ("head",)}}, FSDP, data=2),
+    case(
+        "lora-tables-tied-fsdp",
+        {"lora": {"rank": 2, "train_also": ("embedding",)}},
+        FSDP,
+        data=2,
+        shape="tied",
+    ),
+    case("lora-fsdp", {"lora": {"rank": 2, "alpha": 4.0}}, FSDP, data=4, slow=True),
     case(
         "qlora-nf4-fsdp-checkpoint",
         {"qlora": {"rank": 2, "alpha": 4.0, "base": "nf4"}},
@@ -139,7 +190,21 @@ COMPOSITIONS = [
         data=4,
         slow=True,
     ),
-    case("qlora-int8-fsdp", {"qlora": {"rank": 2, "alpha": 4.0, "base": "int8"}}, FSDP, data=4),
+    case(
+        "qlora-int8-fsdp",
+        {"qlora": {"rank": 2, "alpha": 4.0, "base": "int8"}},
+        FSDP,
+        data=4,
+        slow=True,
+    ),
+    case(
+        "qlora-int8-tp-fsdp",
+        {"qlora": {"rank": 2, "alpha": 4.0, "base": "int8"}},
+        TP,
+        FSDP,
+        tensor=2,
+        data=2,
+    ),
     case("distillation-fsdp", {"distillation": {}}, FSDP, data=4, slow=True),
     case("distillation-tp-chunked", {"distillation": {}}, TP, CHUNKED, tensor=2, data=2),
     case("distillation-pp-fsdp", {"distillation": {}}, PP, FSDP, pipeline=2, data=2),
@@ -149,7 +214,7 @@ COMPOSITIONS = [
     case("lengths-fsdp-compile", LENGTHS, FSDP, COMPILE, data=4, length=16, steps=5, slow=True),
     case("lengths-pp-fsdp", LENGTHS, PP, FSDP, pipeline=2, data=2, length=16, steps=5),
     case("scaling-pp-fsdp", {"fp16_loss_scaling": {}}, PP, FSDP, pipeline=2, data=2),
-    case("scaling-tp-fsdp", {"fp16_loss_scaling": {}}, TP, FSDP, tensor=2, data=2),
+    case("scaling-tp-fsdp", {"fp16_loss_scaling": {}}, TP, FSDP, tensor=2, data=2, slow=True),
     case("experts-fsdp", EXPERTS, FSDP, data=4, slow=True),
     case("experts-tp-fsdp", EXPERTS, TP, FSDP, tensor=2, data=2),
     case("experts-pp-fsdp", EXPERTS, PP, FSDP, pipeline=2, data=2),
@@ -160,6 +225,7 @@ COMPOSITIONS = [
         data=4,
         shape="even",
         length=16,
+        slow=True,
     ),
     case(
         "float8-tensorwise-fsdp",
@@ -199,6 +265,7 @@ COMPOSITIONS = [
         FSDP,
         tensor=2,
         data=2,
+        slow=True,
     ),
     case(
         "float8-tp",
@@ -223,10 +290,28 @@ COMPOSITIONS = [
         packing=True,
         micro_rows=1,
         slow=True,
+        **THREE,
     ),
-    case("speedrun-tp-fsdp", SPEEDRUN, TP, FSDP, SAC, CHUNKED, tensor=2, data=2, packing=True),
-    case("speedrun-tp-no-sequence", SPEEDRUN, {"tensor_parallel": {"sequence": False}}, tensor=2),
-    case("speedrun-cp-fsdp", SPEEDRUN, CP, FSDP, context=2, data=2, length=12),
+    case(
+        "speedrun-tp-fsdp",
+        SPEEDRUN,
+        TP,
+        FSDP,
+        SAC,
+        CHUNKED,
+        tensor=2,
+        data=2,
+        packing=True,
+        **THREE,
+    ),
+    case(
+        "speedrun-tp-no-sequence",
+        SPEEDRUN,
+        {"tensor_parallel": {"sequence": False}},
+        tensor=2,
+        **THREE,
+    ),
+    case("speedrun-cp-fsdp", SPEEDRUN, CP, FSDP, context=2, data=2, length=12, **THREE),
     # Eight ranks.
     case("pp-tp-fsdp", PP, TP, FSDP, pipeline=2, tensor=2, data=2, slow=True),
     case(
@@ -271,9 +356,12 @@ def fitted(composition: Composition, ranks: int) -> Composition | None:
 
 AXES_OF: Mapping[str, Mapping[str, int]] = {
     "fsdp": {"data": 2},
+    "zero": {"data": 2},
+    "data_parallel": {"data": 2},
     "tensor_parallel": {"tensor": 2},
     "pipeline_parallel": {"pipeline": 2},
     "context_parallel": {"context": 2},
+    "ulysses": {"context": 2},
 }
 """What splits the model, and the axis that it needs; the rest of 4 ranks are replicas."""
 PAIR_KNOBS: Mapping[str, Mapping[str, Any]] = {
@@ -293,11 +381,12 @@ def pair_composition(one: str, two: str) -> Composition:
     whole_step = "optimizer_in_backward" in knobs  # no norm and one micro-batch
     scales = {"float8_linear", "tensor_parallel"} <= knobs.keys()
     blocks = {"adamw_8bit", "tensor_parallel"} <= knobs.keys()  # its blocks are of 256 columns
+    heads = {"ulysses", "tensor_parallel"} <= knobs.keys()  # both share key-value heads
     return Composition(
         f"pair {one} {two}",
         mesh,
         knobs,
-        shape="wide" if blocks else "even",
+        shape="wide" if blocks else "gpt2" if heads else "even",
         layers=4,
         length=16,
         micro_rows=0 if whole_step else 2,

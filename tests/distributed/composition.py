@@ -67,14 +67,14 @@ class Composition:
     mesh: Mapping[str, int]
     techniques: Mapping[str, Mapping[str, Any]]
     shape: str = "grouped"
-    layers: int = 3
+    layers: int = 2
     length: int = 13
     micro_rows: int = 2
     clip_norm: float = 0.3
     keys: Mapping[str, Any] = field(default_factory=dict)
     packing: bool = False
-    steps: int = 3
-    """updates: the second has what the first kept, the third is Sophia's second sweep of two"""
+    steps: int = 2
+    """updates: the second has what the first kept"""
     slow: bool = False
     approximate: bool = False
     """a layout cuts what a scale is of: each gradient is inside its technique's band by L2"""

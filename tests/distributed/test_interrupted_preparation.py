@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from crosses import crossed
 from facts import tells
 from tiny import PLAN, report
 from torch.distributed import TCPStore
@@ -64,8 +65,7 @@ def words_of(told: str) -> list[str]:
     return shlex.split(words)
 
 
-@pytest.mark.parametrize("who", WHO.values(), ids=WHO)
-@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+@crossed(together=1, number={number.name: number for number in CODES}, who=WHO)
 def test_a_signal_is_one_message_and_the_same_command_starts_again(
     number: signal.Signals,
     who: tuple[int, ...],

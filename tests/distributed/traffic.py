@@ -29,6 +29,7 @@ KINDS = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
 }
 """Operations of c10d and of functional collectives -> how the ledger calls them."""
 WITHOUT = ("wait_tensor", "recv_", "barrier")

@@ -85,6 +85,7 @@ def test_it_has_a_page(max_z_loss: type[Any]) -> None:
     assert "loss/max_z_loss.md" in pages["reference/techniques.md"]
 
 
+@pytest.mark.slow  # `make check` builds the pages of the technique's neighbours
 def test_its_page_is_built_and_in_the_navigation(copy: Path, tmp_path: Path) -> None:
     _module(copy, "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path))
     page = (tmp_path / "reference/loss/max_z_loss/index.html").read_text()

@@ -5,9 +5,11 @@ that file. The overrides that make a run tiny stand before the page's own, so th
 """
 
 import ast
+import json
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -33,14 +35,20 @@ NOT_RUN = {
     "source .venv/bin/activate": "tests run in the environment that they are given",
     "python -m pytest -m gpu": "it needs a GPU, and is a test run of its own",
 }
-TAKES_PLAN = ("train", "explain", "ingest", "plan", "tune", "ablate", "lr-find")
+SHORT = ("goal.steps=4", "eval.tokens=512")
+"""What makes fine-tuning on Headrace's own cards short, where a page gives no data."""
+TAKES_PLAN = ("train", "explain", "ingest", "mix", "plan", "tune", "ablate", "lr-find", "mup")
 MINUTES = "0.05"
 """What `--minutes` becomes: tuning ends in the middle of its first trial, as it may."""
 
 
 def _tiny(arguments: list[str]) -> list[str]:
     """The arguments with overrides behind the plan's name; others as they are."""
+    if arguments == ["finetune", "demo"]:
+        return [*arguments, *SHORT]
     at = next((i + 1 for i, a in enumerate(arguments) if a in TAKES_PLAN), None)
+    if arguments[0] == "distill":  # a teacher, the plan of a student, a text, and keys
+        return [*arguments[:4], *TINY, *arguments[4:]]
     if at is None or not (arguments[at] in recipes() or arguments[at].endswith(".toml")):
         return arguments
     plan = recipes().get(arguments[at], Path(arguments[at])).read_text()
@@ -49,7 +57,9 @@ def _tiny(arguments: list[str]) -> list[str]:
     if "--minutes" in rest:
         rest[rest.index("--minutes") + 1] = MINUTES
     own += [key for name, key in FITS.items() if name in rest]
-    return [*arguments[: at + 1], *own, *TINY, *rest]
+    given = any(word.startswith("model.pretrained=") for word in rest)  # which has a tokenizer
+    tiny = [key for key in TINY if not (given and key.startswith("data.vocab="))]
+    return [*arguments[: at + 1], *own, *tiny, *rest]
 
 
 def _headrace(arguments: list[str]) -> tuple[int, str]:
@@ -74,6 +84,9 @@ def _run(line: str, world: Path, zygote: Any) -> tuple[int, str]:
             ["make", "-n", "-C", str(ROOT), *words[1:]], capture_output=True, text=True, check=False
         )
         return told.returncode, told.stderr or ("" if "python" in told.stdout else "runs nothing")
+    if words[0] == "python" and (world / words[1]).is_file():  # a program of the page itself
+        ended = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True)
+        return ended.returncode, ended.stderr
     if line.startswith("pip install"):  # needs a network: the extra is there
         extra = re.fullmatch(r"pip install -e '\.\[(\w+)\]'", line)
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -118,6 +131,8 @@ def test_other_blocks_are_what_they_say(page: str) -> None:
             ast.parse(block.text)
         elif block.language == "toml":
             tomllib.loads(block.text)
+        elif block.language == "json":
+            assert all(json.loads(line) for line in block.text.splitlines())
         else:
             assert block.language in ("sh", "text")
 
@@ -127,5 +142,7 @@ def test_commands_in_a_sentence_name_real_verbs(page: str) -> None:
     command: Any = typer.main.get_command(app)
     data = command.load("data")
     known = {*command.commands, *(f"data {name}" for name in data.commands)}
-    for said in re.findall(r"`headrace ([a-z][a-z-]*(?: ingest)?)", (ROOT / page).read_text()):
+    for said in re.findall(
+        r"`headrace ([a-z][a-z-]*(?: (?:ingest|inspect))?)", (ROOT / page).read_text()
+    ):
         assert said in known, f"{page} speaks of `headrace {said}`"

@@ -150,7 +150,7 @@ def test_what_is_asked_for_already_is_not_advised_again() -> None:
 def test_only_padding_is_packed_away() -> None:
     packed, _ = asked("wasted tokens", {**GPU, "padding_fraction": 0.2})
     assert packed.gain == by_share(0.2, Forecast(None, "none")).gain
-    assert packed.headrace == ("document_packing",)
+    assert packed.headrace == ("best_fit_packing", "document_packing")
     (masked,) = asked("wasted tokens", {**GPU, "padding_fraction": 0.0})
     assert masked.gain is None and "prompts" in masked.unknown
     assert asked("wasted tokens", {**GPU, "padding_fraction": None})[0].gain is None

@@ -201,7 +201,9 @@ def test_the_hosts_pace_scales_no_step_of_the_device() -> None:
     assert log((1 + plan_alone.high) / (1 + plan_alone.low)) > 0.3  # a host that nobody measured
 
 
-@pytest.mark.parametrize("name", ["full_checkpoint", "selective_checkpoint"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("full_checkpoint", marks=pytest.mark.slow), "selective_checkpoint"]
+)
 def test_blocks_that_run_again_are_left_out_where_the_host_is_slow(name: str) -> None:
     """Check that leaving recomputation out is forecast from the ledger where the host is slow."""
     out, eager = f"-{name}", f"{BARE} batch.micro_sequences=1"

@@ -57,12 +57,13 @@ SECONDS = (
     "watched",
     "work",
 )
-SIZES = ("capacity", "measured", "more", "peak", "predicted", "reserved")
+SIZES = ("capacity", "fp32", "measured", "more", "peak", "predicted", "reserved")
+NATS = ("first", "last", "guess", "highest", "lowest", "before", "after")
 FACTS: dict[str, Any] = {
     **{f"{name}_share": 0.25 for name in SHARES},
     **{f"{name}_s": 2.5 for name in SECONDS},
     **{f"{name}_bytes": 2**31 for name in SIZES},
-    **{f"{name}_nats": 5.5 for name in ("first", "last", "guess", "highest")},
+    **{f"{name}_nats": 5.5 for name in NATS},
     "steps": 12,
     "fewest": 8,
     "lost": 5,
@@ -113,6 +114,15 @@ FACTS: dict[str, Any] = {
     "run": "better",
     "differences": "+muon",
     "path": "trace.json",
+    "parts": ("blocks.0.mlp.down",),
+    "others": ("blocks.0.mlp.up",),
+    "technique": "lora",
+    "trains": "lora",
+    "lr": 0.01,
+    "usual_lr": 2e-4,
+    "source": "books",
+    "run_sha256": "1" * 64,
+    "own_sha256": "2" * 64,
     "fits": "no",
     "part": "matmuls",
     "same_rank": True,

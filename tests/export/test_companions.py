@@ -169,8 +169,8 @@ def test_foreign_code_is_not_named_in_the_export(here: Path, plan_file: Path, zy
     assert template.read_text() == "{{ documents }}"
 
 
-def test_a_scaled_rotation_is_the_plan_s(here: Path, plan_file: Path, zygote: Any) -> None:
-    """The refusal of a scaled folder says how a plan does it; the export then says it again."""
+def test_a_scaled_rotation_is_the_folder_s(here: Path, plan_file: Path, zygote: Any) -> None:
+    """A run begins with it, and its export says it again."""
     file = here / "base" / "config.json"
     scaling = {
         "rope_type": "llama3",
@@ -181,12 +181,7 @@ def test_a_scaled_rotation_is_the_plan_s(here: Path, plan_file: Path, zygote: An
     }
     plain = read(file)
     file.write_text(json.dumps(plain | {"rope_parameters": None, "rope_scaling": scaling}))
-    told = zygote.run(here, "train", str(plan_file), *WORDS, "name=far")
-    assert told.code == 3 and "--with yarn techniques.yarn.kind=llama3" in told.err
-    knobs = told.err.partition("--with yarn ")[2].split()
-    file.write_text(json.dumps(plain))
-    words = [str(plan_file), *WORDS, "name=far", "--with", "yarn", *knobs]
-    ended = zygote.run(here, "train", *words)
+    ended = zygote.run(here, "train", str(plan_file), *WORDS, "name=far")
     assert ended.code == 0, ended.err
     assert zygote.run(here, "export", "far", "--to", "hf", "--output", "out").code == 0
     written = read(here / "out" / "config.json")

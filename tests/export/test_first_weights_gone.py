@@ -178,7 +178,10 @@ def test_a_frozen_base_with_another_config_is_told_with_what_mends_it(
     assert zygote.run(here, "eval", "tuned").code == 0
 
 
-@pytest.mark.parametrize("technique", ["lora", "distillation", ""])
+@pytest.mark.parametrize(
+    "technique",
+    ["lora", *(pytest.param(other, marks=pytest.mark.slow) for other in ("distillation", ""))],
+)
 def test_another_tokenizer_beside_the_first_weights_is_not_the_run(
     here: Path, plan_file: Path, zygote: Any, technique: str
 ) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from crosses import crossed
 from torch import Tensor
 
 from headrace.kernels.fused_cross_entropy import (
@@ -73,9 +74,7 @@ def compare(ours: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: to
     torch.testing.assert_close(ours[1].float(), right[1], rtol=max(info.eps, 1e-5), atol=least)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ignored", IGNORED)
-@pytest.mark.parametrize("vocab", [2, 307, 4096, 9001])
+@crossed(together=2, vocab=(2, 307, 4096, 9001), ignored=tuple(IGNORED), dtype=DTYPES)
 def test_equals_torchs_own(vocab: int, ignored: str, dtype: torch.dtype) -> None:
     logits, targets = given(6, vocab, dtype, ignored)
     right = wanted(logits, targets)
@@ -195,8 +194,7 @@ def test_the_operations_keep_torchs_contract() -> None:
         torch.library.opcheck(getattr(torch.ops.headrace, name), (logits, *more))
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("ignored", IGNORED)
+@crossed(together=1, ignored=tuple(IGNORED), in_place=(False, True))
 @pytest.mark.parametrize(
     "how",
     [

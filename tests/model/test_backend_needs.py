@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import RefusalKind
+from headrace.core.model_config import ModelConfig
 from headrace.model.backend_needs import NEEDS, lacks
 
 
 def place(head_dim: int = 64, composes: tuple[str, ...] = (), **changes: Any) -> Any:
     """Return a Hopper GPU in bf16, with `changes`, and a plan of one other technique."""
     other = SimpleNamespace(composes=composes, claims=())
+    data = SimpleNamespace(sequence_length=64)
     plan = SimpleNamespace(
-        model=SimpleNamespace(resolved_head_dim=head_dim), techniques={"other": other}
+        model=ModelConfig(head_dim=head_dim), data=data, techniques={"other": other}
     )
     here = {"device": "cuda", "device_name": "a GPU", "capability": (9, 0), "has_triton": True}
     here["capability_text"] = "9.0"

@@ -7,6 +7,7 @@ import pytest
 from headrace.core.errors import ConfigError, HeadraceError, UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.core.strict import read_table
+from headrace.model.decoder import baseline_parts
 from headrace.model.hf_config import architecture, config_from_hf, config_to_hf
 
 LLAMA = {
@@ -31,6 +32,16 @@ QWEN3 = {
     "use_sliding_window": False,
     "sliding_window": None,
 }
+PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+GEMMA2 = {
+    **LLAMA,
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "head_dim": 10,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 40,
+    "sliding_window": 512,
+}
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"],
     "model_type": "gpt2",
@@ -49,6 +60,35 @@ OURS = {
     "llama": {"heads": 4, "kv_heads": 2, "ffn": 44, "bias": True, "rope_theta": 5e5},
     "llama tied": {"heads": 4, "tied_embeddings": True, "norm_eps": 1e-6},
     "headrace": {"heads": 4, "kv_heads": 2, "head_dim": 10, "qk_norm": True},
+    "llama, scaled": {
+        "heads": 4,
+        "rope_scaling": {"kind": "llama3", "factor": 8.0, "original_length": 512},
+    },
+    "qwen2": {"heads": 4, "kv_heads": 2, "qkv_bias": True},
+    "mistral": {"heads": 4, "kv_heads": 2, "window": 9},
+    "gemma2": {
+        "heads": 4,
+        "head_dim": 10,
+        "activation": "geglu",
+        "post_norms": True,
+        "embedding_scale": 24**0.5,
+        "query_scale": 0.5,
+        "logit_cap": 30.0,
+        "attention_cap": 50.0,
+        "window": 9,
+        "window_between": 1,
+    },
+    "gemma3": {
+        "heads": 4,
+        "head_dim": 10,
+        "qk_norm": True,
+        "activation": "geglu",
+        "post_norms": True,
+        "embedding_scale": 24**0.5,
+        "local_rope_theta": 1e4,
+        "window": 9,
+        "window_between": 1,
+    },
     "gpt2": {
         "heads": 4,
         "norm": "layer_norm",
@@ -69,7 +109,8 @@ def resolved(config: ModelConfig) -> dict[str, Any]:
 @pytest.mark.parametrize("name", OURS)
 def test_a_round_trip_describes_the_same_model(name: str) -> None:
     config = ModelConfig.model_validate({"vocab": 67, "dim": 24, "layers": 2, **OURS[name]})
-    values = config_to_hf(config, sequence_length=33, end_id=5)
+    position = baseline_parts(config).position(config).config_fields()
+    values = config_to_hf(config, sequence_length=33, end_id=5, position=position)
     assert resolved(config_from_hf(values)) == resolved(config)
     assert values["eos_token_id"] == 5
     assert values.get("n_positions", 33) == (19 if name == "gpt2" else 33)
@@ -93,9 +134,53 @@ def test_theta_of_both_generations_of_transformers() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.rope_type"),
-    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type"),
-    (LLAMA, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type"),
+    (
+        LLAMA,
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "rope_scaling.original_max_position_embeddings",
+    ),
+    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "max_position_embeddings = None"),
+    (LLAMA, {"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_scaling.rope_type"),
+    (
+        LLAMA,
+        {
+            "max_position_embeddings": 32,
+            "rope_scaling": {
+                "type": "dynamic",
+                "factor": 2.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        "rope_scaling.original_max_position_embeddings",
+    ),
+    (LLAMA, {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor"),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1.0}},
+        "rope_scaling.mscale",
+    ),
+    (
+        LLAMA,
+        {
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 16,
+                "attention_factor": 1.0,
+            }
+        },
+        "rope_scaling.attention_factor",
+    ),
+    (PHI3, {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope"),
+    (GEMMA2, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    (GEMMA2, {"hidden_activation": "gelu"}, "hidden_activation"),
+    (GEMMA2, {"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForCausalLM"),
+    (
+        {**GEMMA2, "architectures": ["Gemma3ForCausalLM"]},
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "rope_parameters.sliding_attention",
+    ),
     (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     (LLAMA, {"attention_bias": True}, "attention_bias"),
@@ -110,7 +195,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GPT2, {"scale_attn_weights": False}, "scale_attn_weights"),
     (GPT2, {"add_cross_attention": True}, "add_cross_attention"),
     (GPT2, {"activation_function": "silu"}, "activation_function"),
-    (LLAMA, {"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
+    (LLAMA, {"architectures": ["SmolLM3ForCausalLM"]}, "SmolLM3ForCausalLM"),
     (LLAMA, {"architectures": None, "model_type": "mamba"}, "mamba"),
 ]
 
@@ -128,7 +213,7 @@ def test_other_mathematics_is_refused_by_name(
 
 def test_an_unknown_architecture_names_the_nearest() -> None:
     with pytest.raises(UnsupportedError, match="nearest is Qwen3ForCausalLM"):
-        config_from_hf({**QWEN3, "architectures": ["Qwen2ForCausalLM"]})
+        config_from_hf({**QWEN3, "architectures": ["Qwen3MoeForCausalLM"]})
 
 
 @pytest.mark.parametrize(
@@ -162,7 +247,7 @@ NO_COUNTERPART = [
     ({"qk_norm": True, "bias": True}, ("model.", "model.")),
     ({"qk_norm": True, "position": "none"}, ("model.position = 'none'", "Qwen3ForCausalLM")),
     ({"norm": "layer_norm"}, ("model.norm = 'layer_norm'", "model.norm=rms_norm")),
-    ({"heads": 5, "head_dim": 8}, ("model.dim = 24", "model.dim=40")),
+    ({"heads": 5, "head_dim": 8, "bias": True}, ("model.dim = 24", "model.dim=40")),
 ]
 
 

@@ -31,7 +31,7 @@ def matrix(*shape: int, seed: int = 0) -> Tensor:
 
 def adapted(rows: int, columns: int, base: str | None, *, bias: bool = False) -> LoraLinear:
     """An adapter off its starting value, over a weight that is stored as `base`."""
-    linear = LoraLinear(nn.Linear(columns, rows, bias=bias), rank=3, alpha=6.0)
+    linear = LoraLinear(nn.Linear(columns, rows, bias=bias), rank=3, scale=2.0)
     with torch.no_grad():
         linear.lora_a.copy_(matrix(3, columns, seed=1))
         linear.lora_b.copy_(matrix(rows, 3, seed=2))
@@ -255,6 +255,7 @@ def test_fsdp_on_two_ranks_equals_the_whole(base: str | None, zygote, tmp_path: 
     zygote.call(2, tmp_path, Path(__file__), "compare_sharded", base=base)
 
 
+@pytest.mark.slow  # sharded on two ranks, and compiled in one process, it is quick
 def test_fsdp_of_compiled_blocks_on_three_ranks(zygote, tmp_path: Path) -> None:
     zygote.call(3, tmp_path, Path(__file__), "compare_sharded", base="nf4", compiled=True)
 

@@ -5,7 +5,20 @@ from itertools import product
 import pytest
 import torch
 
-from headrace.model.mask import BlockPattern, MaskSpec, Rows, allowed, bias, dense, mixed, slopes
+from headrace.core.model_config import ModelConfig
+from headrace.model.attention import Sdpa
+from headrace.model.backend_needs import check_plain
+from headrace.model.mask import (
+    BlockPattern,
+    MaskSpec,
+    Rows,
+    allowed,
+    bias,
+    dense,
+    mask_of,
+    mixed,
+    slopes,
+)
 
 LENGTH = 7
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
@@ -38,6 +51,18 @@ def test_allowed_is_what_the_words_say(
     found = allowed(spec, rows, LENGTH).expand(2, 1, LENGTH, LENGTH)
     for row, query, key in product(range(2), range(LENGTH), range(LENGTH)):
         assert bool(found[row, 0, query, key]) == sees(spec, row, query, key), (row, query, key)
+
+
+def test_a_window_as_long_as_the_rows_limits_nothing() -> None:
+    """A backend with a causal flag alone then computes it, and needs no mask."""
+    rows, spec = Rows(torch.arange(6)[None]), MaskSpec(window=6, between=1)
+    assert spec.within(6).is_plain_causal and spec.within(7) == spec
+    assert Sdpa().prepare(spec, rows, 6) is None
+    check_plain(spec.within(6))
+    mask = Sdpa().prepare(spec.of_layer(0), Rows(torch.arange(7)[None]), 7)
+    assert isinstance(mask, torch.Tensor) and not mask[..., 6, 0]
+    config = ModelConfig(vocab=64, window=6, window_between=1, attention_cap=3.0)
+    assert mask_of(config) == MaskSpec(window=6, between=1, soft_cap=3.0)
 
 
 def test_only_the_default_is_plain_causal() -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.assemble.teacher import likeliest
 from headrace.kernels.chunked_loss import chunked_loss
 from headrace.model.head import IGNORED, Vocabulary
 from headrace.model.sharded_vocabulary import ShardedVocabulary
@@ -24,6 +25,7 @@ from headrace.parallel.tensor import (
     split_sequence,
     sum_forward,
 )
+from headrace.techniques.adapt.distillation import kept_divergence
 
 LENGTHS = (1, 4, 5, 13)
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -147,6 +149,13 @@ def _distill(logits: Tensor, targets: Tensor, extras: Any, vocabulary: Vocabular
     return (lse * vocabulary.sum(teacher) - vocabulary.sum(teacher * logits)).sum()
 
 
+def _distill_kept(logits: Tensor, targets: Tensor, extras: Any, vocabulary: Vocabulary) -> Tensor:
+    teacher_NV = 6 * extras["teacher"].log()  # it is sure: of a flat one the gradients cancel
+    ids, logs, rest = likeliest(teacher_NV, min(5, teacher_NV.size(-1) - 1))
+    logs = torch.cat([logs, rest[:, None]], -1)
+    return kept_divergence(logits, ids, logs, 2.0, vocabulary, is_whole=False).sum()
+
+
 OBJECTIVES: dict[str, Callable[[Tensor, Tensor, Any, Any], Tensor]] = {
     "nll": lambda logits, targets, extras, v: v.nll(logits, targets),
     "smoothed": lambda logits, targets, extras, v: v.nll(logits, targets, 0.3),
@@ -154,6 +163,7 @@ OBJECTIVES: dict[str, Callable[[Tensor, Tensor, Any, Any], Tensor]] = {
     "pick": lambda logits, targets, extras, v: (v.pick(logits, targets.clamp(min=0)).sin()).sum(),
     "sum": lambda logits, targets, extras, v: (v.sum(logits**2).sqrt()).sum(),
     "distill": _distill,
+    "distill_kept": _distill_kept,
     "all": lambda logits, targets, extras, v: (
         v.nll(logits, targets)
         + 0.1 * (v.logsumexp(logits) ** 2 * targets.ne(IGNORED)).sum()

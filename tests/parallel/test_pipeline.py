@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from crosses import crossed
 from facts import in_order
 
 from headrace.core.errors import ConfigError
@@ -136,8 +137,7 @@ def test_interleaving_names_the_nearest_number(ranks: int, micros: int, near: in
     assert "1f1b" in raised.value.remedy.text
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("chunks", [1, 2])
+@crossed(together=1, ranks=(4, 2), chunks=(1, 2))
 def test_loss_and_gradients_are_the_whole_models(
     zygote: Any, tmp_path: Path, ranks: int, chunks: int
 ) -> None:

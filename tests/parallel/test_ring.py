@@ -50,7 +50,7 @@ def below(numbers: list[dict[str, Any]], names: list[str], limit: float) -> None
         assert not wrong, f"rank {rank}: {wrong}"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])  # cp4-tied
 class TestRanks:
     """Run real processes."""
 

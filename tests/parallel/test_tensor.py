@@ -13,7 +13,7 @@ SLOW = pytest.mark.slow
     ("ranks", "backend"),
     [
         (2, ""),
-        (4, ""),
+        pytest.param(4, "", marks=SLOW),
         *(pytest.param(*how, marks=SLOW) for how in ((2, "aot_eager"), (4, "aot_eager"))),
         pytest.param(2, "inductor", marks=SLOW),
     ],

@@ -91,7 +91,7 @@ AT_THE_BORDER = (
     "techniques.mixture_of_experts.experts=4 techniques.mixture_of_experts.top_k=3",
 )
 """What is just as much as is not told."""
-MEANINGLESS = ("lora", "qlora", "distillation")
+MEANINGLESS = ("lora", "dora", "qlora", "distillation")
 
 
 def read(*overrides: str) -> Plan:

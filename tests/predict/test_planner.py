@@ -19,6 +19,7 @@ from headrace.cli.catalogue import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.ledger import DERIVED
 from headrace.costs.machine import Machine
+from headrace.costs.mask_work import share_of_causal
 from headrace.costs.rates import SOFTMAX, START
 from headrace.costs.step import step_time
 from headrace.costs.work import (
@@ -42,7 +43,6 @@ from headrace.model.mask import BlockPattern
 from headrace.plan.plan import Plan
 from headrace.predict.page import format_prediction
 from headrace.predict.prediction import predict
-from headrace.techniques.attention.sliding_window import share_of_causal
 from headrace.techniques.attention.sparse_attention import skipped
 
 ROOT = Path(__file__).parents[2]

@@ -33,6 +33,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context, Stage, Supported, Technique, Unsupported
 from headrace.predict.candidates import Asking, singles
 from headrace.predict.sweep import HEAD, Sweep, command, format_summary, plain, sweep, table
+from headrace.recipes import read_recipe
 
 H200 = Machine.assumed("NVIDIA H200")
 SHAPE = (Path(__file__).parents[2] / "benchmarks" / "plans" / "160m.toml").read_text()
@@ -220,6 +221,20 @@ def test_a_design_that_the_plan_has_already_is_not_asked_about(
     put_in = {words[0][1:] for words in asking.singles(start) if words[0][0] == "+"}
     designs = {"rope", "tied_embeddings", "gqa", "alibi"}
     assert designs - put_in == gone
+
+
+def test_a_fine_tuning_is_asked_about_what_applies_to_it() -> None:
+    """Another adapter takes the place of the plan's; how it is known is the classes' data alone."""
+    words = ["model.pretrained=weights", "data.sources=talks.jsonl"]
+    start = Plan.read(read_recipe("finetune"), catalogue(), overrides=words, with_=["lora"])
+    context = elsewhere(make_context(start, torch.device("cpu")), "NVIDIA H200")
+    keeping = Asking(start, context, H200, catalogue())
+    put_in = {words for words in keeping.singles(start) if words[0][0] == "+"}
+    assert {("+chunked_cross_entropy",), ("+torch_compile",), ("+full_checkpoint",)} <= put_in
+    put_in = {words for words in replace(keeping, learning=True).singles(start)}
+    adapters = {("+qlora", "-lora"), ("+dora", "-lora"), ("-lora",)}
+    assert adapters <= put_in and not {("+qlora",), ("+dora",)} & put_in
+    assert ("+best_fit_packing",) in put_in and ("techniques.lora.rank=32",) in put_in
 
 
 def test_what_has_no_time_is_told_apart() -> None:

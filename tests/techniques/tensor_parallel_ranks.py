@@ -21,6 +21,8 @@ from headrace.assemble.build import make_build
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
 from headrace.data.ingest import prepare
+from headrace.kernels.quantized_weight import QuantizedWeight
+from headrace.model.lora import plain
 from headrace.parallel.world import World, open_world
 from headrace.plan.plan import Plan
 from headrace.train.evaluate import evaluate
@@ -60,6 +62,9 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 """Decoders that divide over two and four ranks and differ in everything else."""
 STEPS = 5
+LAYERS = 5
+"""Blocks that share a graph: each alone would have one."""
+EVAL_TOKENS = 128
 DEVICE = torch.device("cpu")
 
 
@@ -84,7 +89,7 @@ def split_plan(
     techniques = {n: CATALOGUE.find(n).model_validate(k) for n, k in knobs.items()}
     model = {"layers": 2, "vocab_multiple": 1, "init_std": 0.2, "precision": "fp32"}
     model |= {**SHAPES[shape], **keys.pop("model", {})}
-    plan = make_plan(**keys)
+    plan = make_plan(eval={"tokens": EVAL_TOKENS}, **keys)
     return plan.replaced(model=model, techniques=techniques, mesh={"tensor": ranks})
 
 
@@ -93,6 +98,8 @@ def build_in(world: World, plan: Plan) -> Build:
     build = make_build(plan, prepare(plan), world, DEVICE)
     with torch.no_grad():
         for name, parameter in build.model.named_parameters():
+            if isinstance(parameter, QuantizedWeight):
+                continue
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(tuple(build.layouts[name].shape), generator=draw)
             parameter.add_(0.1 * build.part(name, noise))
@@ -121,6 +128,7 @@ def _equal(
     shape: str,
     sequence: bool = True,
     ignored: bool = True,
+    states: bool = False,
     others: Mapping[str, Any] | None = None,
     beside: Mapping[str, Any] | None = None,
     **keys: Any,
@@ -133,6 +141,7 @@ def _equal(
         shape: of the decoder.
         sequence: the knob.
         ignored: whether some targets are.
+        states: whether weights and gradients of a rank have the bytes that are predicted.
         others: techniques of the split build.
         beside: techniques of both, those that change what is computed.
         keys: of both plans.
@@ -149,11 +158,19 @@ def _equal(
             assert_equal(found, right)
         assert abs(found.loss - right.loss) < 1e-5 * right.loss, (index, found.loss, right.loss)
     for name, parameter in alone.model.named_parameters():
-        wanted, mine = parameter.detach(), split.model.get_parameter(name).detach()
+        wanted, mine = plain(parameter), plain(split.model.get_parameter(name))
         off = float((split.whole(name, mine) - wanted).abs().max() / wanted.abs().max())
         assert off < 1e-5, (name, off)
     _same_everywhere(split)
     check_active(split)
+    if states:
+        parameters = dict(split.model.named_parameters()).values()
+        lines = split.predicted(split.plan).memory
+        held = sum(p.nbytes for p in parameters)
+        row = 4 * split.config.dim  # of embedding and head, whose entries may not divide
+        assert abs(held - lines["parameters"].bytes) < row + 1, (held, lines["parameters"].bytes)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        assert abs(sum(g.nbytes for g in gradients) - lines["gradients"].bytes) < 1
     a, b = evaluate(alone), evaluate(split)
     assert a.tokens == b.tokens and abs(a.loss_nats - b.loss_nats) < 1e-5, (a, b)
 
@@ -162,7 +179,7 @@ def _same_everywhere(build: Build) -> None:
     """What no axis cuts is bit for bit equal on all ranks."""
     for name, parameter in build.model.named_parameters():
         if not build.layouts[name].split:
-            mine = parameter.detach().flatten().tolist()
+            mine = plain(parameter).flatten().tolist()
             assert all(other == mine for other in build.world.gather(mine)), name
 
 
@@ -171,7 +188,7 @@ def graphs(ranks: int, corpus: str, prepared: str) -> None:
     others = {"torch_compile": {"backend": "aot_eager", "scope": "block"}}
     with worlds(ranks, corpus, prepared) as world:
         for sequence in (True, False):
-            plan = split_plan("biased", ranks, sequence, others=others, model={"layers": 12})
+            plan = split_plan("biased", ranks, sequence, others=others, model={"layers": LAYERS})
             build = build_in(world, plan)
             take_step(build, make_rows(300, ignored=True))
             found = check_active(build)["torch_compile"].numbers

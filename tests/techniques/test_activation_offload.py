@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from crosses import crossed
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -94,8 +95,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("keep_last", [0, 1, 3])
-@pytest.mark.parametrize("case", CASES)
+@crossed(together=1, case=tuple(CASES), keep_last=(0, 1, 3))
 def test_gradients_are_the_same_bits(make_tiny: Make, case: str, keep_last: int) -> None:
     keys = ("optimizer.clip_norm=0", f"model.layers={LAYERS}", *CASES[case])
     right = gradients(make_tiny(*keys))

@@ -378,3 +378,12 @@ def test_a_rank_restores_its_own_scales_and_keeps_no_others(
     _restore_optimizer(build, optimizer, {name: p}, saved)
     scales = optimizer.state[p]["exp_avg_scales"]
     assert scales.untyped_storage().nbytes() == scales.nbytes == 4 * rows // 2
+
+
+@pytest.mark.parametrize("compiled", ["false", "true"])
+@pytest.mark.parametrize("name", ["adamw_8bit", "muon"])
+def test_a_compiled_update_is_no_eager_step(
+    make_tiny: Callable[..., Build], name: str, compiled: str
+) -> None:
+    """Memory is read under dispatch modes in an eager step, and no compiler takes those."""
+    assert make_tiny(f"techniques.{name}.compiled={compiled}").is_eager is (compiled == "false")

@@ -48,6 +48,8 @@ def test_the_backend_is_asked_in_the_runs_precision(
     build.context = replace(build.context, precision=precision)
     model: Any = build.model
     spy = model.attend = Spy(model.attend)
+    for block in model.blocks.values():
+        block.mixer.attend = spy
     evidence = build.plan.techniques[name].active(build)
     assert spy.seen == {DTYPES[precision]} == {build.dtype}
     assert evidence.active, evidence.detail

@@ -238,7 +238,7 @@ def test_says_where_it_runs(make_tiny: Make) -> None:
         make_tiny(ON.format("master"), "model.precision=fp32")
 
 
-@pytest.mark.parametrize("scope", ["block", "model"])
+@pytest.mark.parametrize("scope", ["block", pytest.param("model", marks=pytest.mark.slow)])
 def test_compiled_code_is_traced_again_beside_gradients_that_were_added_up(
     make_tiny: Make, batch: Callable[[Build], list[Micro]], scope: str
 ) -> None:

@@ -13,6 +13,7 @@ import house
 import pytest
 import torch
 import torch.nn.functional as F
+from crosses import pairwise_cover
 from house import Result, Variant
 from torch import Tensor
 
@@ -58,14 +59,16 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]], dict[str, Any]]] = {
     "thousands, compiled": ("grouped", COMPILE, {"model": {"vocab": 5003}}),
 }
 """(shape, techniques, keys of the plan)"""
+UNCOMPILED = ("alone", "tied, accumulated", "packed", "thousands")
+PAIRS = pairwise_cover(
+    {"head": [*HEADS], "asked": [*ASKED], "case": UNCOMPILED, "ignored": (True, False)}
+)
 QUICK = {
-    *((head, asked, "packed", True) for head in HEADS for asked in ASKED),
-    *((head, "all", "tied, accumulated", True) for head in HEADS),
-    *((head, "all", case, True) for head in HEADS for case in ("thousands", "thousands, compiled")),
-    *((head, "all", "alone", False) for head in HEADS),
-    *((head, "all", "compiled blocks, packed", True) for head in ("fused", "fused chunks")),
+    *(tuple(found.values()) for found in PAIRS),
+    ("fused chunks", "all", "compiled blocks, packed", True),
 }
-"""What runs outside of the slow tests: compiling takes seconds."""
+"""What runs outside of the slow tests, each pair of choices once: compiling takes seconds, and the
+other heads have compiled cases in test_fused_cross_entropy and in the contract."""
 
 
 @pytest.fixture(autouse=True)

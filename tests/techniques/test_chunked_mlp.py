@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from crosses import crossed
 from facts import in_order
 from pieces import gradients
 from torch import Tensor
@@ -45,7 +46,11 @@ def test_no_linear_of_the_mlp_sees_more_than_a_piece(
         ("techniques.lora.rank=2",),
         ("techniques.stochastic_depth.rate=0.4",),
         pytest.param((COMPILE,), id="compiled", marks=pytest.mark.slow),
-        (COMPILE, "techniques.torch_compile.scope=block", "batch.micro_sequences=2"),
+        pytest.param(  # a set of the contract compiles it so
+            (COMPILE, "techniques.torch_compile.scope=block", "batch.micro_sequences=2"),
+            id="compiled-block",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=" ".join,
 )
@@ -100,8 +105,7 @@ def test_a_chunk_that_cuts_nothing_is_refused(make_tiny: Make, chunk: int) -> No
         make_tiny(f"{ON}=32", "batch.micro_sequences=2")
 
 
-@pytest.mark.parametrize("beside", [(), (COMPILE,)], ids=["eager", "compiled"])
-@pytest.mark.parametrize("chunk", [128, 64])
+@crossed(together=1, chunk=(64, 128), beside={"eager": (), "compiled": (COMPILE,)})
 def test_one_piece_is_no_evidence(
     make_tiny: Make, batch: Batch, chunk: int, beside: tuple[str, ...]
 ) -> None:

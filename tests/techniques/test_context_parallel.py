@@ -12,7 +12,7 @@ import pytest
 import torch
 from pieces import ring_of
 
-from headrace.assemble.build import make_context
+from headrace.assemble.context import check_supported, make_context
 from headrace.assemble.sockets import MicroBatch
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.costs.count import baseline_ledger
@@ -75,8 +75,10 @@ def test_refuses_a_mixer_that_is_not_attention(tiny_plan: Make) -> None:
 
 
 def test_refuses_apple_gpus(tiny_plan: Make) -> None:
-    answer = TECHNIQUE.supports(replace(context_of(tiny_plan(), 2), device="mps"))
-    assert isinstance(answer, Unsupported) and answer.remedy.text == "device=cpu"
+    apple = replace(context_of(tiny_plan(), 2), device="mps")
+    with pytest.raises(UnsupportedError, match="Apple GPUs") as caught:
+        check_supported([TECHNIQUE], apple)
+    assert caught.value.remedy.text == "device=cpu"
 
 
 def test_refuses_a_prefix() -> None:

@@ -147,7 +147,13 @@ BESIDE: dict[str, tuple[bool, tuple[str, ...]]] = {
 """(whether the forward pass runs out of memory, or the backward pass; what else is on)"""
 
 
-@pytest.mark.parametrize(("forward", "more"), BESIDE.values(), ids=BESIDE)
+@pytest.mark.parametrize(
+    ("forward", "more"),
+    [
+        pytest.param(*asked, id=name, marks=[pytest.mark.slow] * (name == "compiled"))
+        for name, asked in BESIDE.items()  # a set of the contract compiles it
+    ],
+)
 def test_steps_are_those_of_smaller_micro_batches(
     more: tuple[str, ...],
     forward: bool,
@@ -223,7 +229,7 @@ def test_a_cut_keeps_every_token_with_what_belongs_to_it() -> None:
     assert [len(part.ids_BT) for part in parts] == [2, 2, 1]
     for part in parts:
         assert torch.equal(part.targets_BT, -part.ids_BT)
-        _, segments_BT, prefix_B = part.rows
+        segments_BT, prefix_B = part.rows.segments_BT, part.rows.prefix_B
         assert segments_BT is not None and prefix_B is not None and part.extras is not None
         assert torch.equal(segments_BT, part.ids_BT // 2)
         assert torch.equal(prefix_B, part.ids_BT[:, 0] // 3)

@@ -252,9 +252,10 @@ def test_a_backend_that_visits_no_block_is_no_evidence(
 def test_yarn_slows_some_pairs_and_hastens_none(
     monkeypatch: pytest.MonkeyPatch, slower: tuple[float, ...], active: bool
 ) -> None:
-    monkeypatch.setattr(yarn, "_slowing", lambda position: torch.tensor(slower))
+    monkeypatch.setattr(yarn, "_slowing", lambda position, length: torch.tensor(slower))
     monkeypatch.setattr(yarn, "_size", lambda position: 1.0)
-    assert yarn.Yarn().active(left(model=left(position=None))).active is active
+    plan = left(data=left(sequence_length=4))
+    assert yarn.Yarn().active(left(model=left(position=None), plan=plan)).active is active
 
 
 HEADS = ModelConfig(dim=32, heads=4, kv_heads=2)

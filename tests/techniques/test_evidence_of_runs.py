@@ -11,6 +11,7 @@ import pytest
 import torch
 from pieces import bare, left
 
+from headrace.assemble import adapted
 from headrace.assemble.sockets import Build
 from headrace.model.convolution import CUDNN, CausalConvolution
 from headrace.model.lora import LoraLinear
@@ -221,7 +222,7 @@ def test_all_parameters_are_slices(
     monkeypatch.setattr("torch.distributed.tensor.DTensor", Slice)
     held: dict[str, Any] = {"a": Slice(here, 8), "b": torch.ones(1) if loose else Slice(here, 8)}
     model = left(parameters=held.values, named_parameters=held.items)
-    run = left(model=model, world=left(size=lambda axis: ranks))
+    run = left(model=model, notes={}, world=left(size=lambda axis: ranks))
     assert fsdp.Fsdp().active(run).active is active
 
 
@@ -300,9 +301,10 @@ def test_all_adapted_weights_are_stored_in_few_bits(
     monkeypatch: pytest.MonkeyPatch, reached: bool, weights: tuple[Any, ...], active: bool
 ) -> None:
     monkeypatch.setattr(qlora, "QuantizedWeight", Few)
-    monkeypatch.setattr(qlora, "adapter_evidence", lambda *given: (reached, "", {}))
+    monkeypatch.setattr(adapted, "adapter_evidence", lambda *given: (reached, "", {}))
     modules = [bare(LoraLinear, weight=weight) for weight in weights]
-    run = left(model=left(modules=lambda: modules), optimizers={})
+    tables = left(tied_embeddings=False)
+    run = left(model=left(modules=lambda: modules), optimizers={}, config=tables)
     assert qlora.Qlora().active(run).active is active
 
 

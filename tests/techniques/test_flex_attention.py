@@ -36,6 +36,8 @@ SPECS = {
     "all": MaskSpec(True, True, 90, True, BlockPattern(16, 2, 3), H, 0.7),
 }
 LENGTHS = (13, 128, 200)
+QUICK = {*((name, 200) for name in SPECS), ("document", 13), ("document", 128), ("all", 13)}
+"""Masks of rows that are no whole number of blocks, and a mask that knows nothing of the length."""
 
 
 def rows_of(length: int) -> Rows:
@@ -46,8 +48,19 @@ def rows_of(length: int) -> Rows:
     return Rows(places, segments, torch.tensor([0, length // 4]))
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    ("length", "spec"),
+    [
+        pytest.param(
+            length,
+            spec,
+            id=f"{length}-{name}",
+            marks=[pytest.mark.slow] * ((name, length) not in QUICK),
+        )
+        for length in LENGTHS
+        for name, spec in SPECS.items()
+    ],
+)
 def test_the_mask_and_the_forward_pass_on_a_cpu(spec: MaskSpec, length: int) -> None:
     rows = rows_of(length)
     may_see, change = mask_mod(spec, rows, length), score_mod(spec, torch.device("cpu"))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from crosses import crossed
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -156,8 +157,7 @@ def test_cutting_the_batch_hardly_changes_a_result(make_tiny: Make, recipe: str)
         assert off <= 1e-4, f"{name} is off by {off}"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("backend", ["none", "aot_eager"])
+@crossed(together=1, backend=("none", "aot_eager"), precision=("fp32", "bf16"))
 def test_is_in_force_under_autocast_and_compiled(
     make_tiny: Make, batch: Callable[[Build], list[Micro]], precision: str, backend: str
 ) -> None:

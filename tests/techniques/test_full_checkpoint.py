@@ -40,9 +40,16 @@ def test_chosen_blocks_run_again_once_per_micro_batch(
         ("techniques.stochastic_depth.rate=0.4",),
         ("techniques.chunked_mlp.chunk_tokens=5",),
         ("techniques.lora.rank=2",),
-        (COMPILE,),
-        (COMPILE, "techniques.torch_compile.scope=block"),
-        (COMPILE, "techniques.mixture_of_experts.experts=4"),
+        # A set of the contract compiles it by block, and among experts.
+        pytest.param((COMPILE,), id="compiled", marks=pytest.mark.slow),
+        pytest.param(
+            (COMPILE, "techniques.torch_compile.scope=block"), id="block", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            (COMPILE, "techniques.mixture_of_experts.experts=4"),
+            id="compiled-experts",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             (COMPILE, "techniques.chunked_mlp.chunk_tokens=5"),
             id="compiled-chunked",

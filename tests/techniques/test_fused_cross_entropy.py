@@ -8,6 +8,7 @@ import house
 import pytest
 import torch
 import torch.nn.functional as F
+from crosses import crossed
 from facts import in_order
 from house import Variant
 from pieces import h200
@@ -54,8 +55,7 @@ def plan_with(beside: dict[str, dict[str, Any]], *, fused: bool = True, **keys: 
     return house.make_plan(*(Variant(n, k).technique() for n, k in names.items()), **keys)
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@crossed(together=1, case=CASES, ignored=(False, True))
 def test_a_step_equals_the_reference(case: Any, ignored: bool, on_a_cpu: None) -> None:
     shape, beside, keys = case
     rows = house.make_rows(house.SHAPES[shape]["vocab"], ignored=ignored)
@@ -71,8 +71,11 @@ def test_a_step_equals_the_reference(case: Any, ignored: bool, on_a_cpu: None) -
     assert evidence.numbers["forward_launches"] >= micros  # other evidence runs the model too
 
 
-@pytest.mark.parametrize("shape", ["grouped", "tied"])
-@pytest.mark.parametrize("head", ["fused_cross_entropy", "chunked_cross_entropy"])
+@crossed(
+    together=1,
+    head=("fused_cross_entropy", "chunked_cross_entropy"),
+    shape=("grouped", "tied"),
+)
 def test_a_z_loss_is_made_by_the_kernels(head: str, shape: str, on_a_cpu: None) -> None:
     """Loss and gradients are the formula's, accumulated over targets of which some are ignored."""
     knobs = {"chunk_tokens": 11} if head == "chunked_cross_entropy" else {}
@@ -151,9 +154,15 @@ def backward_by_rows(
         out_NV[row] = grad_N[row] * (p - F.one_hot(t, len(x)))
 
 
-@pytest.mark.parametrize("beside", [{}, {"z_loss": {}}, {"label_smoothing": {}}], ids=str)
-@pytest.mark.parametrize(
-    "sizes", [{}, {"vocab": 2003}, {"tied_embeddings": True}, {"logit_cap": 15.0}], ids=str
+@crossed(
+    together=1,
+    sizes={
+        "plain": {},
+        "vocab": {"vocab": 2003},
+        "tied": {"tied_embeddings": True},
+        "capped": {"logit_cap": 15.0},
+    },
+    beside={"alone": {}, "z_loss": {"z_loss": {}}, "smoothed": {"label_smoothing": {}}},
 )
 def test_the_predicted_peak_is_the_traced(
     sizes: dict[str, Any], beside: dict[str, Any], on_a_cpu: None, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ import pytest
 import test_predicts as traced
 import torch
 import torch.nn.functional as F
+from crosses import crossed
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.sockets import Build
@@ -120,9 +121,12 @@ def chunks(tokens: int, **knobs: Any) -> Any:
     return house.Variant("chunked_cross_entropy", {"chunk_tokens": tokens, **knobs}).technique()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("head", [(), (64,), (128,)], ids=["whole", "chunks", "halves"])
-@pytest.mark.parametrize("beside", [(), (ZLoss(),)], ids=["alone", "z_loss"])
+@crossed(
+    together=2,
+    beside={"alone": (), "z_loss": (ZLoss(),)},
+    head={"whole": (), "chunks": (64,), "halves": (128,)},
+    precision=("fp32", "bf16"),
+)
 def test_the_peak_does_not_grow(precision: str, head: Any, beside: Any) -> None:
     heads = [chunks(*head, native=False)] if head else []  # torch's own smooths nothing
     plain = traced.Traced(sized(precision, *heads, *beside))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import report
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -268,6 +269,22 @@ def test_a_compiled_update_is_the_plain_one(named: dict[str, nn.Parameter]) -> N
     assert len(compiled.graphs) == 4
     for name, parameter in named.items():
         torch.testing.assert_close(parameter, copies[name], rtol=1e-4, atol=1e-5)
+
+
+def test_even_rows_are_seen_behind_a_head_that_begins_at_zero(train: Callable[..., Path]) -> None:
+    """Check that a first step in which no gradient reaches a matrix is no fault of the update."""
+    knobs = ("techniques.muon.normalize_rows=true", "model.head_init=zero", "goal.steps=3")
+    muon = report(train(*knobs))["techniques"]["muon"]
+    assert muon["active"] and muon["numbers"]["normalized"] > 0
+
+
+@pytest.mark.slow
+def test_a_run_with_a_compiled_update_reads_no_memory_under_its_compiler(
+    train: Callable[..., Path],
+) -> None:
+    """On a CPU the second step is watched by torch's dispatch modes, which no compiler takes."""
+    run = report(train("techniques.muon.compiled=true", "goal.steps=3"))
+    assert run["status"] == "done" and run["techniques"]["muon"]["active"]
 
 
 ALL = (

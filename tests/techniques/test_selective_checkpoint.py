@@ -123,8 +123,14 @@ def test_a_linear_with_a_bias_is_addmm(make_tiny: Make, batch: Batch) -> None:
     [
         (f"{ON}.every_matmul=2",),
         (f'{ON}.operations=["mm"]',),
-        (f"{ON}.every_matmul=2", COMPILE),
-        (f"{ON}.every_matmul=3", COMPILE, "techniques.torch_compile.scope=block"),
+        pytest.param(
+            (f"{ON}.every_matmul=2", COMPILE), id="compiled-matmuls", marks=pytest.mark.slow
+        ),
+        pytest.param(  # a set of the contract compiles it by block
+            (f"{ON}.every_matmul=3", COMPILE, "techniques.torch_compile.scope=block"),
+            id="compiled-blocks",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=" ".join,
 )

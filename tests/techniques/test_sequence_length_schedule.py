@@ -19,7 +19,6 @@ from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.schedule.sequence_length_schedule import (
     SequenceLengthSchedule,
     cut,
-    length_at,
     lengths_to,
 )
 from headrace.train.train import step
@@ -39,12 +38,6 @@ def micro_of(starts: list[list[int]], length: int, *, segments: bool = True) -> 
 )
 def test_lengths_double_while_they_divide(whole: int, start: int, wanted: list[int]) -> None:
     assert lengths_to(whole, start) == wanted
-
-
-def test_the_length_is_a_function_of_the_step() -> None:
-    found = [length_at(n, [2, 4, 8, 16], 6) for n in range(8)]
-    assert found == [2, 2, 4, 4, 8, 8, 16, 16]
-    assert length_at(0, [5, 15], 0) == 5, "the first step is always short"
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,7 +74,9 @@ def test_without_documents_only_the_shape_changes() -> None:
     assert torch.equal(found.ids_BT.flatten(), whole.ids_BT.flatten())
 
 
-@pytest.mark.parametrize("more", [(), ("techniques.document_packing={}",)])
+@pytest.mark.parametrize(
+    "more", [(), ("techniques.document_packing={}",), ("techniques.best_fit_packing={}",)]
+)
 def test_a_step_of_short_rows_is_a_step_of_a_plan_with_short_rows(
     more: tuple[str, ...], make_tiny: Callable[..., Build]
 ) -> None:

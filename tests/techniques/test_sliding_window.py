@@ -9,6 +9,7 @@ import torch
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import make_context
 from headrace.assemble.sockets import Build
+from headrace.core.errors import UnsupportedError
 from headrace.inference.sample import generate
 from headrace.model.mask import MaskSpec, Rows, allowed
 from headrace.plan.technique import Supported, Unsupported
@@ -60,6 +61,33 @@ def test_the_step_equals_a_dense_mask_by_hand(make_tiny: Callable[..., Build]) -
         if parameter.grad is not None:
             other = build.model.get_parameter(name).grad
             torch.testing.assert_close(other, parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [WINDOW, "techniques.sparse_attention={block = 2, local = 1, first = 0, random = 1}"],
+    ids=["window", "blocks"],
+)
+def test_an_imported_model_sees_what_a_plan_composes(
+    make_tiny: Callable[..., Build], given: Callable[..., str], key: str
+) -> None:
+    """A mask is a part of the plan: weights of a folder read by it what the definition allows."""
+    weights = given("model.layers=2", "model.init_std=0.2")
+    build, plain = make_tiny(weights, key), make_tiny(weights)
+    T = 12
+    rows, ids = Rows(torch.arange(T)[None]), torch.arange(T)[None]
+    with torch.no_grad():
+        shared = plain.model.share(rows, T)._replace(mask=allowed(build.mask, rows, T))
+        right, found = plain.model.states(ids, shared), build.model.hidden(ids, rows)
+        torch.testing.assert_close(found, right)
+        assert (found - plain.model.hidden(ids, rows)).abs().max() > 1e-3
+
+
+def test_an_imported_models_own_window_is_not_replaced(
+    make_tiny: Callable[..., Build], given: Callable[..., str]
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"model\.window = 4"):
+        make_tiny(given("model.layers=2", "model.window=4"), WINDOW)
 
 
 @pytest.mark.parametrize(("between", "opened"), [(0, []), (1, [1, 3]), (2, [2]), (3, [3])])

@@ -16,6 +16,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.model.attention import Sdpa, SelfAttention
 from headrace.parallel.layout import Layout
+from headrace.parallel.tensor import Peers
 from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.parallel.tensor_parallel import TensorParallel
 
@@ -63,6 +64,7 @@ def test_other_shapes_unpacked(
     run(zygote, tmp_path, 2, data, *({"shape": s, "sequence": sequence} for s in SHAPES[1:]))
 
 
+@pytest.mark.slow  # and a quick one is the composition cp-tp, over uneven parts of two
 def test_four_ranks_equal_one(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
     """13 tokens are 4 + 4 + 4 + 1, 311 entries 78 + 78 + 78 + 77."""
     run(
@@ -80,6 +82,7 @@ def test_four_ranks_in_chunks(zygote: Any, tmp_path: Path, data: dict[str, str])
     run(zygote, tmp_path, 4, data, {"shape": "biased", "others": {**CHUNKED, **SAC}})
 
 
+@pytest.mark.slow  # and a quick one is the composition tp-fsdp-everything
 def test_compiled_equals_one(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
     everything = {**compiled("block"), **SAC, **CHUNKED}
     run(zygote, tmp_path, 2, data, {"shape": "biased", "others": everything, **PACKED})
@@ -101,6 +104,7 @@ def test_compiled_shapes_equal_one(
     )
 
 
+@pytest.mark.slow  # and a quick one is the composition speedrun-tp-fsdp
 def test_other_techniques_beside_it(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
     run(
         zygote,
@@ -112,7 +116,7 @@ def test_other_techniques_beside_it(zygote: Any, tmp_path: Path, data: dict[str,
     )
 
 
-def test_twelve_blocks_share_one_graph(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
+def test_blocks_share_one_graph(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
     zygote.call(2, tmp_path, FUNCTIONS, "graphs", ranks=2, **data)
 
 
@@ -172,7 +176,7 @@ def cut(part: nn.Module, ranks: int = 2) -> dict[str, Layout]:
     """Return the layouts of a part's parameters."""
     layouts = {f"blocks.0.mlp.{n}": Layout(p.shape) for n, p in part.named_parameters()}
     build: Any = SimpleNamespace(layouts=layouts)
-    TensorParallel()._cut_part(build, "blocks.0.mlp", part, ranks)
+    TensorParallel()._cut_part(build, "blocks.0.mlp", part, Peers("", ranks, 0))
     return layouts
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.inference.sample import generate
+from headrace.model.decoder import baseline_parts
 from headrace.model.hf_config import config_from_hf, config_to_hf
 from headrace.model.position import RotaryPosition
 from headrace.plan.technique import Supported, Unsupported
@@ -46,7 +46,8 @@ TINY = ("techniques.yarn.factor=2.0", "techniques.yarn.original_length=8")
 def rope_of(kind: str, size: str) -> ScaledRope:
     model, knobs = SIZES[size]
     rule = Yarn.model_validate({"kind": kind, **knobs})
-    return ScaledRope(ModelConfig(vocab=64, **model), rule, rule.original_length)  # type: ignore[arg-type]
+    config = ModelConfig.model_validate({"vocab": 64, **model})
+    return ScaledRope(config, rule.rule(rule.original_length))
 
 
 def by_hand(rope: ScaledRope) -> list[float]:
@@ -124,35 +125,66 @@ def test_transformers_makes_the_same_frequencies_of_what_we_write(kind: str, siz
     assert rope.temperature == pytest.approx(temperature)
 
 
+def test_a_dynamic_base_follows_the_length_of_each_document() -> None:
+    """Beyond the original rows the base grows by the formula; neighbours change nothing."""
+    rule = Yarn(kind="dynamic", factor=3.0, original_length=8).rule(8)
+    rope = ScaledRope(ModelConfig(vocab=64, dim=48, heads=2), rule)
+    K = rope.head_dim
+
+    def right(length: int) -> Tensor:
+        """Return the angles of a document of so many tokens, in double precision."""
+        beyond = max(1.0, 3 * length / 8 - 2)
+        theta = rope.theta * beyond ** (K / (K - 2))
+        pair = torch.arange(0, K, 2, dtype=torch.float64)
+        return torch.arange(length)[:, None] * theta ** (-pair / K)
+
+    lengths = [[5, 20, 8], [33]]
+    positions = torch.tensor([[p for n in row for p in range(n)] for row in lengths])
+    cos, sin = rope.prepare(positions)
+    for row, documents in enumerate(lengths):
+        angles = torch.cat([right(n) for n in documents])
+        torch.testing.assert_close(cos[row, :, 0], angles.cos().float(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(sin[row, :, 0], angles.sin().float(), rtol=0, atol=1e-5)
+    plain = RotaryPosition.prepare(rope, positions[:1, :5])
+    torch.testing.assert_close(cos[:1, :5], plain.cos, rtol=0, atol=1e-6)
+    last = rope.prepare(torch.tensor([[32]]))  # a token behind a cache
+    torch.testing.assert_close(last.cos[0, 0], cos[1, 32], rtol=0, atol=1e-5)
+
+
 def test_a_ramp_ends_where_the_rule_says_though_no_pair_is_there() -> None:
     """Rows that are long beside theta: the slowest pair is not slowed by the whole factor."""
-    rule = Yarn(factor=4.0, original_length=1000)
-    rope = ScaledRope(ModelConfig(vocab=64, dim=32, heads=2, rope_theta=100.0), rule, 1000)
+    rule = Yarn(factor=4.0, original_length=1000).rule(1000)
+    rope = ScaledRope(ModelConfig(vocab=64, dim=32, heads=2, rope_theta=100.0), rule)
     found = rope.frequencies(torch.device("cpu"))
     torch.testing.assert_close(found, torch.tensor(by_hand(rope)), rtol=2e-6, atol=0)
     assert 2 < float(RotaryPosition.frequencies(rope, found.device)[-1] / found[-1]) < 3
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear", "llama3"])
-def test_a_scaled_checkpoint_is_refused_with_the_plan_that_says_it(kind: str) -> None:
+def test_a_scaled_checkpoint_is_read_as_it_was_written(kind: str) -> None:
+    """A model that is scaled already is not scaled again."""
     rope = rope_of(kind, "odd")
     config = ModelConfig(vocab=64, **SIZES["odd"][0])  # type: ignore[arg-type]
     values = config_to_hf(config, sequence_length=48, position=rope.config_fields())
-    with pytest.raises(UnsupportedError) as caught:
+    again = config_from_hf(values)
+    position = baseline_parts(again).position(again)
+    assert isinstance(position, ScaledRope)
+    device = torch.device("cpu")
+    assert position.frequencies(device).equal(rope.frequencies(device))
+    assert position.config_fields() == rope.config_fields()
+    values["rope_scaling"]["attention_factor"] = 3.0
+    with pytest.raises(UnsupportedError, match=r"rope_scaling\.attention_factor = 3"):
         config_from_hf(values)
-    told = dict(re.findall(r"techniques\.yarn\.(\w+)=(\S+)", caught.value.remedy.text))
-    again = Yarn.model_validate_json(
-        json.dumps({k: v if k == "kind" else json.loads(v) for k, v in told.items()})
-    )
-    original = again.original_length or rope.original
-    found = ScaledRope(config, again, original).frequencies(torch.device("cpu"))
-    assert found.equal(rope.frequencies(torch.device("cpu")))
-    values["rope_scaling"]["rope_type"] = "default"
-    assert config_from_hf(values).rope_theta == config.rope_theta
-    values["rope_scaling"] |= {"rope_type": kind, "attention_factor": 3.0}
-    with pytest.raises(UnsupportedError) as caught:
-        config_from_hf(values)
-    assert "yarn." not in caught.value.remedy.text
+
+
+def test_a_rotation_that_is_slowed_already_is_not_slowed_again(
+    make_tiny: Callable[..., Build],
+) -> None:
+    scaled = ("model.rope_scaling.kind=linear", "model.rope_scaling.factor=8")
+    with pytest.raises(UnsupportedError, match="'linear', factor 8") as told:
+        make_tiny(*scaled, *TINY)
+    assert ("-yarn",) in told.value.remedy.changes
+    make_tiny(*scaled)
 
 
 def test_evidence_is_the_built_models(make_tiny: Callable[..., Build]) -> None:
@@ -186,6 +218,12 @@ REFUSED = [
     ),
     ({"original_length": 1 << 24}, {}, "no pair is slowed", "techniques.yarn.original_length="),
     ({"kind": "ntk"}, {"model.head_dim": "2"}, "one pair", "model.head_dim=4"),
+    (
+        {"kind": "dynamic", "original_length": 1000},
+        {},
+        "rows of",
+        "techniques.yarn.original_length=",
+    ),
     ({}, {"model.rope_theta": "1.0"}, "makes no pair turn slower", "model.rope_theta=10000"),
 ]
 
@@ -209,7 +247,7 @@ def test_what_cannot_be_scaled_is_refused(
         assert isinstance(again.supports(context), Supported)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "dynamic"])
 def test_an_exported_run_computes_the_same_in_transformers(
     tmp_path: Path, plan_file: Path, zygote: Any, kind: str
 ) -> None:

@@ -127,12 +127,47 @@ def _check_first_half(build: Any, rows: list[dict[str, Any]]) -> None:
     assert nats == pytest.approx(sum(r["loss_nats"] * r["targets"] for r in found), rel=1e-5)
 
 
+@pytest.mark.parametrize("stride", [5, 16])
+def test_overlapping_rows_give_the_plain_sliding_windows_loss(
+    untrained: Callable[..., Any], stride: int
+) -> None:
+    """Each target counts once, behind at least 16 - stride tokens where the text has them."""
+    build = untrained()
+    found = evaluation.evaluate(build, stride=stride)
+    shards, model = build.prepared.validation, build.model
+    whole, length = torch.from_numpy(shards.read(0, shards.tokens)).long(), 16
+    seen, begin, nats = 0, 0, 0.0
+    with torch.no_grad():
+        while seen < len(whole) - 1:
+            ids = whole[begin : begin + length + 1]
+            fresh = begin + len(ids) - 1 - seen
+            hidden = model.hidden(ids[None, :-1], Rows(torch.arange(len(ids) - 1)[None]))
+            logits = model.head.logits(hidden[0, -fresh:], model.unembedding)
+            nats += float(torch.nn.functional.cross_entropy(logits, ids[-fresh:], reduction="sum"))
+            assert begin == 0 or len(ids) - 1 - fresh >= length - stride
+            seen, begin = seen + fresh, begin + stride
+    assert (found.tokens, found.share) == (len(whole) - 1, 1.0)
+    assert found.loss_nats == pytest.approx(nats / seen, rel=1e-5)
+    if stride == length:
+        assert found == evaluation.evaluate(build)
+
+
+def test_a_limit_of_overlapping_rows_counts_its_share(untrained: Callable[..., Any]) -> None:
+    build = untrained()
+    found = evaluation.evaluate(build, 40, stride=4)
+    whole = build.prepared.validation.tokens - 1
+    assert found.tokens == 40 and found.share == pytest.approx(40 / whole)
+    with pytest.raises(ConfigError, match="--stride 17") as told:
+        evaluation.check_stride(17, 16)
+    assert told.value.remedy.text == "--stride 8"
+
+
 def test_masked_documents_are_places_of_their_own(untrained: Callable[..., Any]) -> None:
     """Under document masks a target's place is that in its document, not that in its row."""
     build = untrained("techniques.document_packing={}")
     places = evaluation.LossByPlace([1, 1000], build.device)
     evaluation.evaluate(build, length=64, places=places)
-    rows = evaluation.validation_rows(build.prepared.validation, 64, None)
+    rows = evaluation.ValidationRows.of(build.prepared.validation, 64, None).numbers
     documents = build.prepared.validation.document_starts(0, build.prepared.validation.tokens)
     begins = {int(start) for start in documents} | {64 * row for row in rows}
     last = build.prepared.validation.tokens - 1

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from crosses import crossed
 from facts import in_order, tells
 from tiny import assert_same_run, report
 
@@ -361,8 +362,11 @@ def test_a_write_that_fails_in_the_background_is_told_and_leaves_nothing(
 # --- damaged data ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["cut", "flip", "gone"])
-@pytest.mark.parametrize("name", ["tokens-00000.bin", "offsets.bin", "manifest.json"])
+@crossed(
+    together=1,
+    name=("tokens-00000.bin", "offsets.bin", "manifest.json"),
+    how=("cut", "flip", "gone"),
+)
 def test_a_damaged_shard_is_named_before_training(
     train: Train, tiny_plan: Callable[..., Plan], tmp_path: Path, name: str, how: str
 ) -> None:

@@ -113,7 +113,9 @@ def test_a_knob_of_none_is_said_by_its_table() -> None:
     (typed,) = shlex.split(override(plan, "techniques.one.knob"))
     assert typed == "techniques.one={other = [1, 2]}"
     read = Plan.read("goal.steps = 1", catalogue(), overrides=["data.weights=[1.0]"])
-    (typed,) = shlex.split(override({**read.dump(), "data": {"vocab": 300}}, "data.weights"))
+    for key in ("data.mixture.weights", "data.weights"):
+        (typed,) = shlex.split(override({**read.dump(), "data": {"vocab": 300}}, key))
+        assert typed == "data={vocab = 300}"
     assert Plan.read("goal.steps = 1", catalogue(), overrides=[typed]).data.weights is None
 
 

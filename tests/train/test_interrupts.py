@@ -39,7 +39,11 @@ def whole(
     return cwd / "runs" / "whole"
 
 
-@signals
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGUSR1],
+    ids=lambda number: number.name,
+)
 def test_a_signal_saves_and_the_resume_equals_a_run_that_got_none(
     zygote: Any,
     plan_file: Path,

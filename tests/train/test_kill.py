@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from tiny import assert_same_run, report
 
-KILLS = 14
 STEPS_APART = 12
-STEPS = STEPS_APART * (KILLS + 4)
-OVERRIDES = (f"goal.steps={STEPS}", "checkpoint.every_steps=2", "eval.every_steps=8")
+
+
+def overrides(kills: int) -> tuple[str, ...]:
+    """Return the keys of a run that is long enough to be killed so often."""
+    steps = STEPS_APART * (kills + 4)
+    return (f"goal.steps={steps}", "checkpoint.every_steps=2", "eval.every_steps=8")
 
 
 def saving(run: Path) -> bool:
@@ -27,14 +30,15 @@ def saved_step(run: Path) -> int:
     return int(os.readlink(link).removeprefix("step-")) if link.is_symlink() else 0
 
 
+@pytest.mark.parametrize(("kills", "inside"), [(6, 1), pytest.param(14, 3, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_again_and_again_equals_one_that_is_not(
-    zygote: Any, plan_file: Path, wait_until: Any
+    zygote: Any, plan_file: Path, wait_until: Any, kills: int, inside: int
 ) -> None:
     cwd, chance = plan_file.parent, random.Random(0)
-    command = ("train", "tiny.toml", *OVERRIDES)
+    command = ("train", "tiny.toml", *overrides(kills))
     assert zygote.run(cwd, *command, "name=whole").code == 0
     run, half_saved = cwd / "runs" / "killed", 0
-    for attempt in range(KILLS):
+    for attempt in range(kills):
         child = zygote.start(cwd, *command, "name=killed", *(["--resume"] if attempt else []))
         if attempt % 4 == 1:  # at any moment, mostly before the first step
             time.sleep(chance.uniform(0, 0.2))
@@ -47,11 +51,12 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_is_not(
         child.send(signal.SIGKILL)
         assert child.wait().code == -signal.SIGKILL, "the run is too short for this machine"
         half_saved += saving(run)
-    assert half_saved >= 3, "too few kills fell into a save"
+    assert half_saved >= inside, "too few kills fell into a save"
     ended = zygote.run(cwd, *command, "name=killed", "--resume")
     assert ended.code == 0, ended.err
     assert_same_run(cwd / "runs" / "whole", run)
-    assert report(run)["restarts"] > KILLS * 2 // 3
+    early = (kills + 2) // 4  # killed before a step of theirs, mostly
+    assert report(run)["restarts"] >= kills - early
 
 
 @pytest.mark.slow
@@ -60,7 +65,7 @@ def test_killing_the_real_command_line(run_cli: Any, plan_file: Path, wait_until
     import sys
 
     cwd = plan_file.parent
-    command = ("train", "tiny.toml", *OVERRIDES)
+    command = ("train", "tiny.toml", *overrides(14))
     assert run_cli(cwd, *command, "name=whole").code == 0
     killed = cwd / "runs" / "killed"
     for attempt in range(3):

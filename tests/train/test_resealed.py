@@ -26,6 +26,8 @@ from headrace.train.checkpoint import INDEX, Saved
 from headrace.train.state import restore
 
 Tensors, Index = dict[str, Tensor], dict[str, Any]
+PARTS = 6
+"""The changes are tried in as many tests, of which the first is quick."""
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,7 @@ def changes(names: list[str], tensors: Tensors, part: Index) -> Iterator[tuple[s
     """Every change that is tried, with what its error names."""
     dice = random.Random(0)
     types = [torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.bool]
+    yield from changes_of_rng(part["rank_values"]["rng"]["cpu"])
     for name in names:
         tensor = tensors[name]
         yield name, retyped(name, torch.bfloat16)
@@ -119,24 +122,30 @@ def changes(names: list[str], tensors: Tensors, part: Index) -> Iterator[tuple[s
         yield name, untrue(name, dtype=dice.choice(["nonsense", None, 3, "load"]))
         yield name, untrue(name, offset=dice.choice([[9] * tensor.ndim + [1], "x", None, [-1]]))
         yield name, untrue(name, size=dice.choice([[7], None, "x", [2**62, 2]]))
-    state = part["rank_values"]["rng"]["cpu"]
+
+
+def changes_of_rng(state: str) -> Iterator[tuple[str, Any]]:
+    """Yield every wrong state of the generators of random numbers."""
     for wrong in (state[:-2], state[:100], state + "00", "", "zz", state[:-1], None, 7, [1]):
         yield "random numbers", rng({"cpu": wrong})
     for wrong in ({}, None, [], "x", {"gpu": state}):
         yield "random numbers", rng(wrong)
 
 
-@pytest.mark.parametrize("third", [0, 1, 2])
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, PARTS))]
+)
 def test_every_change_of_a_checkpoint_is_one_error(
-    third: int, trained: tuple[Path, Build], tmp_path: Path
+    part: int, trained: tuple[Path, Build], tmp_path: Path
 ) -> None:
+    """Check a part of the changes: each of the 11 kinds of them, and one or two of every tensor."""
     run, build = trained
     step = run / "checkpoints" / "step-2"
     restore(build, Saved(step))  # as it was saved
     tensors, index = load_file(step / FILE), json.loads((step / INDEX).read_text())
     tried = list(changes(sorted(tensors), tensors, index["parts"][0]))
     assert len(tried) > 200
-    for number, (name, change) in enumerate(tried[third::3]):
+    for number, (name, change) in enumerate(tried[part::PARTS]):
         copy = tmp_path / str(number) / "step-2"
         shutil.copytree(step, copy)
         resealed(copy, change)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from facts import in_order, tells
-from tiny import READ, assert_same_run, metrics, report, without_times, write_corpus
+from tiny import READ, assert_same_run, losses, metrics, report, without_times, write_corpus
 
 from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError, RunError
@@ -271,6 +271,33 @@ def test_another_mixture_is_refused(train: Train, own_corpus: tuple[Path, Path])
     with pytest.raises(ConfigError, match=in_order("data.weights", [1.0, 2.0], [2.0, 1.0])):
         train(sources, "data.weights=[2, 1]", resume=True)
     with pytest.raises(ConfigError, match=in_order("data.weights", [1.0, 2.0], None)):
+        train(sources, resume=True)
+
+
+def test_a_run_goes_on_in_the_middle_of_a_stage(
+    train: Train, own_corpus: tuple[Path, Path]
+) -> None:
+    """Compare with a run that was not stopped, and refuse stages that are others or elsewhere."""
+    sources = 'data.sources=["{}", "{}"]'.format(*own_corpus)
+    stages = "data.mixture.stages=[{until=0.19,weights=[1,3]},{weights=[2,1]}]"  # of 40 steps
+    mixed = (sources, stages, "data.mixture.max_epochs=[0,5]")
+    train(*mixed, "goal.steps=6")
+    run = train(*mixed, "goal.steps=12", resume=True)
+    whole = train(*mixed, "name=other")
+    assert report(run)["stream_sha256"] == report(whole)["stream_sha256"]
+    assert torch.equal(losses(run), losses(whole))
+    told = report(run)["data"]["mixture"]
+    assert told == report(whole)["data"]["mixture"]
+    assert told["tokens"] == sum(one["tokens"] for one in told["sources"]) == report(run)["tokens"]
+    assert told["stage_begins_tokens"] == [0, int(0.19 * 40 * 8) * 16] and len(told["stages"]) == 4
+    other = "data.mixture.stages=[{until=0.25,weights=[1,3]},{weights=[2,1]}]"
+    with pytest.raises(ConfigError, match=in_order("data.mixture.stages", "0.19", "0.25")):
+        train(sources, other, "data.mixture.max_epochs=[0,5]", resume=True)
+    moved = in_order("schedule.steps was 40 and is now 80", "moves the stages of data.mixture")
+    with pytest.raises(ConfigError, match=moved) as refused:
+        train(*mixed, "schedule.steps=80", resume=True)
+    assert "schedule.steps=40" in refused.value.remedy.text
+    with pytest.raises(ConfigError, match=in_order("data.mixture.max_epochs", [0.0, 5.0], None)):
         train(sources, resume=True)
 
 

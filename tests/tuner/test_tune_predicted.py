@@ -68,9 +68,8 @@ def naive_and_best(workload: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Plan
     return naive, [*plans.values()][-1]
 
 
-@pytest.mark.parametrize(
-    ("workload", "faster"), [("lora", 1.35), pytest.param("long", 1.25, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("workload", "faster"), [("lora", 1.35), ("long", 1.25)])
+@pytest.mark.slow  # the quick one below finds as much among fewer techniques
 def test_eight_minutes_find_what_is_as_fast_as_the_best_plan_known(
     H200: Any, workload: str, faster: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +117,7 @@ def test_a_new_technique_is_tuned_and_ranked_by_its_own_words(
         clock=machine.clock,
     )
     assert fewer_bytes in found.plan.techniques
+    assert machine.step_s(best) / machine.step_s(found.plan) > 0.97
     (row,) = [step for step in found.kept if f"+{fewer_bytes}" in step.changes]
     assert row.stage == "accept" and row.ratio is not None and row.predicted is not None
     off = 3 * OFF * len(found.plan.techniques) ** 0.5  # each has its own

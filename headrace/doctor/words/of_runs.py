@@ -53,7 +53,16 @@ def _tokens_without_target(finding: Finding, facts: Any) -> Words:
         are = "no attention_mask tells them from padding"
         are = are if known is None else f"{known:.1%} are padding"
         evidence += f"; masked prompts are no waste, and {are}"
-    return f"{share:.1%} of the tokens had no target.", evidence, ""
+    return f"{share:.1%} of the tokens had no target.", evidence + _packing(facts), ""
+
+
+def _packing(facts: Any) -> str:
+    """Return what the packing ledger says of the run's rows; "" where it was not counted."""
+    if (counted := facts.get("packing")) is None:
+        return ""
+    rows = f"; rows of {counted['policy']} are {counted['policy_padding']:.2%} padding"
+    best = f", those of {counted['best_policy']} {counted['best_padding']:.2%}"
+    return rows + (best if counted["best_policy"] != counted["policy"] else "")
 
 
 # --- what is wrong ---------------------------------------------------------------------------
@@ -94,6 +103,59 @@ def _untrained(finding: Finding, facts: Any) -> Words:
 def _inactive(finding: Finding, facts: Any) -> Words:
     names = ", ".join(facts["names"])
     return f"{names} was asked for and does nothing.", "its evidence at the end of the run", ""
+
+
+SHOWN_PARTS = 4
+"""Names of parts that a reader sees."""
+
+
+def _unreached(finding: Finding, facts: Any) -> Words:
+    parts, count = facts["parts"], len(facts["parts"])
+    total = count + len(facts["others"])
+    more = f" and {count - SHOWN_PARTS} more" if count > SHOWN_PARTS else ""
+    return (
+        f"{count} of {total} adapters of {facts['technique']} learn nothing.",
+        f"no gradient moved {', '.join(parts[:SHOWN_PARTS])}{more}",
+        "",
+    )
+
+
+def _above_the_start(finding: Finding, facts: Any) -> Words:
+    rate, usual = facts["lr"], facts["usual_lr"]
+    evidence = (
+        f"{facts['lowest_nats']:.4g} nats at best, {facts['before_nats']:.4g} before the first "
+        f"step; optimizer.lr = {rate:g}, and for {facts['trains']} {usual:.2g} is usual"
+    )
+    sentence = "The loss rose above where it began, as it does where the learning rate is too high."
+    return sentence, evidence, ""
+
+
+def _forgot(finding: Finding, facts: Any) -> Words:
+    before, after = facts["before_nats"], facts["after_nats"]
+    evidence = f"{before:.4g} -> {after:.4g} nats on {facts['source']}"
+    if "lr" in facts:
+        evidence += f"; {facts['trains']} at optimizer.lr = {facts['lr']:g}"
+    sentence = f"The model forgets: its loss on a general text rose by {after / before - 1:.1%}."
+    return sentence, evidence, "what text of its kind among data.sources would keep"
+
+
+def _other_template(finding: Finding, facts: Any) -> Words:
+    run, own = (facts[f"{whose}_sha256"][:12] for whose in ("run", "own"))
+    return (
+        "Conversations were written by another chat template than the tokenizer's own.",
+        f"the run's is {run}, the tokenizer's {own}; chat and exports write by the run's",
+        "whether the given weights knew the tokenizer's own",
+    )
+
+
+def _wide_base(finding: Finding, facts: Any) -> Words:
+    takes, whole = (format_bytes(facts[f"{what}_bytes"]) for what in ("fp32", "capacity"))
+    sentence = "Frozen weights are held in fp32, and every step reads them as bf16."
+    return (
+        sentence,
+        f"{takes} of {whole}; bf16 holds them in half",
+        "what their cast takes of a step",
+    )
 
 
 def _relapsed(finding: Finding, facts: Any) -> Words:
@@ -200,7 +262,9 @@ def _wide_matmuls(finding: Finding, facts: Any) -> Words:
 
 def _wasted_tokens(finding: Finding, facts: Any) -> Words:
     sentence = f"{finding.share:.0%} of the tokens are computed and count in no loss."
-    return sentence, "padding, or tokens whose target is left out", ""
+    counted = facts.get("counted_share")
+    counts = "" if counted is None else f"; {counted:.1%} of all tokens have a target that counts"
+    return sentence, "padding, or tokens whose target is left out" + counts + _packing(facts), ""
 
 
 def _needless_savings(finding: Finding, facts: Any) -> Words:
@@ -376,6 +440,11 @@ OF_RUNS: Mapping[Kind, Describe] = {
     Kind.DIVERGED: _diverged,
     Kind.UNTRAINED: _untrained,
     Kind.INACTIVE: _inactive,
+    Kind.UNREACHED: _unreached,
+    Kind.ABOVE_THE_START: _above_the_start,
+    Kind.FORGOT: _forgot,
+    Kind.WIDE_BASE: _wide_base,
+    Kind.OTHER_TEMPLATE: _other_template,
     Kind.RELAPSED: _relapsed,
     Kind.RISING: _rising,
     Kind.SPIKES: _spikes,

@@ -1,7 +1,8 @@
 """Llama 3 (arXiv 2407.21783) has RMSNorm, RoPE with theta 500,000, grouped queries, SwiGLU.
 
 8b has the numbers of Meta-Llama-3-8B's config.json; 1b and 3b have the shapes of Llama-3.2-1B and
--3B without their scaling of RoPE's frequencies, which only serves contexts past 8,192 tokens.
+-3B without their scaling of RoPE's frequencies, which only serves contexts past 8,192 tokens: a
+folder of these weights is read with it.
 """
 
 from typing import Any

@@ -13,73 +13,60 @@ the run's arithmetic, vectors in fp32; where blocks are sharded the teacher's ar
 is the run's own, so that parts of rows see each other. It is no part of the model: no name of a
 parameter changes, and no checkpoint holds it. Under tensor parallelism every rank holds it whole.
 
-Cost: the teacher's forward pass and weights. Left out: logits stored beforehand, and losses between
-layers. Source: arXiv 1503.02531; for language models DistilBERT (arXiv 1910.01108).
+With `top_k` the teacher reads the training text once, before the first step, and its K likeliest
+tokens of each place are kept beside the shards with the log-probability of all others together
+(data/teacher_shards). Later runs read them too, whatever their student, and hold no teacher. The
+term is then the divergence over K + 1 outcomes, which is at most that over all of them, and equal
+where K is the vocabulary.
 
-Shapes: N tokens, D features of the teacher, V vocabulary columns that are here.
+Cost: the teacher's forward pass and weights, or the bytes on disk. Left out: losses between layers,
+and text that the student writes itself (GKD, arXiv 2306.13649). Source: arXiv 1503.02531; for
+language models DistilBERT (arXiv 1910.01108).
+
+Shapes: N tokens, D features of the teacher, V vocabulary columns that are here, K kept tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from headrace.assemble.sockets import Build, MicroBatch
-from headrace.core.errors import ConfigError
+from headrace.assemble.sockets import Build
+from headrace.assemble.teacher import Teaching, keep_likeliest, make_teaching
+from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.folders import Folder
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import Remedy, mend
 from headrace.costs.count import FP32, linear_parameters, total_parameters
 from headrace.costs.ledger import Ledger, Line
 from headrace.data.pretrained import check_tokenizer, unchecked_tokenizer
-from headrace.model.adapter import files_left_out, load_pretrained, read_config
-from headrace.model.decoder import Decoder, baseline_parts
-from headrace.model.head import IGNORED, Objective, Vocabulary, capped
+from headrace.data.teacher_shards import IDS, LOGS
+from headrace.model.adapter import files_left_out, load_pretrained, longest_row, read_config
+from headrace.model.head import IGNORED, Objective, Vocabulary
 from headrace.model.init import Source
-from headrace.model.mask import Rows
-from headrace.plan.technique import Card, Context, Doubt, Evidence, Stage, Supported, Technique
+from headrace.plan.technique import (
+    Card,
+    Context,
+    Doubt,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
 
 LOGITS = 8
 """Tensors of logits in fp32 that are held at the term's peak: the model's, the teacher's, both
 distributions, what cross-entropy keeps, and gradients (measured)."""
-
-
-class Teacher(Decoder):
-    """A teacher is a frozen decoder without a head: it maps token ids to final hidden states."""
-
-    def forward(self, ids_BT: Tensor, rows: Rows) -> Tensor:  # type: ignore[override]
-        """Return normalised hidden states [B, T, D]."""
-        return self.hidden(ids_BT, rows)
-
-
-class Teaching:
-    """The teacher, its output matrix, and what was learned from it in the newest step."""
-
-    def __init__(self, teacher: Teacher, head_VD: Tensor, device: torch.device) -> None:
-        self.teacher, self.head_VD = teacher, head_VD
-        self.cap = teacher.config.logit_cap
-        self.sums = torch.zeros(2, device=device)
-        """divergence in nats, and tokens"""
-        self.step = -1.0
-
-    @torch.no_grad()
-    def enrich(self, build: Build, works: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches with the teacher's hidden states."""
-        if build.now["step"] != self.step:
-            self.step = build.now["step"]
-            self.sums.zero_()
-        build.phases.mark("forward")
-        enriched = []
-        for work in works:
-            with build.autocast():
-                hidden_ND = self.teacher(work.ids_BT, work.rows).flatten(0, 1)
-            extras = {**(work.extras or {}), "teacher": hidden_ND.to(self.head_VD.dtype)}
-            enriched.append(work._replace(extras=extras))
-        return enriched
+KEPT_LOGITS = 7
+"""Tensors of logits where the teacher's words are kept, and one more where a chunk's are a leaf
+(measured)."""
+KEPT_BYTES = 12
+"""Bytes on the device of a kept token: its id as it comes and as an index, and its logarithm."""
 
 
 def divergence(
@@ -98,6 +85,39 @@ def divergence(
     return apart_N - norm_N + vocabulary.logsumexp(logits_NV)
 
 
+def kept_divergence(
+    logits_NV: Tensor,
+    ids_NK: Tensor,
+    logs_NJ: Tensor,
+    temperature: float,
+    vocabulary: Vocabulary,
+    *,
+    is_whole: bool,
+) -> Tensor:
+    """Return KL(teacher || model) in nats per token over K tokens and the others together, [N].
+
+    Args:
+        logits_NV: the model's, in fp32.
+        ids_NK: the tokens that the teacher found likeliest.
+        logs_NJ: the teacher's log-probabilities of these and, last, of the others: J is K + 1. They
+            are of the same temperature.
+        temperature: by which the model's logits are divided.
+        vocabulary: that the logits are of.
+        is_whole: whether K is the whole vocabulary, and there are no others.
+    """
+    with torch.no_grad():
+        share_NJ = logs_NJ.exp()
+        known_N = (share_NJ * logs_NJ.where(share_NJ > 0, 0.0)).sum(-1)
+        norm_N1 = vocabulary.logsumexp(logits_NV / temperature)[:, None]
+    # A shift changes nothing, and the sums of large logits would be rounded as these are.
+    logits_NV = logits_NV / temperature - norm_N1
+    expected_N = vocabulary.dot(logits_NV, ids_NK, share_NJ[:, :-1])
+    if not is_whole:
+        others_N = vocabulary.logsumexp(vocabulary.without(logits_NV, ids_NK))
+        expected_N = expected_N + share_NJ[:, -1] * others_N
+    return known_N - expected_N + vocabulary.logsumexp(logits_NV)
+
+
 class Distillation(Technique[Build]):
     """Learn from a teacher's whole distribution beside the one token that came."""
 
@@ -110,10 +130,16 @@ class Distillation(Technique[Build]):
     gradients keep their size: rounding in fp32 is multiplied too, so it ends at the paper's
     highest; tuner range 1 to 4."""
 
+    top_k: int | None = Field(default=None, ge=1, le=1 << 20)
+    """Tokens of each place whose probability is kept on disk, beside that of all others together;
+    without it the teacher runs beside the model. Bytes a token of the text: 6 or 8 for each, and 4.
+    """
+
     room: ClassVar[str] = "adapt"
     stage: ClassVar[Stage] = Stage.STEP
     composes: ClassVar[tuple[str, ...]] = ("enrich", "terms")
     equality: ClassVar = "learning"
+    settled: ClassVar[tuple[str, ...]] = ("top_k",)
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
         buys=(
@@ -130,8 +156,24 @@ class Distillation(Technique[Build]):
         """Return the teacher's folder; without one the teacher is what the run starts from."""
         return {"teacher": self.teacher}
 
-    def supports(self, context: Context) -> Supported:
-        """Run everywhere."""
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Run everywhere; kept rows of a teacher must reach the model as it read them."""
+        if context.plan is None or not self.top_k:
+            return Supported()
+        if not self.teacher:  # the run's own start, and other runs start elsewhere
+            return Unsupported(
+                f"top_k = {self.top_k} keeps what another model says, and no teacher is named",
+                mend("-distillation"),
+            )
+        for name, other in context.plan.techniques.items():
+            shows_prefix = "mask" in other.composes and "place" in other.claims
+            if shows_prefix or "recut" in other.composes:
+                changes = "shows another part of them" if shows_prefix else "cuts them anew"
+                return Unsupported(
+                    f"the teacher has read whole rows from left to right, and {name} {changes}",
+                    mend(f"-{name}"),
+                    RefusalKind.COMBINATION,
+                )
         return Supported()
 
     def doubt(self, plan: Any) -> Doubt | None:
@@ -150,7 +192,10 @@ class Distillation(Technique[Build]):
         )
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Add the teacher's forward pass, weights and hidden states, and its logits at the head."""
+        """Add the teacher's forward pass, weights and hidden states, and its logits at the head.
+
+        Of a teacher whose words are kept, these and what the term makes of the logits are left.
+        """
         sizes, logits = ledger.sizes, ledger.memory.get("logits")
         if logits is None:  # a stage of a pipeline that computes no loss
             return ledger
@@ -163,32 +208,47 @@ class Distillation(Technique[Build]):
             work = 2.0 * linear_parameters(config) + attention * sizes["length"]
             weights = total_parameters(config)
             hidden = size * config.dim * sizes["tokens"]
-        ledger = ledger.with_line("teacher", Line(size * weights, ("always",)))
-        ledger = ledger.with_line("teacher_hidden", Line(hidden, ("loss", "turn", "backward")))
+        if self.top_k:
+            kept = (KEPT_BYTES * self.top_k + FP32) * sizes["tokens"] * sizes["micro_batches"]
+            ledger = ledger.with_line("teacher_likeliest", Line(kept, ("always",)))
+        else:
+            hidden_line = Line(hidden, ("loss", "turn", "backward"))
+            ledger = ledger.with_line("teacher", Line(size * weights, ("always",)))
+            ledger = ledger.with_line("teacher_hidden", hidden_line)
         # Over parts of a vocabulary the trunk's loss holds one tensor less, and this one does not.
         own = FP32 * sizes["vocab"] / sizes.get("tensor_ranks", 1)
         leaf = sizes.get("logits_leaf", 0.0)
         bytes_per_token = sizes["logits_per_token"] + leaf  # without it
         # A chunk's logits that are fp32 and not capped are those that the term reads.
         other = leaf if sizes["capped"] or leaf < own else 0.0
-        made = (((LOGITS + sizes["capped"]) * own + other) / bytes_per_token - 1) * logits.bytes
+        count = KEPT_LOGITS + (leaf > 0) if self.top_k else LOGITS
+        made = (((count + sizes["capped"]) * own + other) / bytes_per_token - 1) * logits.bytes
         ledger = ledger.with_line("teacher_logits", Line(made, ("loss",)))
         ledger = replace(ledger, sizes={**sizes, "logits_kept": 1.0})
-        return ledger.with_flops("teacher", work)
+        return ledger if self.top_k else ledger.with_flops("teacher", work)
 
     def apply(self, build: Build) -> None:
-        """Make the teacher, let it read each micro-batch, and add the term."""
-        if build.model.head is None:  # a stage of a pipeline that computes no loss
+        """Let the teacher read each micro-batch, or all text beforehand, and add the term."""
+        has_loss = build.model.head is not None  # else it is a stage of a pipeline without
+        if not (has_loss or self.top_k):
             return
-        teaching = build.notes[self.name()] = make_teaching(build, *self._source(build))
-        build.enrich.append(teaching.enrich)
-        build.terms.append(self._term(teaching))
+        given = self._source(build)
+        if self.top_k:
+            shards = keep_likeliest(build, Path(self.teacher), given, self.top_k, self.temperature)
+            build.loader.beside.append(shards.beside)
+            teaching = Teaching(build.device)
+        else:
+            teaching = make_teaching(build, *given)
+        if has_loss:
+            build.notes[self.name()] = teaching
+            build.enrich.append(teaching.enrich)
+            build.terms.append(self._term(teaching, given[0].vocab))
 
     def _source(self, build: Build) -> tuple[ModelConfig, Source]:
         """Return the teacher's config and weights.
 
         Raises:
-            ConfigError: not a folder of weights, or another vocabulary.
+            ConfigError: not a folder of weights, another vocabulary, or a teacher of shorter rows.
         """
         if not self.teacher:
             return build.config, build.source
@@ -203,6 +263,19 @@ class Distillation(Technique[Build]):
                 f"{build.config.vocab}: their distributions are over different tokens",
                 other or mend(f"data.tokenizer={path}", f"model.vocab={config.vocab}"),
             )
+        if self.top_k and self.top_k > config.vocab:
+            raise ConfigError(
+                f"top_k = {self.top_k} tokens of each place are more than the {config.vocab} "
+                f"vocabulary entries of the teacher {self.teacher}",
+                mend(f"techniques.{self.name()}.top_k={min(64, config.vocab)}"),
+            )
+        longest, length = longest_row(path), build.plan.data.sequence_length
+        if longest and longest < length:
+            raise ConfigError(
+                f"the teacher {self.teacher} was trained on rows of {longest} tokens, and "
+                f"data.sequence_length = {length}: it knows nothing of later places",
+                mend(f"data.sequence_length={longest}"),
+            )
         if not build.prepared.has_begun:
             check_tokenizer(build.prepared.tokenizer, self.teacher, key, config.vocab, other)
         for line in (
@@ -213,19 +286,25 @@ class Distillation(Technique[Build]):
                 build.note_line(line)
         return config, source
 
-    def _term(self, teaching: Teaching) -> Objective:
+    def _term(self, teaching: Teaching, vocab: int) -> Objective:
         head_VD, sums, temperature = teaching.head_VD, teaching.sums, self.temperature
-        weight, cap = self.weight * temperature**2, teaching.cap
+        weight, is_whole = self.weight * temperature**2, self.top_k == vocab
 
         def term(
             logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Vocabulary
         ) -> Tensor:
             """Return the weighted sum of the divergence over the tokens whose target counts."""
-            with torch.no_grad():
-                taught_NV = (extras["teacher"] @ vocabulary.part(head_VD.t())).float()
-                taught_NV = capped(taught_NV, cap)
+            if head_VD is None:
+                kept = extras[IDS].long(), extras[LOGS]
+                apart_N = kept_divergence(
+                    logits_NV, *kept, temperature, vocabulary, is_whole=is_whole
+                )
+            else:
+                with torch.no_grad():
+                    columns_DV = vocabulary.part(head_VD.t())
+                    taught_NV = teaching.logits(extras["teacher"], columns_DV)
+                apart_N = divergence(logits_NV, taught_NV, temperature, vocabulary)
             ignored_N = targets_N == IGNORED
-            apart_N = divergence(logits_NV, taught_NV, temperature, vocabulary)
             apart = apart_N.masked_fill(ignored_N, 0.0).sum()
             with torch.no_grad():
                 sums.add_(torch.stack([apart.detach(), (~ignored_N).sum()]))
@@ -240,49 +319,9 @@ class Distillation(Technique[Build]):
         teaching = build.notes[self.name()]
         nats, tokens = teaching.sums.tolist()
         apart = nats / max(1.0, tokens)
+        kept = f"'s {self.top_k} likeliest tokens and the others," if self.top_k else ""
         return Evidence(
             active=tokens > 0,
-            detail=f"{apart:.4g} nats per token from the teacher over {tokens:.0f} tokens",
+            detail=f"{apart:.4g} nats per token from the teacher{kept} over {tokens:.0f} tokens",
             numbers={"divergence_nats": apart, "tokens": tokens},
         )
-
-
-def make_teaching(build: Build, config: ModelConfig, source: Source) -> Teaching:
-    """Return the frozen teacher on the run's device, sharded as the run's model is."""
-    own = config is build.config
-    parts = build.parts if own else replace(baseline_parts(config), attend=build.parts.attend)
-    with torch.device("meta"):
-        teacher = Teacher(config, replace(parts, head=lambda _: nn.Identity()), build.mask)
-    teacher.residual_dtype = build.model.residual_dtype
-    dtype = build.dtype
-    prefixes = {module: name for name, module in teacher.named_modules()}
-    for module in [*teacher.blocks.values(), teacher]:
-        _fill(module, prefixes[module], source, build.device, dtype)
-        for shard in build.shard:
-            shard(module)
-    teacher.requires_grad_(False)
-    name = "embed.weight" if config.tied_embeddings else "head.weight"
-    if config.tied_embeddings and not build.shard:
-        head_VD = teacher.embed.weight.detach()
-    else:
-        head_VD = source(name, torch.Size((config.vocab, config.dim))).to(build.device, dtype)
-    return Teaching(teacher, head_VD, build.device)
-
-
-def _fill(
-    root: nn.Module, prefix: str, source: Source, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Give meta parameters under `root` their values; vectors become fp32 buffers.
-
-    A sharded group of parameters has one dtype, and vectors are not worth sharding.
-    """
-    for path, module in root.named_modules(prefix=prefix):
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            if not parameter.is_meta:
-                continue
-            value = source(f"{path}.{key}" if path else key, parameter.shape)
-            if value.ndim > 1:
-                setattr(module, key, nn.Parameter(value.to(device, dtype), requires_grad=False))
-            else:
-                delattr(module, key)
-                module.register_buffer(key, value.to(device), persistent=False)

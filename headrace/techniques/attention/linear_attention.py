@@ -37,13 +37,13 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import Remedy, mend
+from headrace.costs.adapters import ALONE, GATES
 from headrace.costs.chunk_work import chunk_flops, chunked
 from headrace.costs.count import FP32, instants_of
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.kernels import fla, gated_delta, linear_attention
 from headrace.kernels.launches import since
 from headrace.model.attention import Attend, SelfAttention, Shared
-from headrace.model.lora import ALONE, GATES
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.position import rotate
 from headrace.plan.technique import (

@@ -22,9 +22,8 @@ from pydantic import Field
 from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
-from headrace.costs.count import FP32, instants_of
-from headrace.costs.decoder_work import capped
-from headrace.costs.ledger import Ledger, Line
+from headrace.costs.ledger import Ledger
+from headrace.costs.mask_work import soft_capped
 from headrace.model.attention import weights
 from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.technique import (
@@ -85,7 +84,12 @@ class LogitSoftCap(Technique[Build]):
     def supports(self, context: Context) -> Supported | Unsupported:
         """Support whole rows on one rank."""
         plan = context.plan
-        if plan.mesh.context > 1:
+        if cap := plan.model.attention_cap:
+            return Unsupported(
+                f"scores of this model are capped already: model.attention_cap = {cap:g}",
+                mend(f"-{self.name()}"),
+            )
+        if context.has_ring:
             return Unsupported(
                 f"the ring of mesh.context = {plan.mesh.context} ranks has no cap",
                 context.whole("context"),
@@ -95,35 +99,7 @@ class LogitSoftCap(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Add a dense mask, and what plain matmuls keep of every score."""
-        ledger = capped(ledger)
-        sizes = ledger.sizes
-        if "mask" not in ledger.memory:
-            line = Line(sizes["mask"] / sizes["rows"], ("loss", "turn", "backward"))
-            ledger = ledger.with_line("mask", line)
-        ledger = ledger.without([n for n in ledger.memory if n.endswith("/mask_copy")])
-        ledger = replace(ledger, sizes={**sizes, "mask_copy": 0.0})
-        for layer in range(int(sizes["layers"])) if sizes.get("scores", 1) else ():
-            kept = self._kept(ledger, layer)
-            ledger = ledger.with_line(f"{layer}/scores", Line(kept, instants_of(layer), layer))
-        return ledger
-
-    def _kept(self, ledger: Ledger, layer: int) -> float:
-        """Return bytes that a layer's plain matmuls keep beyond a fused kernel.
-
-        They keep every score after the tanh and after the softmax in fp32, in half precision also
-        as a factor of the values; queries, keys and values in an order of their own, a key for each
-        query head. What a fused kernel keeps instead is subtracted: its statistics, its inputs, and
-        the fused matmul's result unless norms of queries and keys keep it.
-        """
-        sizes, lines = ledger.sizes, ledger.memory
-        heads, groups, width = sizes["heads"], sizes["kv_heads"], sizes["head_dim"]
-        tokens, size = sizes["tokens"], sizes["activation_bytes"]
-        scores = heads * tokens * sizes["length"] * (2 * FP32 + (size if size != FP32 else 0))
-        inputs = 3 * size * tokens * heads * width
-        gone = FP32 * tokens * heads + lines[f"{layer}/attention_input"].bytes
-        if f"{layer}/qk_norm" not in lines:
-            gone += size * tokens * (heads + 2 * groups) * width
-        return max(0.0, scores + inputs - gone)
+        return soft_capped(ledger)
 
     def apply(self, build: Build) -> None:
         """Compose the mask."""

@@ -30,13 +30,13 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import Remedy, mend
+from headrace.costs.adapters import targeted
 from headrace.costs.count import FP32, instants_of
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.costs.work import CUSTOM, Matmul, Phase, Stream, Work
 from headrace.kernels.launches import since
 from headrace.model.attention import Shared
 from headrace.model.convolution import LAUNCH, CausalConvolution, libraries
-from headrace.model.lora import targeted
 from headrace.model.mask import MaskSpec
 from headrace.plan.technique import (
     Card,

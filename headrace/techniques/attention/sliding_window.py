@@ -18,11 +18,10 @@ from torch import Tensor
 
 from headrace.assemble.sockets import Build
 from headrace.core.remedy import mend
-from headrace.costs.count import instants_of
-from headrace.costs.decoder_work import masked
-from headrace.costs.ledger import Ledger, Line
-from headrace.costs.work import TILE
+from headrace.costs.ledger import Ledger
+from headrace.costs.mask_work import windowed
 from headrace.data.loader import Micro
+from headrace.model.adapter import shape_of
 from headrace.model.attention import SelfAttention
 from headrace.model.mask import MaskSpec
 from headrace.plan.technique import (
@@ -35,13 +34,6 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
-
-
-def share_of_causal(window: int, length: int) -> float:
-    """Return the share of a causal mask's blocks that a window leaves in a row of `length`."""
-    count = -(-length // TILE)
-    seen = sum(q - max(0, q * TILE - window + 1) // TILE + 1 for q in range(count))
-    return 2 * seen / (count * (count + 1))
 
 
 class SlidingWindow(Technique[Build]):
@@ -84,39 +76,27 @@ class SlidingWindow(Technique[Build]):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Support rows that are longer than the window."""
-        length = context.plan.data.sequence_length
+        length, model = context.plan.data.sequence_length, shape_of(context.plan.model)
+        if model.window:
+            return Unsupported(
+                f"this model has a window already: model.window = {model.window}",
+                mend(f"-{self.name()}"),
+            )
         if self.window >= length:
             return Unsupported(
                 f"a window of {self.window} tokens limits nothing in rows of {length}",
                 mend(f"techniques.sliding_window.window={max(1, length // 4)}"),
             )
-        layers = context.plan.model.layers
-        if self.between >= layers:
+        if self.between >= model.layers:
             return Unsupported(
-                f"no layer of {layers} is without a window after {self.between} with it",
-                mend(f"techniques.sliding_window.between={layers - 1}"),
+                f"no layer of {model.layers} is without a window after {self.between} with it",
+                mend(f"techniques.sliding_window.between={model.layers - 1}"),
             )
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Add a dense mask, shared by the layers with the window, and SDPA's copy of it in each.
-
-        With documents masked the masks are theirs, and the window lies in one of two.
-        """
-        sizes = ledger.sizes
-        spec = MaskSpec(window=self.window, between=self.between)
-        if "mask" not in ledger.memory:
-            line = Line(sizes["mask"] / sizes["rows"], ("loss", "turn", "backward"))
-            ledger = ledger.with_line("mask", line)
-            for layer in range(int(sizes["layers"])):
-                if not spec.is_open(layer):
-                    copied = Line(sizes["mask_copy"] / sizes["rows"], instants_of(layer), layer)
-                    ledger = ledger.with_line(f"{layer}/mask_copy", copied)
-        masks = 2 if self.between else 1
-        count, length = int(sizes["layers"]), int(sizes["length"])
-        windowed = sum(not spec.is_open(layer) for layer in range(count)) / max(1, count)
-        ledger = masked(ledger, windowed, share_of_causal(self.window, length))
-        return replace(ledger, sizes={**sizes, "mask": masks * sizes["mask"]})
+        """Add a dense mask, shared by the layers with the window, and SDPA's copy of it in each."""
+        return windowed(ledger, self.window, self.between)
 
     def apply(self, build: Build) -> None:
         """Compose the mask."""
@@ -158,7 +138,8 @@ class SlidingWindow(Technique[Build]):
 
     def _moved(self, build: Build, mask: object, place_T: Tensor) -> Tensor:
         """Return how far each query's result moves under `mask` with the first token's value."""
-        config, attend = build.config, build.model.attend
+        config, blocks = build.config, build.model.blocks.values()
+        attend = next(b.mixer.attend for b in blocks if isinstance(b.mixer, SelfAttention))
         draw = torch.Generator().manual_seed(0)
         shape = len(place_T), config.resolved_head_dim
         q, k, v = (

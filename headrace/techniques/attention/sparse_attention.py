@@ -99,7 +99,7 @@ class SparseAttention(Technique[Build]):
         """Support patterns that leave blocks out, with whole rows on one rank."""
         plan = context.plan
         length = plan.data.sequence_length
-        if plan.mesh.context > 1:
+        if context.has_ring:
             return Unsupported(
                 f"the ring of mesh.context = {plan.mesh.context} ranks has no pattern of blocks",
                 context.whole("context"),

@@ -107,7 +107,7 @@ class CudaGraphs(Technique[Build]):
         if context.ranks > 1:
             return Unsupported(
                 f"collectives of {context.ranks} ranks inside of recordings are not proven here",
-                context.whole(*(axis for axis, size in plan.mesh if size > 1)),
+                context.whole(*(axis for axis, size in plan.mesh.sizes.items() if size > 1)),
                 RefusalKind.COMBINATION,
             )
         if LENGTHS in on and BUCKETS not in on:

@@ -86,7 +86,9 @@ class ShapeBuckets(Technique[Build]):
                 mend("+torch_compile"),
                 RefusalKind.COMBINATION,
             )
-        recutting = [t for t in plan.techniques.values() if "recut" in t.composes]
+        # Rows that are cut alike in every step, as by length_mixing, keep their length.
+        varies = {"recut", "values"}
+        recutting = [t for t in plan.techniques.values() if varies <= {*t.composes}]
         if not recutting:
             return Unsupported(
                 f"every row of this plan has data.sequence_length = {plan.data.sequence_length} "
@@ -179,7 +181,7 @@ def deal(work: MicroBatch, length: int, rows: int) -> list[MicroBatch]:
         whole = torch.cat([x_RL, last_R1 + place], dim=1)
         return torch.cat([whole, whole[-1:].expand(missing, -1)])
 
-    positions, segments, prefix_R = work.rows
+    positions, segments, prefix_R, noise = work.rows
     if segments is not None:  # padding is a document of its own
         ends_R1 = segments[:, -1:] + 1
         segments = torch.cat([segments, ends_R1.expand(-1, more)], dim=1)
@@ -192,6 +194,7 @@ def deal(work: MicroBatch, length: int, rows: int) -> list[MicroBatch]:
         positions = counted(positions, positions[:, -1:] + 1)
     if prefix_R is not None:
         prefix_R = F.pad(prefix_R, (0, missing))
+    noise = None if noise is None else filled(noise, 1 << 30)  # a text of one token
     ids, targets = filled(work.ids_BT), filled(work.targets_BT, IGNORED)
     index = filled(work.index_BT)
     extras = {name: _widened(x, R, L, length, missing) for name, x in (work.extras or {}).items()}
@@ -202,6 +205,7 @@ def deal(work: MicroBatch, length: int, rows: int) -> list[MicroBatch]:
             positions if positions.size(0) == 1 else positions[here],
             None if segments is None else segments[here],
             None if prefix_R is None else prefix_R[here],
+            None if noise is None else noise[here],
         )
         own = {name: x[here].flatten(0, 1) for name, x in extras.items()}
         works.append(MicroBatch(ids[here], targets[here], part, index[here], own or None))

@@ -109,6 +109,10 @@ class StochasticDepth(Technique[Build]):
         """Return the chance of block `layer` of `layers` to be left out."""
         return self.rate * layer / max(1, layers - 1)
 
+    def is_noisy(self) -> bool:
+        """Leave layers out while training alone."""
+        return True
+
     def predict(self, ledger: Ledger) -> Ledger:
         """Expect less work of blocks, and the memory of a step that leaves none out, as some do."""
         sizes = ledger.sizes

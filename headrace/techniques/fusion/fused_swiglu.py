@@ -72,7 +72,8 @@ class FusedSwiglu(Technique[Build]):
         activation = context.plan.model.activation
         if activation != "swiglu":
             return Unsupported(
-                f"model.activation = {activation!r} has no gate", mend("model.activation=swiglu")
+                f"model.activation = {activation!r} has no gate of SiLU",
+                mend("model.activation=swiglu"),
             )
         return context.lacks_triton() or Supported()
 

@@ -110,7 +110,7 @@ class LigerKernels(Technique[Build]):
             )
         if model.activation != "swiglu":
             return Unsupported(
-                f"model.activation = {model.activation!r} has no gate",
+                f"model.activation = {model.activation!r} has no gate of SiLU",
                 mend("model.activation=swiglu"),
             )
         if (lacks := context.lacks_triton()) is not None:

@@ -14,6 +14,7 @@ held, and the logits are read twice more and their gradient once.
 Source: arXiv 1512.00567 (section 7).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -89,7 +90,9 @@ class LabelSmoothing(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Smooth the objective's targets."""
-        moved = build.notes[self.name()] = torch.zeros((), device=build.device)
+        # Logits that are all equal, as behind a head of zeros, are moved by 0.0: the sum begins at
+        # -0.0, which shows whether anything was added.
+        moved = build.notes[self.name()] = torch.full((), -0.0, device=build.device)
         build.objective = Smoothed(self.smoothing, build.config.vocab, moved, IGNORED)
 
     def active(self, build: Build) -> Evidence:
@@ -97,4 +100,5 @@ class LabelSmoothing(Technique[Build]):
         if build.model.head is None:
             return Evidence(None, "this stage of a pipeline computes no loss")
         nats = build.notes[self.name()].item()
-        return Evidence(nats != 0, f"moved the loss by {nats:.3g} nats", {"moved_nats": nats})
+        added = math.copysign(1.0, nats) > 0 or nats != 0
+        return Evidence(added, f"moved the loss by {nats:.3g} nats", {"moved_nats": nats})

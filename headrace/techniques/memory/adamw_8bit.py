@@ -254,7 +254,8 @@ class Adamw8bit(Technique[Build]):
                 compiled=compiled,
             )
 
-        build.routes.append(Route(self.name(), takes, make, rest=self.rest))
+        route = Route(self.name(), takes, make, rest=self.rest, compiled=compiled)
+        build.routes.append(route)
 
     def active(self, build: Build) -> Evidence:
         """Report the bytes of state that the matrices really hold, by tensor."""
@@ -319,7 +320,8 @@ def _adapters(technique: Any, plan: Plan) -> list[tuple[int, int]]:
         shape
         for name, (inner, outer) in linears.items()
         if not targets or name in targets
-        for shape in ((technique.rank, inner), (outer, technique.rank))
+        for rank in (technique.sizes.rank_of(name),)
+        for shape in ((rank, inner), (outer, rank))
     ]
 
 

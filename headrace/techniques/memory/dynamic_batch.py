@@ -435,9 +435,8 @@ def cut(work: MicroBatch, rows: int) -> list[MicroBatch]:
         def of(x_B: Tensor | None) -> Any:
             return x_B if x_B is None or x_B.size(0) == 1 else x_B[here]
 
-        positions_BT, segments_BT, prefix_B = work.rows
         extras = {name: x_N[tokens] for name, x_N in (work.extras or {}).items()}
-        own = Rows(of(positions_BT), of(segments_BT), of(prefix_B))
+        own = Rows(*map(of, work.rows))
         ids_BT, targets_BT, index_BT = work.ids_BT[here], work.targets_BT[here], work.index_BT[here]
         return MicroBatch(ids_BT, targets_BT, own, index_BT, extras or None)
 

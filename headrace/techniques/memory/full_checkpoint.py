@@ -27,10 +27,10 @@ from torch.utils.checkpoint import (
 )
 
 from headrace.assemble.sockets import Build, Forward
+from headrace.costs.adapters import LAST, recomputed_adapter_flops
 from headrace.costs.count import FP32, holds_casts
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import RERUN
-from headrace.model.lora import LAST, recomputed_adapter_flops
 from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import Card, Context, Evidence, Stage, Supported, Technique
 

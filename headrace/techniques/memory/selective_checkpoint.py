@@ -33,10 +33,10 @@ from torch.utils.checkpoint import (
 from headrace.assemble.sockets import Build, Forward
 from headrace.core.remedy import mend
 from headrace.core.strict import Wrong
+from headrace.costs.adapters import LAST, recomputed_adapter_flops
 from headrace.costs.count import block_linears, holds_casts
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import CHOSEN
-from headrace.model.lora import LAST, recomputed_adapter_flops
 from headrace.plan.plan import ATTENDS, Plan
 from headrace.plan.technique import (
     Card,
@@ -203,7 +203,7 @@ class SelectiveCheckpoint(Technique[Build]):
         if not _is_plain_matmuls(plan) and not any(
             PARTS & {*t.claims, *t.composes} for t in beside
         ):
-            names = {"mm", "addmm"} if plan.model.bias else {"mm"}
+            names = {"mm", "addmm"} if plan.model.bias or plan.model.qkv_bias else {"mm"}
             ends = ends[:: self.every_matmul] if self.kept() & names else []
         wide = any(outer > WIDE * inner for inner, outer in ends)
         return wide and bool(self.kept() & MATMULS)

@@ -28,6 +28,7 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
+from headrace.plan.until import unknown_end
 
 LONGEST = 0.25
 """Half-life of the slow momentum, as a share of the run, above which little of it is ever there: it
@@ -52,6 +53,7 @@ class Ademamix(Technique[Build]):
     room: ClassVar[str] = "optim"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
     composes: ClassVar[tuple[str, ...]] = ("routes",)
+    follows_horizon: ClassVar[bool] = True
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
@@ -84,11 +86,7 @@ class Ademamix(Technique[Build]):
         """Run everywhere where the warmup has an end: its work is by element."""
         plan = context.plan
         if plan is not None and self.warmup <= 1 and plan.horizon_steps is None:
-            return Unsupported(
-                f"warmup = {self.warmup:g} is a share of a schedule whose end the plan does not "
-                "say",
-                mend("schedule.steps=1000") | mend(f"techniques.{self.name()}.warmup=1000"),
-            )
+            return unknown_end(f"techniques.{self.name()}.warmup", self.warmup, step=1000)
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:

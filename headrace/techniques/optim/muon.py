@@ -39,6 +39,7 @@ from headrace.optim.muon import (
     MuonRule,
     cut_of,
 )
+from headrace.parallel.layout import local_of
 from headrace.parallel.team import Team
 from headrace.plan.plan import Plan
 from headrace.plan.technique import (
@@ -254,6 +255,7 @@ class Muon(Technique[Build]):
                     team=team,
                     compiled=compiled,
                 ),
+                compiled=compiled,
             )
         )
 
@@ -266,7 +268,8 @@ class Muon(Technique[Build]):
         """Report matrices that were orthogonalised, and that AdamW no longer holds.
 
         Each parameter is that many matrices a step as its knobs say. Where rows are normalised,
-        each parameter's mean squares are not all 0; where the momentum rises, it is that of a step.
+        each parameter's mean squares are kept, and not all 0 once a gradient has come; where the
+        momentum rises, it is that of a step.
         """
         optimizer = build.optimizers.get(self.name())
         taken = build.routed.get(self.name(), {})
@@ -278,15 +281,23 @@ class Muon(Technique[Build]):
         pieces = sum(cut_of(name, cuts).pieces for name in taken)
         states = [optimizer.state[p].get("rows") for p in taken.values()]
         rows = sum(bool(state.any()) for state in states if state is not None)
+        kept = sum(state is not None for state in states)
         momentum = optimizer.momentum or 0.0
         now = build.now.get(VALUE, self.momentum)
-        return Evidence(
-            active=done > 0
+        gradients = (local_of(p.grad) for p in taken.values() if p.grad is not None)
+        # Behind a head of zeros no gradient comes in the first step.
+        uneven = self.normalize_rows and not rows and any(bool(g.any()) for g in gradients)
+        right = (
+            done > 0
             and done % max(1, pieces) == 0
             and not shared
             and (graphs > 0) == optimizer.compiled
-            and (rows > 0) == self.normalize_rows
-            and momentum == now,
+            and (kept > 0) == self.normalize_rows
+            and not uneven
+            and momentum == now
+        )
+        return Evidence(
+            active=right,
             detail=f"orthogonalised {done} matrices of {len(taken)} parameters, {pieces} a step, "
             f"with momentum {momentum:.4g}"
             + (f", by {graphs} compiled functions" if optimizer.compiled else "")

@@ -24,30 +24,24 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from headrace.assemble.row_parts import AXIS, RowPartTechnique, part_of
 from headrace.assemble.sockets import Build, MicroBatch
-from headrace.core.errors import ConfigError, RefusalKind, UnsupportedError
-from headrace.core.remedy import Remedy, mend
+from headrace.core.errors import UnsupportedError
+from headrace.core.remedy import mend
 from headrace.costs.count import FP32
+from headrace.costs.cut_rows import cut_rows
 from headrace.costs.ledger import Ledger, Line
-from headrace.costs.links import COMMUNICATORS
-from headrace.costs.work import Attention, Matmul, Phase, Stream, Work, collective
+from headrace.costs.work import Attention, Phase, Stream, Work, collective
 from headrace.model.mask import MaskSpec, Rows
 from headrace.parallel.ring import Ring, RingMask, ring_attention
 from headrace.plan.technique import (
     Card,
-    Context,
     Evidence,
     Stage,
-    Supported,
-    Technique,
-    Unsupported,
 )
 
-AXIS = "context"
-WEIGHT_LINES = ("weight_cast",)
-"""Lines of a block that do not grow with its tokens."""
-WEIGHT_WORK = ("weight_cast", "head_cast", "gradients", "clip", "update", "reduce", "count")
-"""How the names of pieces of work begin that do not grow with a block's tokens."""
+CHUNKS = 2
+"""Pieces of a row that a rank has: one from each end, for equal causal work."""
 MERGED = 26
 """Bytes that an output's number costs where a block's is added to it: its fp32 sum is read and
 written twice, and the block's read, cast and read."""
@@ -85,32 +79,17 @@ class RingAttend:
         Raises:
             ConfigError: rows do not divide into two chunks for each rank.
         """
-        self.whole = length = work.ids_BT.size(1)
-        if length % (2 * self.ring.ranks):
-            raise ConfigError(*_indivisible(length, self.ring.ranks))
-        cut, rows = self.ring.cut, work.rows
-        ids_BT = cut(work.ids_BT)
-        self.own = ids_BT.size(1)
-        return work._replace(
-            ids_BT=ids_BT,
-            targets_BT=cut(work.targets_BT),
-            index_BT=cut(work.index_BT),
-            rows=rows._replace(
-                positions_BT=cut(rows.positions_BT),
-                segments_BT=None if rows.segments_BT is None else cut(rows.segments_BT),
-            ),
-        )
+        cut = part_of(work, self.ring.ranks, CHUNKS, self.ring.cut)
+        self.whole, self.own = work.ids_BT.size(1), cut.ids_BT.size(1)
+        return cut
 
 
-class ContextParallel(Technique[Build]):
+class ContextParallel(RowPartTechnique):
     """Give every rank a part of each row, and let keys and values go round a ring."""
 
-    room: ClassVar[str] = "parallel"
     stage: ClassVar[Stage] = Stage.PARTS
-    axes: ClassVar[tuple[str, ...]] = (AXIS,)
     claims: ClassVar[tuple[str, ...]] = ("parts.attend", "place")
-    symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:activations", "memory capacity:logits")
-    timed: ClassVar[bool] = True
+    chunks: ClassVar[int] = CHUNKS
     card: ClassVar[Card] = Card(
         buys="activations and logits of a rank divided by mesh.context, and the time of a row "
         "with them (derived)",
@@ -122,61 +101,18 @@ class ContextParallel(Technique[Build]):
         source="arXiv 2310.01889; arXiv 2311.09431; arXiv 2407.21783, section 3.3.2",
     )
 
-    def supports(self, context: Context) -> Supported | Unsupported:
-        """Require several ranks, rows of two chunks for each, and attention in every layer."""
-        plan = context.plan
-        ranks, length = plan.mesh.context, plan.data.sequence_length
-        if ranks == 1:
-            return Unsupported(
-                "mesh.context = 1: there is nothing to split over", mend("mesh.context=2")
-            )
-        if context.device not in ("cpu", "cuda"):
-            return Unsupported(
-                "torch.distributed has no backend for Apple GPUs",
-                mend("device=cpu"),
-                RefusalKind.DEVICE,
-            )
-        if length % (2 * ranks):
-            return Unsupported(*_indivisible(length, ranks))
-        for name, other in plan.techniques.items():
-            if "parts.mixer" in other.claims:
-                return Unsupported(
-                    f"{name} fills the mixer, and tokens that it mixes are on other ranks",
-                    mend(f"-{name}"),
-                    RefusalKind.COMBINATION,
-                )
-        return Supported()
-
     def predict(self, ledger: Ledger) -> Ledger:
         """Count a rank's share of what is kept per token, one block's mask, and what travels."""
-        sizes = dict(ledger.sizes)
-        left, tokens = 1 / sizes["context_ranks"], sizes["tokens"]
-        ledger = ledger.scaled(
-            lambda name: (
-                name in ("final_norm", "rotation", "work", "embedding_norm", "values")
-                or ("/" in name and name.split("/")[1] not in (*WEIGHT_LINES, "mask_copy"))
-            ),
-            left,
-        )
-        ledger = ledger.scaled(lambda name: name == "mask", left**2)
-        ledger = ledger.without(n for n in ledger.memory if n.endswith("/mask_copy"))
-        if logits := ledger.memory.get("logits"):  # where it is one chunk's, it may stay so
-            share = min(logits.bytes, tokens * left * sizes["logits_per_token"])
-            ledger = ledger.with_line("logits", replace(logits, bytes=share))
-        hidden = sizes["activation_bytes"] if sizes["on_gpu"] else FP32
-        gone = hidden * sizes["dim"] * tokens * (1 - left)  # of the hidden states' gradient
-        if head := ledger.memory.get("head_gradients"):
-            ledger = ledger.with_line("head_gradients", replace(head, bytes=head.bytes - gone))
+        ledger = cut_rows(ledger, _part)
+        sizes, left = ledger.sizes, 1 / ledger.sizes["context_ranks"]
         # Keys, values and their fp32 gradients, each here and on the way, beside fp32 queries'.
         keys = 2 * sizes["kv_heads"] * (sizes["activation_bytes"] + FP32)
-        ring = (2 * keys + FP32 * sizes["heads"]) * sizes["head_dim"] * tokens * left
-        sizes |= {n: sizes[n] * left for n in ("tokens", "residual", "logits_fused")}
-        sizes |= {"mask": sizes["mask"] * left**2, "mask_copy": 0.0}
-        sizes["head_gradients"] -= gone
+        ring = (2 * keys + FP32 * sizes["heads"]) * sizes["head_dim"] * sizes["tokens"]
+        ledger = ledger.scaled(lambda name: name == "mask", left**2)
+        ledger = ledger.without(n for n in ledger.memory if n.endswith("/mask_copy"))
+        sizes = {**sizes, "mask": sizes["mask"] * left**2, "mask_copy": 0.0}
         ledger = ledger.with_line("ring", Line(ring, ("backward",)))
-        sizes[COMMUNICATORS] = sizes.get(COMMUNICATORS, 0.0) + 1
-        work = {name: _part(name, piece, ledger.sizes) for name, piece in ledger.work.items()}
-        return replace(ledger, sizes=sizes, work=work | _round(work, sizes))
+        return replace(ledger, sizes=sizes, work={**ledger.work, **_round(ledger.work, sizes)})
 
     def apply(self, build: Build) -> None:
         """Fill the backend, and cut what the baseline places."""
@@ -199,26 +135,11 @@ class ContextParallel(Technique[Build]):
         )
 
 
-def _part(name: str, piece: Work, sizes: Mapping[str, float]) -> Work:
-    """Cut a piece of whole rows to a rank's tokens of them."""
-    left, what = 1 / sizes["context_ranks"], name.partition("/")[0]
-    if isinstance(piece, Matmul):
-        place = 2 if name.endswith("/weight") else 0
-        ends = list(piece.sizes)
-        ends[place] = min(ends[place], int(sizes["tokens"] * left))  # fewer chunks, if it was one
-        count = piece.count * left * piece.sizes[place] / ends[place]
-        return replace(piece, count=count, sizes=tuple(ends))
-    if isinstance(piece, Attention):
-        rows, heads, kv_heads, length, features = piece.sizes
-        part = (rows, heads, kv_heads, int(length * left), features)
-        return replace(piece, sizes=part, reach=int(sizes["context_ranks"]))
-    if name == "head/sum":  # of the output matrix's gradient, once a chunk
-        return replace(piece, count=max(1.0, piece.count * left))
-    if not isinstance(piece, Stream) or what in WEIGHT_WORK:
-        return piece
-    table = FP32 * sizes["embedding"] if name == "embedding/backward" else 0.0
-    fused = None if piece.fused is None else piece.fused * left
-    return replace(piece, bytes=table + (piece.bytes - table) * left, fused=fused)
+def _part(piece: Attention, ranks: int) -> Attention:
+    """Return attention of a rank's queries with its own keys."""
+    rows, heads, kv_heads, length, features = piece.sizes
+    part = (rows, heads, kv_heads, length // ranks, features)
+    return replace(piece, sizes=part, reach=ranks)
 
 
 def _round(work: Mapping[str, Work], sizes: Mapping[str, float]) -> dict[str, Work]:
@@ -259,14 +180,3 @@ def _round(work: Mapping[str, Work], sizes: Mapping[str, float]) -> dict[str, Wo
             beside="" if name == "home" else "attention",
         )
     return pieces
-
-
-def _indivisible(length: int, ranks: int) -> tuple[str, Remedy]:
-    """Return what is wrong with such rows, and the nearest that divide."""
-    unit = 2 * ranks
-    near = max(1, round(length / unit)) * unit
-    return (
-        f"rows of {length} tokens do not divide into {unit} chunks, two for each of "
-        f"mesh.context = {ranks} ranks",
-        mend(f"data.sequence_length={near}"),
-    )

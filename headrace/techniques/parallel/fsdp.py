@@ -3,8 +3,7 @@
 Replicas that all hold the same weights waste memory. Here each of the ranks along `shard` (data x
 context) keeps a slice of every parameter; a block's weights are gathered right before it runs and
 freed after it, and its gradients arrive as slices, already summed (ZeRO stage 3: arXiv 1910.02054;
-PyTorch FSDP: arXiv 2304.11277; torch.distributed.fsdp.fully_shard). The loss scale holds one over
-the targets of the whole batch, so gradients are summed, never averaged.
+PyTorch FSDP: arXiv 2304.11277; torch.distributed.fsdp.fully_shard).
 
 Cost: two gathers of the weights and one scatter of the gradients a micro-batch; with several
 micro-batches gradients are kept whole until the last one and sent once. `reshard=False` keeps the
@@ -12,64 +11,22 @@ gathered weights until the backward pass: one gather less, the weights' memory m
 replicas of shards (HSDP).
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import ClassVar
 
-import torch
-from pydantic import Field
-from torch import nn
-
-from headrace.assemble.sockets import Build
-from headrace.core.errors import RefusalKind
-from headrace.core.remedy import mend
-from headrace.costs.count import FP32
-from headrace.costs.ledger import Instant, Ledger, Line
-from headrace.costs.links import CollectiveOperation
-from headrace.costs.work import Beside, Phase, Stream, Work, collective
-from headrace.parallel.layout import is_dtensor
-from headrace.plan.technique import (
-    Card,
-    Context,
-    Evidence,
-    Stage,
-    Supported,
-    Technique,
-    Unsupported,
-)
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CASTS = ("weight_cast", "head_cast")
-"""Pieces of work that bf16 weights do not need; a gradient is cast as it is scattered."""
-SUMMED = ("reduce/gradients", "reduce/copy")
-"""Pieces in whose place gradients are scattered."""
-SHARDED_LINES = ("parameters", "gradients", "optimizer")
+from headrace.assemble.sliced import SlicingTechnique
+from headrace.plan.technique import Card
 
 
-class Fsdp(Technique[Build]):
+class Fsdp(SlicingTechnique):
     """Hold a share of every parameter, gradient and optimizer state on each rank (FSDP2)."""
 
-    gather: Literal["fp32", "bf16"] = "fp32"
-    """What weights are gathered in; bf16 halves the traffic and keeps fp32 slices."""
-    reduce: Literal["fp32", "bf16"] = "fp32"
-    """What gradients are summed in."""
     reshard: bool = True
     """Free a block's gathered weights after its forward pass."""
-    prefetch: int = Field(default=1, ge=0, le=4)
-    """Blocks whose weights are gathered ahead; tuner range 0 to 2."""
 
-    room: ClassVar[str] = "parallel"
-    stage: ClassVar[Stage] = Stage.MATERIALIZE
-    claims: ClassVar[tuple[str, ...]] = ("sync",)
-    composes: ClassVar[tuple[str, ...]] = ("shard", "layouts")
     symptoms: ClassVar[tuple[str, ...]] = (
         "memory capacity:parameters",
         "memory capacity:optimizer",
     )
-    timed: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         buys="weights, gradients and optimizer state divided by the ranks (derived)",
         costs=(
@@ -81,198 +38,6 @@ class Fsdp(Technique[Build]):
         source="arXiv 2304.11277; arXiv 1910.02054; torch.distributed.fsdp.fully_shard",
     )
 
-    def supports(self, context: Context) -> Supported | Unsupported:
-        """Require several ranks."""
-        if context.ranks < 2:
-            return Unsupported(
-                "one process has nothing to share",
-                mend("mesh.data=2", text="mesh.data=2 under torchrun"),
-            )
-        if context.device == "mps":
-            return Unsupported(
-                "torch.distributed has no backend for Apple GPUs",
-                mend("device=cpu"),
-                RefusalKind.DEVICE,
-            )
-        if "bf16" in (self.gather, self.reduce) and context.precision != "bf16":
-            return Unsupported(
-                f"the run computes in {context.precision}; gathering in bf16 would round it",
-                mend("model.precision=bf16")
-                | mend(
-                    f"techniques.{self.name()}.gather=fp32", f"techniques.{self.name()}.reduce=fp32"
-                ),
-            )
-        return Supported()
-
-    def predict(self, ledger: Ledger) -> Ledger:
-        """Count slices of all three, two blocks' gathered weights, and gradients not yet sent.
-
-        Several micro-batches add their gradients up whole, in what they are summed in.
-
-        On a host a rank holds more: gloo gathers into a copy of a block's weights and scatters from
-        a copy of the gradients (`empty` in its `_allgather_base_`, `clone` in its
-        `_reduce_scatter_base_`), where NCCL works on torch's own buffers. Of small models that was
-        7 to 18% of the peak. Left out on any device: a block's gradients in the buffer that they
-        are sent from, 6% where they were more than the activations of the last block.
-        """
-        ranks = ledger.sizes["shard_ranks"]
-        work = dict(self._worked(ledger))
-        through: tuple[Instant, ...] = ("loss", "turn", "backward")
-        whole = ledger.memory["parameters"].bytes
-        gradients = ledger.memory.get("gradients")
-        if gradients is not None and ledger.sizes["micro_batches"] > 1:
-            summed = gradients.bytes * (0.5 if self.reduce == "bf16" else 1.0)
-            more = max(0.0, summed - gradients.bytes / ranks)
-            ledger = ledger.with_line("whole_gradients", Line(more, through))
-        for name in SHARDED_LINES:
-            if line := ledger.memory.get(name):
-                ledger = ledger.with_line(name, replace(line, bytes=line.bytes / ranks))
-        layers = max(1.0, ledger.sizes["layers"])
-        matrices = [m for name, m in ledger.matrices.items() if name.startswith("blocks.")]
-        inside = sum(m.stored * m.numbers for m in matrices)
-        gathered_blocks = 2 if self.reshard else layers
-        gathered = whole - inside + gathered_blocks * inside / layers
-        gathered *= 0.5 if self.gather == "bf16" else 1.0
-        ledger = ledger.with_line("gathered", Line(gathered, through))
-        return replace(ledger, sizes={**ledger.sizes, "slices": ranks}, work=work)
-
-    def _worked(self, ledger: Ledger) -> Iterator[tuple[str, Work]]:
-        """Update slices; put gathers and scatters, with their copies, in the place of sums.
-
-        A block's weights travel while others compute, its neighbour's at least: torch gathers one
-        ahead even where `prefetch` is 0. Beside what is outside of the blocks and the block next to
-        it nothing runs. Left out: what pads a slice that does not come out even.
-        """
-        sizes, narrow = ledger.sizes, self.gather == "bf16"
-        for name, piece in ledger.work.items():
-            what = name.partition("/")[0]
-            if piece.phase == "optimizer" and what != "count":
-                if name not in SUMMED:
-                    yield name, piece.with_bytes(lambda bytes: bytes / sizes["shard_ranks"])
-            elif not (narrow and what in CASTS):
-                yield name, piece
-        layers, (blocks, outside) = max(1.0, sizes["layers"]), self._gathered(ledger)
-        ends, narrower = outside + blocks / layers, 0.5 if self.reduce == "bf16" else 1.0
-        gradients, apart = (narrower * bytes for bytes in self._learned(ledger))
-        last = apart + (gradients - apart) / layers
-        calls: dict[str, tuple[Phase, CollectiveOperation, float, float, Beside]] = {
-            "gather_first": ("forward", "all_gather", ends, 2, ""),
-            "gather": ("forward", "all_gather", blocks + outside - ends, layers - 1, "blocks"),
-            "gather_again": ("backward", "all_gather", self.reshard * blocks, layers, "blocks"),
-            "scatter": ("backward", "reduce_scatter", gradients - last, layers - 1, "blocks"),
-            "scatter_last": ("backward", "reduce_scatter", last, 1 + bool(apart), ""),
-        }
-        for name, (phase, operation, bytes, count, beside) in calls.items():
-            if bytes and count:
-                once, each = operation == "reduce_scatter", bytes / count
-                yield (
-                    f"shards/{name}",
-                    collective(
-                        sizes, "shard", phase, operation, each, count, beside=beside, last=once
-                    ),
-                )
-                # Gathered weights are copied out of one buffer, gradients into one.
-                copies = count / (sizes["micro_batches"] if once else 1)
-                yield f"shards/{name}_copy", Stream(phase, copies, 2 * each)
-
-    def _gathered(self, ledger: Ledger) -> tuple[float, float]:
-        """Return the bytes of all blocks when they are gathered, and of what is outside."""
-        blocks = outside = 0.0
-        vectors = ledger.memory["parameters"].bytes
-        for name, matrix in ledger.matrices.items():
-            vectors -= matrix.stored * matrix.numbers
-            bytes = (2 if self.gather == "bf16" else matrix.stored) * matrix.numbers
-            inside = name.startswith("blocks.")
-            blocks, outside = blocks + inside * bytes, outside + (not inside) * bytes
-        own = min(vectors, FP32 * ledger.sizes["final_norm"])
-        narrower = 0.5 if self.gather == "bf16" else 1.0
-        return blocks + narrower * (vectors - own), outside + narrower * own
-
-    def _learned(self, ledger: Ledger) -> tuple[float, float]:
-        """Return the bytes of all gradients, and of those outside of the blocks."""
-        gradients, learns = ledger.memory["gradients"].bytes, ledger.updates()
-        numbers = {name: matrix.numbers for name, matrix in learns.items()}
-        outside = sum(n for name, n in numbers.items() if not name.startswith("blocks."))
-        norm = FP32 * ledger.sizes["final_norm"]
-        apart = norm * (gradients - FP32 * sum(numbers.values()) >= norm)
-        return gradients, FP32 * outside + apart
-
-    def apply(self, build: Build) -> None:
-        """Shard each block, then the rest, as their weights become real."""
-        from torch.distributed.fsdp import FSDPModule, fully_shard
-
-        assert build.world.mesh is not None
-        options: dict[str, Any] = {
-            "mesh": build.world.mesh["shard"],
-            "mp_policy": self._precision(),
-        }
-
-        def shard(module: nn.Module) -> None:
-            root = module is build.model  # its weights are needed again at once
-            fully_shard(module, reshard_after_forward=self.reshard and not root, **options)
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    part.set_gradient_divide_factor(1.0)  # the loss is scaled already: a sum
-                    part.set_force_sum_reduction_for_comms(True)  # gloo has no other
-            if root:
-                self._order(build)
-                module.register_forward_hook(_free_after_evaluation)
-
-        build.shard.append(shard)
-        build.sync = _communicate_last
-        for layout in build.layouts.values():
-            layout.partial = layout.partial - {"shard"}
-
-    def _precision(self) -> "MixedPrecisionPolicy":
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        if self.gather == self.reduce == "fp32":
-            return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(
-            param_dtype=DTYPES[self.gather],
-            reduce_dtype=DTYPES[self.reduce],
-            cast_forward_inputs=False,
-        )
-
-    def _order(self, build: Build) -> None:
-        """Order which blocks are gathered ahead of which, in both directions."""
-        blocks = cast("list[FSDPModule]", list(build.model.blocks.values()))
-        for index, block in enumerate(blocks):
-            ahead = blocks[index + 1 : index + 1 + self.prefetch]
-            block.set_modules_to_forward_prefetch(ahead)
-            behind = blocks[max(0, index - self.prefetch) : index]
-            block.set_modules_to_backward_prefetch(behind[::-1])
-
-    def active(self, build: Build) -> Evidence:
-        """Report how many of all bytes of parameters this rank holds."""
-        sharded = [p for p in build.model.parameters() if is_dtensor(p)]
-        here = sum(p.to_local().nbytes for p in sharded)
-        whole = sum(p.nbytes for p in sharded)
-        loose = [n for n, p in build.model.named_parameters() if not is_dtensor(p)]
-        ranks = build.world.size("shard")
-        return Evidence(
-            active=bool(sharded) and not loose and (here < whole or ranks == 1),
-            detail=f"holds {here:,} of {whole:,} bytes of parameters over {ranks} ranks"
-            + (f"; not {', '.join(loose)}" if loose else ""),
-            numbers={"bytes": here, "whole_bytes": whole, "ranks": ranks},
-        )
-
-
-def _free_after_evaluation(model: nn.Module, inputs: Any, output: Any) -> None:
-    """Free weights after an evaluation, where no backward pass frees them."""
-    from torch.distributed.fsdp import FSDPModule
-
-    if not torch.is_grad_enabled():
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-def _communicate_last(build: Build, last: bool) -> None:
-    """Sum gradients over ranks in the backward pass of the last micro-batch alone."""
-    from torch.distributed.fsdp import FSDPModule
-
-    root = build.model
-    assert isinstance(root, FSDPModule)
-    root.set_requires_gradient_sync(last)
-    root.set_is_last_backward(last)
+    def frees_weights(self) -> bool:
+        """Gather a block's weights once more for its backward pass, unless told otherwise."""
+        return self.reshard

@@ -92,12 +92,6 @@ class PipelineParallel(Technique[Build]):
                 "a pipeline needs several ranks",
                 mend("mesh.pipeline=2", text="mesh.pipeline=2 under torchrun"),
             )
-        if context.device == "mps":
-            return Unsupported(
-                "torch.distributed has no backend for Apple GPUs",
-                mend("device=cpu"),
-                RefusalKind.DEVICE,
-            )
         for key in ("embedding_residual", "value_embeddings"):
             if value := getattr(plan.model, key):
                 return Unsupported(

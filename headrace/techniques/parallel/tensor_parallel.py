@@ -34,14 +34,17 @@ from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import Remedy, mend
 from headrace.core.units import divisors
+from headrace.costs.adapters import TRAINED, UNSPLIT, is_unsplit
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import COMMUNICATORS
 from headrace.costs.split_work import split_work
+from headrace.model.lora import DoraLinear, LoraLinear
 from headrace.model.sharded_vocabulary import ShardedVocabulary
 from headrace.parallel.layout import share
 from headrace.parallel.tensor import (
     Peers,
+    all_reduce,
     copy,
     gather_sequence,
     local_length,
@@ -183,9 +186,13 @@ class TensorParallel(Technique[Build]):
         """Count one rank's share of matrices, activations and work."""
         sizes, ranks = dict(ledger.sizes), ledger.sizes["tensor_ranks"]
         kept = ledger.memory["parameters"].bytes
-        left = (4 * sizes["unsplit"] + (kept - 4 * sizes["unsplit"]) / ranks) / kept
-        work = split_work(ledger, sequence=self.sequence, kept=left)
-        ledger = ledger.scaled(lambda name: name in STATE_LINES, left)
+        whole, trained = sizes["unsplit"] + sizes.get(UNSPLIT, 0.0), sizes.get(TRAINED, 0.0)
+        left = learned = (4 * whole + (kept - 4 * whole) / ranks) / kept
+        if trained:  # adapters alone have gradients and states
+            learned = (sizes[UNSPLIT] + (trained - sizes[UNSPLIT]) / ranks) / trained
+        work = split_work(ledger, sequence=self.sequence, kept=learned)
+        ledger = ledger.scaled(lambda name: name == "parameters", left)
+        ledger = ledger.scaled(lambda name: name in STATE_LINES[1:], learned)
         ledger = ledger.scaled(
             lambda name: (
                 name in ("logits", "head_cast", "head_weight_gradient")
@@ -219,7 +226,7 @@ class TensorParallel(Technique[Build]):
         cut = {
             n: replace(m, share=m.share / ranks)
             for n, m in ledger.matrices.items()
-            if n != "position.weight"
+            if n != "position.weight" and not is_unsplit(n)
         }
         return replace(ledger, sizes=sizes, flops=flops, work=work).with_matrices(cut)
 
@@ -231,14 +238,14 @@ class TensorParallel(Technique[Build]):
         for layer, block in model.blocks.items():
             for kind in ("mixer", "mlp"):
                 name, part = f"blocks.{layer}.{kind}", block.get_submodule(kind)
-                self._cut_part(build, name, part, peers.ranks)
+                self._cut_part(build, name, part, peers)
                 part.forward = _around(part, tokens)
         self._cut_ends(build, peers)
         _split_model(model, tokens)
 
-    def _cut_part(self, build: Build, name: str, part: nn.Module, ranks: int) -> None:
+    def _cut_part(self, build: Build, name: str, part: nn.Module, peers: Peers) -> None:
         """Record the layout of every parameter of a mixer or an MLP."""
-        cut = dict(_cuts(name, part))
+        cut, ranks = dict(_cuts(name, part)), peers.ranks
         units = getattr(part, "units", 1)
         if not cut or units % ranks:
             reason = f"has {units} groups of features" if cut else "does not say how it is split"
@@ -247,7 +254,11 @@ class TensorParallel(Technique[Build]):
                 f"mesh.tensor = {ranks}, and {name} ({type(part).__name__}) {reason}",
                 mend(f"mesh.tensor={fits}") | WHOLE if fits > 1 else WHOLE,
             )
-        biases = [f"{row}.bias" for row in getattr(part, "rows", ())]
+        rows = getattr(part, "rows", ())
+        for row in rows:
+            if isinstance(linear := part.get_submodule(row), DoraLinear):
+                linear.add_up = lambda squares: all_reduce(squares, "sum", peers)
+        biases = [f"{row}.bias" for row in rows]
         for key, _ in part.named_parameters():
             full = f"{name}.{key}"
             if key in cut:
@@ -350,7 +361,7 @@ def _around(part: nn.Module, tokens: WholeTokens) -> Callable[..., Tensor]:
     biased = [r for r in getattr(part, "rows", ()) if part.get_submodule(r).bias is not None]
     for child in biased:
         linear = part.get_submodule(child)
-        if type(linear) is not nn.Linear or len(biased) > 1:
+        if type(linear) not in (nn.Linear, LoraLinear, DoraLinear) or len(biased) > 1:
             raise ConfigError(
                 f"the bias of {child!r} ({type(linear).__name__}) in {type(part).__name__} cannot "
                 "be added after its parts are summed",
@@ -370,6 +381,9 @@ def _around(part: nn.Module, tokens: WholeTokens) -> Callable[..., Tensor]:
 
 
 def _matmul_of(linear: nn.Linear) -> Callable[..., Tensor]:
+    """Return what a linear computes but for its bias."""
+    if isinstance(linear, LoraLinear):
+        return linear.matmul
     return lambda x: F.linear(x, linear.weight)
 
 

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import Field
 
 from headrace.assemble.sockets import Build
-from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.plan.batches import BatchStages
@@ -33,6 +32,7 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
+from headrace.plan.until import end_step, unknown_end, unreached_end
 
 
 class BatchRamp(Technique[Build]):
@@ -47,6 +47,7 @@ class BatchRamp(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "schedule"
     stage: ClassVar[Stage] = Stage.SCHEDULE
+    follows_horizon: ClassVar[bool] = True
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     excludes: ClassVar = {
@@ -77,11 +78,11 @@ class BatchRamp(Technique[Build]):
         ]
 
     def _ends(self, plan: Any) -> int | None:
-        """Return the first step whose batch is whole; None where the plan's end is not known."""
-        horizon = plan.schedule.steps or plan.goal.steps
-        if self.until > 1:
-            return round(self.until)
-        return None if horizon is None else max(1, round(self.until * horizon))
+        """Return the first step whose batch is whole; None where the plan's end is not known.
+
+        Which step a goal in tokens ends at depends on the batches themselves.
+        """
+        return end_step(self.until, plan.schedule.steps or plan.goal.steps)
 
     def _fits(self, plan: Any) -> list[int]:
         """Return by what the batch can be divided, so that micro-batches and ranks stay whole."""
@@ -102,14 +103,8 @@ class BatchRamp(Technique[Build]):
 
     def doubt(self, plan: Any) -> Doubt | None:
         """Warn of a ramp by which no step of the run has the whole batch."""
-        ends, lasts = self._ends(plan), plan.goal_steps
-        if ends is None or lasts is None or lasts < 3 or ends < lasts:
-            return None
-        return Doubt(
-            f"{self.name()} makes the batch whole after {ends:,} steps, and the run has {lasts:,}: "
-            f"no step has the {plan.batch.tokens:,} tokens of batch.tokens",
-            mend(f"techniques.{self.name()}.until={max(2, lasts // 3)}"),
-        )
+        so = f"no step has the {plan.batch.tokens:,} tokens of batch.tokens"
+        return unreached_end(self, plan, self._ends(plan), "makes the batch whole", so)
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Require a first batch of whole micro-batches that divides the whole one, and an end."""
@@ -138,12 +133,7 @@ class BatchRamp(Technique[Build]):
                 mend(f"techniques.{name}.divide={near}"),
             )
         if self._ends(plan) is None:
-            return Unsupported(
-                f"until = {self.until:g} is a share of schedule.steps or goal.steps, and the plan "
-                "has neither",
-                mend("schedule.steps=1000") | mend(f"techniques.{name}.until=100"),
-                RefusalKind.PLAN,
-            )
+            return unknown_end(f"techniques.{name}.until", self.until)
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:

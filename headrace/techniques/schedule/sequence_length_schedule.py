@@ -12,7 +12,6 @@ lengths by a measured loss (they would not be a function of the step), and filli
 not divide. Source: arXiv 2108.06084; Composer's SeqLengthWarmup.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -21,7 +20,6 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
-from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.core.units import divisors
 from headrace.costs.ledger import Ledger
@@ -36,19 +34,12 @@ from headrace.plan.technique import (
     Technique,
     Unsupported,
 )
+from headrace.plan.until import doubled, end_step, unknown_end, unreached_end, value_at
 
 
 def lengths_to(whole: int, start: int) -> list[int]:
     """Return `start`, its doublings that divide `whole`, and `whole`."""
-    lengths = [start]
-    while lengths[-1] * 2 < whole and whole % (lengths[-1] * 2) == 0:
-        lengths.append(lengths[-1] * 2)
-    return [*lengths, whole]
-
-
-def length_at(step: int, lengths: Sequence[int], until: int) -> int:
-    """Return the length of a step's rows: all but the last share the steps before `until`."""
-    return lengths[min(step * (len(lengths) - 1) // max(1, until), len(lengths) - 1)]
+    return [length for length in doubled(start, whole) if whole % length == 0]
 
 
 def cut(micro: Micro, length: int) -> Micro:
@@ -79,6 +70,7 @@ class SequenceLengthSchedule(Technique[Build]):
     room: ClassVar[str] = "schedule"
     stage: ClassVar[Stage] = Stage.SCHEDULE
     composes: ClassVar[tuple[str, ...]] = ("recut", "values")
+    follows_horizon: ClassVar[bool] = True
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("instability", "computation:attention")
     card: ClassVar[Card] = Card(
@@ -97,15 +89,9 @@ class SequenceLengthSchedule(Technique[Build]):
 
     def doubt(self, plan: Any) -> Doubt | None:
         """Warn of a schedule by which no step of the run has whole rows."""
-        until = self.until if self.until > 1 else self.until * (plan.horizon_steps or 1)
-        lasts = plan.goal_steps
-        if lasts is None or lasts < 3 or until < lasts:
-            return None
-        return Doubt(
-            f"{self.name()} makes rows whole after {until:,.0f} steps, and the run has {lasts}: no "
-            f"step sees the {plan.data.sequence_length} tokens that are validated",
-            mend(f"techniques.{self.name()}.until={max(2, lasts // 3)}"),
-        )
+        ends = end_step(self.until, plan.horizon_steps)
+        so = f"no step sees the {plan.data.sequence_length} tokens that are validated"
+        return unreached_end(self, plan, ends, "makes rows whole", so)
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Require that `start` divides a row, and that the schedule knows its end."""
@@ -128,12 +114,8 @@ class SequenceLengthSchedule(Technique[Build]):
                 + (f" into multiples of {unit}" if unit > 1 else ""),
                 mend(f"techniques.{name}.start={near}"),
             )
-        if self.until <= 1 and plan.horizon_steps is None:
-            return Unsupported(
-                f"until = {self.until:g} is a share of a schedule whose end the plan does not say",
-                mend("schedule.steps=1000") | mend(f"techniques.{name}.until=100"),
-                RefusalKind.PLAN,
-            )
+        if end_step(self.until, plan.horizon_steps) is None:
+            return unknown_end(f"techniques.{name}.until", self.until)
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
@@ -144,8 +126,9 @@ class SequenceLengthSchedule(Technique[Build]):
         """Give each step its length, and cut its rows."""
         plan = build.plan
         lengths = lengths_to(plan.data.sequence_length, self.start)
-        until = self.until if self.until > 1 else self.until * (plan.horizon_steps or 1)
-        build.values["sequence_length"] = lambda step: float(length_at(step, lengths, round(until)))
+        ends = end_step(self.until, plan.horizon_steps)
+        assert ends is not None, "supports asks for it"
+        build.values["sequence_length"] = lambda step: float(value_at(step, lengths, ends))
         seen: dict[int, int] = {}
         build.notes[self.name()] = seen
 

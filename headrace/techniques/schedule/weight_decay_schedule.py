@@ -57,6 +57,7 @@ class WeightDecaySchedule(Technique[Build]):
     room: ClassVar[str] = "schedule"
     stage: ClassVar[Stage] = Stage.SCHEDULE
     composes: ClassVar[tuple[str, ...]] = ("values",)
+    follows_horizon: ClassVar[bool] = True
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(

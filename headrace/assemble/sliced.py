@@ -1,0 +1,271 @@
+"""Cut parameters, gradients and optimizer states into slices, one for each rank, with FSDP2.
+
+The techniques that share this differ in what a step keeps whole, and for how long: `fsdp` gathers a
+block's weights for its forward and again for its backward pass, `zero` all of them once a step. The
+mechanism is torch's `fully_shard` (PyTorch FSDP: arXiv 2304.11277). The loss scale holds one over
+the targets of the whole batch, so gradients are summed, never averaged.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from headrace.assemble.sockets import Build
+from headrace.core.remedy import mend
+from headrace.costs.count import FP32
+from headrace.costs.ledger import Instant, Ledger, Line
+from headrace.costs.links import CollectiveOperation
+from headrace.costs.work import Beside, Phase, Stream, Work, collective
+from headrace.parallel.layout import is_dtensor
+from headrace.plan.technique import (
+    Context,
+    Evidence,
+    Stage,
+    Supported,
+    Technique,
+    Unsupported,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CASTS = ("weight_cast", "head_cast")
+"""Pieces of work that bf16 weights do not need; a gradient is cast as it is scattered."""
+SUMMED = ("reduce/gradients", "reduce/copy")
+"""Pieces in whose place gradients are scattered."""
+BEGINS, KEPT = "sliced begins", "sliced kept"
+"""Names of notes: whether a step's first micro-batch comes, and whether blocks had their whole
+weights whenever a later one came."""
+SHARDED_LINES = ("parameters", "gradients", "optimizer")
+
+
+class SlicingTechnique(Technique[Build]):
+    """A technique of this kind keeps a slice of every parameter on each of the ranks."""
+
+    gather: Literal["fp32", "bf16"] = "fp32"
+    """What weights are gathered in; bf16 halves the traffic and keeps fp32 slices."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are summed in."""
+    prefetch: int = Field(default=1, ge=0, le=4)
+    """Blocks whose weights are gathered ahead; tuner range 0 to 2."""
+
+    room: ClassVar[str] = "parallel"
+    stage: ClassVar[Stage] = Stage.MATERIALIZE
+    claims: ClassVar[tuple[str, ...]] = ("sync",)
+    composes: ClassVar[tuple[str, ...]] = ("shard", "layouts")
+    timed: ClassVar[bool] = True
+    gathers_once: ClassVar[bool] = False
+    """whether weights stay gathered over all micro-batches of a step"""
+
+    def frees_weights(self) -> bool:
+        """Return whether a block's weights are freed after its forward pass."""
+        return not self.gathers_once
+
+    def sends_each(self) -> bool:
+        """Return whether the gradients of every micro-batch are sent, instead of their sum."""
+        return False
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Require several ranks."""
+        if context.ranks < 2:
+            return Unsupported(
+                "one process has nothing to share",
+                mend("mesh.data=2", text="mesh.data=2 under torchrun"),
+            )
+        if "bf16" in (self.gather, self.reduce) and context.precision != "bf16":
+            return Unsupported(
+                f"the run computes in {context.precision}; gathering in bf16 would round it",
+                mend("model.precision=bf16")
+                | mend(
+                    f"techniques.{self.name()}.gather=fp32", f"techniques.{self.name()}.reduce=fp32"
+                ),
+            )
+        return Supported()
+
+    def predict(self, ledger: Ledger) -> Ledger:
+        """Count slices of all three, two blocks' gathered weights, and gradients not yet sent.
+
+        Several micro-batches add their gradients up whole, in what they are summed in.
+
+        On a host a rank holds more: gloo gathers into a copy of a block's weights and scatters from
+        a copy of the gradients (`empty` in its `_allgather_base_`, `clone` in its
+        `_reduce_scatter_base_`), where NCCL works on torch's own buffers. Of small models that was
+        7 to 18% of the peak. Left out on any device: a block's gradients in the buffer that they
+        are sent from, 6% where they were more than the activations of the last block.
+        """
+        ranks = ledger.sizes["shard_ranks"]
+        work = dict(self._worked(ledger))
+        through: tuple[Instant, ...] = ("loss", "turn", "backward")
+        whole = ledger.memory["parameters"].bytes
+        gradients = ledger.memory.get("gradients")
+        if gradients is not None and ledger.sizes["micro_batches"] > 1 and not self.sends_each():
+            summed = gradients.bytes * (0.5 if self.reduce == "bf16" else 1.0)
+            more = max(0.0, summed - gradients.bytes / ranks)
+            ledger = ledger.with_line("whole_gradients", Line(more, through))
+        for name in SHARDED_LINES:
+            if line := ledger.memory.get(name):
+                ledger = ledger.with_line(name, replace(line, bytes=line.bytes / ranks))
+        layers = max(1.0, ledger.sizes["layers"])
+        matrices = [m for name, m in ledger.matrices.items() if name.startswith("blocks.")]
+        inside = sum(m.stored * m.numbers for m in matrices)
+        gathered_blocks = 2 if self.frees_weights() else layers
+        gathered = whole - inside + gathered_blocks * inside / layers
+        gathered *= 0.5 if self.gather == "bf16" else 1.0
+        ledger = ledger.with_line("gathered", Line(gathered, through))
+        return replace(ledger, sizes={**ledger.sizes, "slices": ranks}, work=work)
+
+    def _worked(self, ledger: Ledger) -> Iterator[tuple[str, Work]]:
+        """Update slices; put gathers and scatters, with their copies, in the place of sums.
+
+        A block's weights travel while others compute, its neighbour's at least: torch gathers one
+        ahead even where `prefetch` is 0. Beside what is outside of the blocks and the block next to
+        it nothing runs. Left out: what pads a slice that does not come out even.
+        """
+        sizes, narrow = ledger.sizes, self.gather == "bf16"
+        for name, piece in ledger.work.items():
+            what = name.partition("/")[0]
+            if piece.phase == "optimizer" and what != "count":
+                if name not in SUMMED:
+                    yield name, piece.with_bytes(lambda bytes: bytes / sizes["shard_ranks"])
+            elif not (narrow and what in CASTS):
+                yield name, piece
+        layers, (blocks, outside) = max(1.0, sizes["layers"]), self._gathered(ledger)
+        ends, narrower = outside + blocks / layers, 0.5 if self.reduce == "bf16" else 1.0
+        gradients, apart = (narrower * bytes for bytes in self._learned(ledger))
+        last, freed = apart + (gradients - apart) / layers, self.frees_weights()
+        calls: dict[str, tuple[Phase, CollectiveOperation, float, float, Beside]] = {
+            "gather_first": ("forward", "all_gather", ends, 2, ""),
+            "gather": ("forward", "all_gather", blocks + outside - ends, layers - 1, "blocks"),
+            "gather_again": ("backward", "all_gather", freed * blocks, layers, "blocks"),
+            "scatter": ("backward", "reduce_scatter", gradients - last, layers - 1, "blocks"),
+            "scatter_last": ("backward", "reduce_scatter", last, 1 + bool(apart), ""),
+        }
+        for name, (phase, operation, bytes, count, beside) in calls.items():
+            if bytes and count:
+                sent, each = operation == "reduce_scatter", bytes / count
+                once = not self.sends_each() if sent else self.gathers_once
+                yield (
+                    f"shards/{name}",
+                    collective(
+                        sizes, "shard", phase, operation, each, count, beside=beside, last=once
+                    ),
+                )
+                # Gathered weights are copied out of one buffer, gradients into one.
+                copies = count / (sizes["micro_batches"] if once else 1)
+                yield f"shards/{name}_copy", Stream(phase, copies, 2 * each)
+
+    def _gathered(self, ledger: Ledger) -> tuple[float, float]:
+        """Return the bytes of all blocks when they are gathered, and of what is outside."""
+        blocks = outside = 0.0
+        vectors = ledger.memory["parameters"].bytes
+        for name, matrix in ledger.matrices.items():
+            vectors -= matrix.stored * matrix.numbers
+            bytes = (2 if self.gather == "bf16" else matrix.stored) * matrix.numbers
+            inside = name.startswith("blocks.")
+            blocks, outside = blocks + inside * bytes, outside + (not inside) * bytes
+        own = min(vectors, FP32 * ledger.sizes["final_norm"])
+        narrower = 0.5 if self.gather == "bf16" else 1.0
+        return blocks + narrower * (vectors - own), outside + narrower * own
+
+    def _learned(self, ledger: Ledger) -> tuple[float, float]:
+        """Return the bytes of all gradients, and of those outside of the blocks."""
+        gradients, learns = ledger.memory["gradients"].bytes, ledger.updates()
+        numbers = {name: matrix.numbers for name, matrix in learns.items()}
+        outside = sum(n for name, n in numbers.items() if not name.startswith("blocks."))
+        norm = FP32 * ledger.sizes["final_norm"]
+        apart = norm * (gradients - FP32 * sum(numbers.values()) >= norm)
+        return gradients, FP32 * outside + apart
+
+    def apply(self, build: Build) -> None:
+        """Shard each block, then the rest, as their weights become real."""
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        assert build.world.mesh is not None
+        options: dict[str, Any] = {
+            "mesh": build.world.mesh["shard"],
+            "mp_policy": self._precision(),
+        }
+
+        def shard(module: nn.Module) -> None:
+            root = module is build.model  # its weights are needed again at once
+            frees = self.frees_weights() and not root
+            fully_shard(module, reshard_after_forward=frees, **options)
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.set_gradient_divide_factor(1.0)  # the loss is scaled already: a sum
+                    part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            if root:
+                self._order(build)
+                module.register_forward_hook(_free_after_evaluation)
+
+        build.shard.append(shard)
+        build.sync = self._communicate
+        for layout in build.layouts.values():
+            layout.partial = layout.partial - {"shard"}
+
+    def _communicate(self, build: Build, last: bool) -> None:
+        """Say whether the coming backward pass sends gradients and frees weights."""
+        from torch.distributed.fsdp import FSDPModule
+
+        root, kept = build.model, self.gathers_once
+        assert isinstance(root, FSDPModule)
+        root.set_requires_gradient_sync(last or self.sends_each())
+        if kept:
+            root.set_reshard_after_backward(last)
+            if not build.notes.get(BEGINS, True):
+                whole = not any(is_dtensor(p) for p in build.model.blocks.parameters())
+                build.notes[KEPT] = build.notes.get(KEPT, True) and whole
+            build.notes[BEGINS] = last
+        root.set_is_last_backward(last)
+
+    def _precision(self) -> "MixedPrecisionPolicy":
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        if self.gather == self.reduce == "fp32":
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(
+            param_dtype=DTYPES[self.gather],
+            reduce_dtype=DTYPES[self.reduce],
+            cast_forward_inputs=False,
+        )
+
+    def _order(self, build: Build) -> None:
+        """Order which blocks are gathered ahead of which, in both directions."""
+        blocks = cast("list[FSDPModule]", list(build.model.blocks.values()))
+        for index, block in enumerate(blocks):
+            ahead = blocks[index + 1 : index + 1 + self.prefetch]
+            block.set_modules_to_forward_prefetch(ahead)
+            behind = blocks[max(0, index - self.prefetch) : index]
+            block.set_modules_to_backward_prefetch(behind[::-1])
+
+    def active(self, build: Build) -> Evidence:
+        """Report how many of all bytes of parameters this rank holds."""
+        sharded = [p for p in build.model.parameters() if is_dtensor(p)]
+        here = sum(p.to_local().nbytes for p in sharded)
+        whole = sum(p.nbytes for p in sharded)
+        loose = [n for n, p in build.model.named_parameters() if not is_dtensor(p)]
+        ranks, kept = build.world.size("shard"), build.notes.get(KEPT)
+        own = "" if kept is None else f"; {'all' if kept else 'not all'} kept within a step"
+        shared = bool(sharded) and not loose and (here < whole or ranks == 1)
+        return Evidence(
+            active=shared and kept is not False,
+            detail=f"holds {here:,} of {whole:,} bytes of parameters over {ranks} ranks"
+            + (f"; not {', '.join(loose)}" if loose else "")
+            + own,
+            numbers={"bytes": here, "whole_bytes": whole, "ranks": ranks},
+        )
+
+
+def _free_after_evaluation(model: nn.Module, inputs: Any, output: Any) -> None:
+    """Free weights after an evaluation, where no backward pass frees them."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

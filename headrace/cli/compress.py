@@ -1,0 +1,248 @@
+"""This module holds the verb `compress`: quantized copies of a model, each measured on its file."""
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tomli_w
+import typer
+
+from headrace.cli.arguments import Checkpoint, Json, Overrides
+from headrace.cli.catalogue import catalogue
+from headrace.cli.terminal import (
+    exit_codes,
+    make_progress,
+    note,
+    show_json,
+    show_table,
+    started_as,
+)
+from headrace.core.command import rerun_without
+from headrace.core.errors import ConfigError, nearest
+from headrace.core.files import shell
+from headrace.core.limits import MOST, WIDEST
+from headrace.core.loading import loading
+
+if TYPE_CHECKING:
+    from headrace.assemble.sockets import Build
+    from headrace.compress.spec import QuantizationSpec
+    from headrace.core.progress import Progress
+
+FOLDER, PAGE, RECORD = "compressed", "compression.html", "report.json"
+"""The folder that is made, and its files beside a folder of each point."""
+LONGEST = 1024
+"""Most tokens of a row on which a folder of weights is evaluated, unless the command says more."""
+
+
+def compress(
+    model: Annotated[Path, typer.Argument(help="A run, or a folder of safetensors and config.")],
+    overrides: Overrides = None,
+    *,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="Presets, by commas: int8, int8-dynamic, 8da4w, int4, int4-gptq, nf4; all that "
+            "fit without it."
+        ),
+    ] = None,
+    group: Annotated[
+        int | None, typer.Option(min=1, max=WIDEST, help="Numbers under one scale of 4 bits.")
+    ] = None,
+    budget_mb: Annotated[
+        float | None,
+        typer.Option(min=1e-6, max=1e9, help="Most megabytes: choose the least loss within."),
+    ] = None,
+    max_loss: Annotated[
+        str | None,
+        typer.Option(help="Most rise of bits per byte, as 1%: choose the smallest within."),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST, help="At most this many tokens of the validation text."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="A new folder; RUN/compressed without it.")
+    ] = None,
+    checkpoint: Checkpoint = None,
+    json: Json = False,
+) -> None:
+    """Quantize a model in several ways, and say what each costs in loss and saves in size.
+
+    A run is evaluated on its own validation text. With `data.sources=PATH` it is another text,
+    which a folder of weights needs.
+    """
+    with exit_codes(json):
+        specs, asked = _specs(to, group), to is not None
+        rise = _share(max_loss)
+        if budget_mb is not None and rise is not None:
+            raise ConfigError(
+                "--budget-mb and --max-loss are two goals, and a point is chosen by one",
+                rerun_without("--max-loss", verb="compress"),
+            )
+        progress = make_progress(json)
+        try:
+            with loading():
+                from headrace.compress.quantized_model import formats_of
+                from headrace.export.compression import (
+                    SizeGoal,
+                    check_reached,
+                    compress_model,
+                    plain_build,
+                )
+                from headrace.export.folder import new_folder, write_json
+                from headrace.report.compression import compression_page
+                from headrace.report.page import write_page
+            opened, folder, source = _open(model, overrides or [], checkpoint, progress)
+            build = plain_build(opened)
+            if not asked:
+                specs = _fitting(specs, lambda spec: formats_of(build.model, spec), progress)
+            budget = None if budget_mb is None else round(budget_mb * 1e6)
+            out = output or folder
+            with new_folder(out) as aside:
+                compression = compress_model(
+                    build,
+                    specs,
+                    aside,
+                    SizeGoal(budget, rise),
+                    model=model.name,
+                    source=source,
+                    tokens=tokens or build.plan.eval.tokens,
+                    progress=progress.task,
+                )
+                write_json(aside / RECORD, compression.to_dict())
+                write_page(aside / PAGE, compression_page(compression))
+        finally:
+            progress.close()
+        check_reached(compression)
+        if json:
+            show_json({"folder": str(out), **compression.to_dict(), "told": progress.notes})
+            return
+        from headrace.report.compression import POINT_HEAD, point_rows, verdict_of
+
+        show_table([*POINT_HEAD], point_rows(compression))
+        note(f"\n{verdict_of(compression)}")
+        note(f"report: {out / PAGE}")
+        if (chosen := compression.chosen) is not None:
+            note(f"next:   {started_as()} sample {shell(out / chosen.folder)}")
+
+
+def _specs(to: str | None, group: int | None) -> list["QuantizationSpec"]:
+    """Return the specs that are named, or all.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    from headrace.compress.spec import PRESETS
+
+    names = [*PRESETS] if to is None else [name.strip() for name in to.split(",")]
+    for name in names:
+        if name not in PRESETS:
+            near = nearest(name, PRESETS)
+            raise ConfigError(
+                f"--to {name} is no preset; they are {', '.join(PRESETS)}", f"--to {near}"
+            )
+    specs = [PRESETS[name] for name in dict.fromkeys(names)]
+    return specs if group is None else [spec.with_group(group) for spec in specs]
+
+
+def _share(max_loss: str | None) -> float | None:
+    """Return the share that a text such as 1% names; None without one.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    if max_loss is None:
+        return None
+    digits = max_loss.strip().removesuffix("%")
+    try:
+        percent = float(digits)
+    except ValueError:
+        percent = -1.0
+    if not 0 <= percent <= 1000 or not max_loss.strip().endswith("%"):
+        raise ConfigError(
+            f"--max-loss {max_loss!r} is no share of the loss: it is 0% to 1000%", "--max-loss 1%"
+        )
+    return percent / 100
+
+
+def _fitting(specs: list["QuantizationSpec"], check: Any, progress: "Progress") -> list[Any]:
+    """Return the presets whose groups divide the model's widths, and tell of the others.
+
+    Raises:
+        ConfigError: none does.
+    """
+    fits, last = [], None
+    for spec in specs:
+        try:
+            check(spec)
+            fits.append(spec)
+        except ConfigError as error:
+            progress.note(f"{spec.name} is left out: {error.message}; {error.remedy}")
+            last = error
+    if not fits and last is not None:
+        raise last
+    return fits
+
+
+def _open(
+    model: Path, words: list[str], checkpoint: str | None, progress: "Progress"
+) -> tuple["Build", Path, str]:
+    """Return a model with its validation text, the folder that is made, and its weights' digest.
+
+    Raises:
+        ConfigError, UnsupportedError: it is no model, or there is no text for it.
+    """
+    from headrace.export.start import beginning
+    from headrace.inference.load import checkpoint_of, open_model, resolve_run
+    from headrace.model.adapter import weights_digest
+    from headrace.model.companions import CONFIG
+    from headrace.train.checkpoint import Saved
+
+    if not (model / CONFIG).is_file() and not words:
+        run = resolve_run(model)
+        path = run / "checkpoints" / checkpoint if checkpoint else checkpoint_of(run)
+        build = open_model(run, catalogue(), checkpoint=checkpoint, with_data=True)
+        return build, run / FOLDER, str(Saved(path, verify=False).values["seal"])
+    weights, own = beginning(model, catalogue(), progress.note)
+    out = Path(f"{model.name}-{FOLDER}") if own is None else resolve_run(model) / FOLDER
+    return _with_text(model, weights, words), out, weights_digest(weights)
+
+
+def _with_text(model: Path, weights: Path, words: list[str]) -> "Build":
+    """Return a folder's model with the validation text of the command line.
+
+    Raises:
+        ConfigError: no text is named, or it is tokenized in another way than the model's.
+    """
+    from headrace.assemble.build import make_build
+    from headrace.assemble.context import choose_device
+    from headrace.data.ingest import prepare
+    from headrace.data.tokenizer import Tokenizer
+    from headrace.parallel.world import World
+    from headrace.plan.plan import Plan
+
+    given = {word.partition("=")[0].strip() for word in words}
+    if "data.sources" not in given:
+        raise ConfigError(
+            f"compress {model} takes text to evaluate on: a folder of weights brings none",
+            "data.sources=PATH",
+        )
+    values = json_module.loads((weights / "config.json").read_text(encoding="utf-8-sig"))
+    length = min(LONGEST, int(values.get("max_position_embeddings") or LONGEST))
+    tables = {
+        "name": model.name,
+        "model": {"pretrained": str(weights)},
+        "data": {"tokenizer": str(weights), "sequence_length": length},
+        "goal": {"steps": 1},
+    }
+    plan = Plan.read(tomli_w.dumps(tables), catalogue(), overrides=words)
+    prepared = prepare(plan)
+    own = Tokenizer.load(weights / "tokenizer.json")
+    if prepared.tokenizer.fingerprint != own.fingerprint:
+        raise ConfigError(
+            f"data.tokenizer = {plan.data.tokenizer!r} is another tokenizer than that of {model} "
+            f"(sha256 {prepared.tokenizer.fingerprint[:12]}, not {own.fingerprint[:12]}): its ids "
+            "mean other text",
+            f"data.tokenizer={shell(weights)}",
+        )
+    return make_build(plan, prepared, World(), choose_device(plan))

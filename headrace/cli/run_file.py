@@ -1,0 +1,62 @@
+"""This module holds the verb `run`, which runs an exported file by its own runtime."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.arguments import Json
+from headrace.cli.catalogue import catalogue
+from headrace.cli.runs import MOST_NEW, read_prompt
+from headrace.cli.terminal import exit_codes, show_json
+from headrace.core.loading import loading
+
+
+def run_file(
+    file: Annotated[Path, typer.Argument(help="An exported file, as NAME.gguf.")],
+    *,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    max_tokens: Annotated[
+        int, typer.Option(min=1, max=MOST_NEW, help="Most tokens to add; each is the likeliest.")
+    ] = 32,
+    json: Json = False,
+) -> None:
+    """Run an exported file by its own runtime, and tell how far it is from its run's model."""
+    with exit_codes(json):
+        text = read_prompt(prompt)
+        with loading():
+            from headrace.export.runtime import distance, open_runtime, run_beside
+        runtime = open_runtime(file, text, max_tokens)
+        ids = runtime.encode(text)
+        continued = runtime.continue_(ids, max_tokens)
+        run = run_beside(file, runtime.origin)
+        far = None if run is None else distance(runtime, [*ids, *continued.ids], run, catalogue())
+        if json:
+            show_json(
+                {
+                    "prompt": text,
+                    "text": continued.text,
+                    "runtime": runtime.name,
+                    "prompt_tokens_per_s": continued.prompt_tokens_per_s,
+                    "tokens_per_s": continued.tokens_per_s,
+                    "run": None if run is None else str(run),
+                    "distance": None if far is None else far._asdict(),
+                }
+            )
+            return
+        print(text + continued.text)
+        print(f"{runtime.name}: {continued.tokens_per_s:,.0f} tokens/s", file=sys.stderr)
+        if far is not None:
+            print(
+                f"log-probabilities differ from those of {run} by at most {far.largest_nats:.2g} "
+                f"nats; the likeliest token is the same after {far.same_choice:.0%} of "
+                f"{far.prefixes} prefixes",
+                file=sys.stderr,
+            )
+        elif runtime.origin is not None:
+            print(
+                f"not compared: the checkpoint of {runtime.origin.run} that it was made of is not "
+                "in the folder where the file lies",
+                file=sys.stderr,
+            )

@@ -1,0 +1,1 @@
+"""Conversations are documents here: rows, templates, and which of their tokens count."""

@@ -1,0 +1,1 @@
+"""Say what a corpus holds, in one pass and with bounded memory."""

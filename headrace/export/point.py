@@ -1,0 +1,221 @@
+"""Write a quantized model into a folder, and open it again: the very codes that are evaluated.
+
+A folder has the weights (`model.safetensors`: a matrix's codes, scales and zero points under its
+name, four-bit codes two a byte; whole weights in fp32), `quantization.json` (the spec, and what the
+files are), `plan.toml` (the model, and the text that it is evaluated on) and `tokenizer.json`.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headrace import __version__
+from headrace.assemble.adapted import AdapterTechnique
+from headrace.assemble.build import make_build
+from headrace.assemble.context import choose_device
+from headrace.assemble.sockets import Build
+from headrace.compress.codes import Codes, pack_int4, unpack_int4
+from headrace.compress.quantized_model import Stored, StoredMatrix, computing
+from headrace.compress.spec import QuantizationSpec
+from headrace.core.errors import ConfigError
+from headrace.core.files import parse_object, read_plan_text, shell, write_whole
+from headrace.core.strict import read_table
+from headrace.data.ingest import reopen
+from headrace.data.prepared import Prepared
+from headrace.data.tokenizer import Tokenizer
+from headrace.export.folder import write_json
+from headrace.inference.load import shapes_model
+from headrace.kernels.quantized_weight import NF4, NF4Weight
+from headrace.optim.roles import role_of
+from headrace.parallel.world import World
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.technique import Catalogue, Stage
+from headrace.train.run_folder import RunFolder
+
+RECORD, WEIGHTS = "quantization.json", "model.safetensors"
+FORMAT_VERSION = 1
+
+
+def is_point(folder: Path) -> bool:
+    """Return whether a folder holds a quantized model."""
+    return (folder / RECORD).is_file()
+
+
+def point_plan(build: Build) -> Plan:
+    """Return the plan of a model alone: its resolved shape, without adapters, in fp32."""
+    alone = {"pretrained": "", "adapter": "", "precision": "fp32"}
+    kept = {
+        name: one
+        for name, one in build.plan.techniques.items()
+        if shapes_model(one, with_data=True) and not isinstance(one, AdapterTechnique)
+    }
+    return build.plan.replaced(
+        model={**build.config.model_dump(), **alone}, techniques=kept, mesh=MeshConfig()
+    )
+
+
+def write_point(
+    folder: Path, build: Build, spec: QuantizationSpec, stored: Stored, source: str
+) -> None:
+    """Write a quantized model into an empty folder.
+
+    Args:
+        folder: where it goes.
+        build: the model with its fp32 weights, made of `point_plan`.
+        spec: how its matrices are quantized.
+        stored: the quantized matrices.
+        source: the digest of the weights that these were made of.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in build.model.named_parameters():
+        if name in stored:
+            kind = spec.format_of(name, role_of(name, 2))
+            parts = _parts(stored[name], four=kind.dtype == "int4", half=kind.scales == "bf16")
+            tensors |= {f"{name}.{part}": value for part, value in parts.items()}
+        else:
+            tensors[name] = parameter.detach().float()
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    shapes = {name: [*build.model.get_parameter(name).shape] for name in stored}
+    build.prepared.tokenizer.save(folder / "tokenizer.json")
+    write_whole(folder / "plan.toml", build.plan.to_toml())
+    write_json(folder / "data.json", build.prepared.record())
+    record = {
+        "format": FORMAT_VERSION,
+        "spec": spec.model_dump(mode="json"),
+        "shapes": shapes,
+        "sha256": _digest(folder / WEIGHTS),
+        "source": source,
+        "tokenizer": build.prepared.tokenizer.fingerprint,
+        "headrace": __version__,
+    }
+    write_json(folder / RECORD, record)
+
+
+def read_point(
+    folder: Path,
+) -> tuple[QuantizationSpec, dict[str, StoredMatrix], dict[str, Tensor]]:
+    """Return the spec of a quantized model, its quantized matrices, and its whole weights.
+
+    Raises:
+        ConfigError: a file is damaged, or a later version wrote it.
+    """
+    record = _record(folder)
+    spec = read_table(QuantizationSpec, record["spec"], "spec")
+    tensors = load_file(folder / WEIGHTS)
+    stored = {name: _stored(tensors, name, shape, spec) for name, shape in record["shapes"].items()}
+    return spec, stored, tensors
+
+
+def open_point(folder: Path, catalogue: Catalogue, *, with_data: bool = False) -> Build:
+    """Return the quantized model of a folder; it computes by torchao on this machine's device.
+
+    Args:
+        folder: as `write_point` left it.
+        catalogue: the techniques and model families.
+        with_data: whether to open the validation text too.
+
+    Raises:
+        ConfigError: a file is damaged, or the text is gone.
+        UnsupportedError: torchao is not installed.
+    """
+    spec, stored, whole = read_point(folder)
+    plan = Plan.read(read_plan_text(folder / "plan.toml"), catalogue)
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    if tokenizer.fingerprint != _record(folder)["tokenizer"]:
+        raise ConfigError(
+            f"{folder / 'tokenizer.json'} is not the tokenizer of this model "
+            f"(sha256 {tokenizer.fingerprint[:12]})",
+            _remade(folder),
+        )
+    if with_data:
+        prepared = reopen(plan, RunFolder(folder).read_data(), folder)
+    else:
+        none: Any = None  # a model alone reads no text
+        prepared = Prepared(folder, tokenizer, (), none, fingerprint={}, has_begun=True)
+    until = Stage.STEP if with_data else Stage.MATERIALIZE
+    build = make_build(plan, prepared, World(), choose_device(plan), until=until)
+    fill_(build, whole)
+    stack = ExitStack()  # it stays in the model as long as the build lives
+    stack.enter_context(computing(build.model, spec, _moved(stored, build.device)))
+    build.notes.setdefault("standing", []).append(stack)
+    return build
+
+
+@torch.no_grad()
+def fill_(build: Build, state: Mapping[str, Tensor]) -> None:
+    """Copy the values of parameters into a model."""
+    for name, parameter in build.model.named_parameters():
+        if name in state:
+            parameter.copy_(state[name])
+
+
+def _moved(stored: Stored, device: torch.device) -> dict[str, StoredMatrix]:
+    def moved(one: Any) -> StoredMatrix:
+        return Codes(*(t.to(device) for t in one)) if isinstance(one, Codes) else one.to(device)
+
+    return {name: moved(one) for name, one in stored.items()}
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """Return quantization.json, checked against the weights beside it."""
+    try:
+        record = parse_object((folder / RECORD).read_bytes())
+        version, digest = record["format"], record["sha256"]
+        if version != FORMAT_VERSION:
+            raise ValueError(f"has format {version}, and this version reads {FORMAT_VERSION}")
+        if digest != _digest(folder / WEIGHTS):
+            raise ValueError(f"has another sha256 than the {WEIGHTS} beside it")
+    except (OSError, ValueError, KeyError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{folder / RECORD} is damaged: it {what}", _remade(folder)) from None
+    return record
+
+
+def _remade(folder: Path) -> str:
+    """Return the command that makes the quantized model anew."""
+    preset = folder.name.removesuffix("-hybrid")
+    return f"headrace compress MODEL --to {preset} --output {shell(f'{folder}-2')}"
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _parts(one: StoredMatrix, *, four: bool, half: bool) -> dict[str, Tensor]:
+    """Return what a file keeps of a quantized matrix."""
+    if isinstance(one, NF4Weight):
+        return {part: getattr(one, part) for part in one.by_row}
+    parts = {
+        "codes": pack_int4(one.codes_RC) if four else one.codes_RC,
+        "scales": one.scales_RG.bfloat16() if half else one.scales_RG,
+    }
+    return {**parts, "zeros": one.zeros_RG} if bool(one.zeros_RG.any()) else parts
+
+
+def _stored(
+    tensors: dict[str, Tensor], name: str, shape: list[int], spec: QuantizationSpec
+) -> StoredMatrix:
+    """Return a quantized matrix, and take its parts out of the tensors of a file."""
+    prefix = f"{name}."
+    parts = {
+        key.removeprefix(prefix): tensors.pop(key)
+        for key in [key for key in tensors if key.startswith(prefix)]
+    }
+    kind = spec.format_of(name, role_of(name, 2))
+    if kind.dtype == "nf4":
+        inner = {**parts, "levels": torch.tensor(NF4)}
+        return NF4Weight(inner, torch.Size(shape), torch.float32)
+    codes = parts["codes"]
+    if kind.dtype == "int4":
+        codes = unpack_int4(codes, shape[1])
+    scales = parts["scales"].float()
+    return Codes(codes, scales, parts.get("zeros", torch.zeros_like(scales, dtype=torch.int8)))

@@ -1,0 +1,126 @@
+"""Models that cannot be compressed, or not so far, and how each remedy is followed."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from remedy_inputs import GOOD, weights
+from remedy_python import Call, settings
+from shell import Case, run
+
+from headrace.compress.quantized_model import check_finite, formats_of
+from headrace.compress.spec import NumberFormat, QuantizationSpec
+from headrace.core.model_config import ModelConfig
+from headrace.core.strict import read_table
+from headrace.model.decoder import Decoder, baseline_parts
+from headrace.model.mask import MaskSpec
+
+NAMED = "blocks.0.mlp.down.weight"
+
+
+def texts(_: Path) -> None:
+    """Write a text, and another tokenizer."""
+    Path("x.jsonl").write_text(GOOD)
+    words = ["data", "tokenizer", "x.jsonl", "data.vocab=280", "--to", "tok.json"]
+    assert run(words).code == 0
+
+
+def small(_: Path) -> None:
+    """Write a quantized model."""
+    assert run(["compress", "demo", "--to", "int8", "--output", "small"]).code == 0
+
+
+def cut(folder: Path) -> None:
+    """Write a quantized model, and cut its weights short."""
+    small(folder)
+    file = Path("small/int8/model.safetensors")
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def retokenized(folder: Path) -> None:
+    """Write a quantized model, and give it another tokenizer."""
+    small(folder)
+    texts(folder)
+    shutil.copy("tok.json", "small/int8/tokenizer.json")
+
+
+def no_torchao(patch: pytest.MonkeyPatch) -> None:
+    """Let torchao be away."""
+    patch.setattr("headrace.compress.quantized_model.find_spec", lambda name: None)
+
+
+AGAIN = {"MODEL": "demo"}
+COMPRESS = {
+    "cli/compress:compress#1": Case("compress demo --to int8 --budget-mb 1 --max-loss 50%"),
+    "cli/compress:_specs#1": Case("compress demo --to int9"),
+    "cli/compress:_share#1": Case("compress demo --to int8 --max-loss 1"),
+    "cli/compress:_with_text#1": Case(
+        "compress hf --to int8", weights(texts), fills={"PATH": "x.jsonl"}
+    ),
+    "cli/compress:_with_text#2": Case(
+        "compress hf --to int8 data.sources=x.jsonl data.tokenizer=tok.json", weights(texts)
+    ),
+    "cli/runs:_opened#1": Case("eval small/int8 --checkpoint best", small),
+    "compress/quantized_model:formats_of#2": Case("compress demo --to int4"),
+    "compress/quantized_model:check_installed#1": Case(
+        "compress demo --to int8",
+        fake=no_torchao,
+        prose={"pip install 'headrace[quant]'": "it is installed where this runs"},
+        lifted=True,
+    ),
+    "export/compression:check_reached#1": Case("compress demo --to int4 --group 16 --max-loss 0%"),
+    "export/compression:_check_budget#1": Case("compress demo --to int8 --budget-mb 0.001"),
+    "export/point:open_point#1": Case("sample small/int8 --tokens 2", retokenized, fills=AGAIN),
+    "export/point:_record#1": Case("sample small/int8 --tokens 2", cut, fills=AGAIN),
+}
+"""Each error by its site."""
+
+
+def wrong(table: type[NumberFormat | QuantizationSpec], **values: object) -> Call:
+    """A table that is refused, and read again with the values of its remedy."""
+
+    def mended(remedy: str) -> None:
+        said = {key: _value(text) for key, text in settings(remedy).items()}
+        read_table(table, {**values, **said})
+
+    return Call(lambda _: read_table(table, values), mended)
+
+
+def _value(text: str) -> object:
+    return int(text) if text.isdigit() else {"true": True}.get(text, text)
+
+
+def model() -> Decoder:
+    """Return a small model of random weights."""
+    config = ModelConfig(vocab=64, dim=16, layers=1, heads=2, ffn=32)
+    return Decoder(config, baseline_parts(config), MaskSpec())
+
+
+def excepted(name: str) -> None:
+    """Look for the matrix of an exception."""
+    formats_of(model(), QuantizationSpec(name="own", exceptions={name: NumberFormat()}))
+
+
+def earlier(remedy: str) -> None:
+    """Take weights that are finite, as the remedy says."""
+    assert remedy == "the weights of an earlier checkpoint"
+    check_finite(NAMED, torch.zeros(2, 2))
+
+
+INT8, NF4 = {"dtype": "int8"}, {"dtype": "nf4", "group": 64}
+SPECS = {
+    "compress/spec:NumberFormat._check#1": wrong(NumberFormat, dtype="nf4", group=32),
+    "compress/spec:NumberFormat._check#2": wrong(NumberFormat, dtype="fp32", rounding="gptq"),
+    "compress/spec:QuantizationSpec._check_activations#1": wrong(
+        QuantizationSpec, name="own", matrices=NF4, activations="int8_asymmetric"
+    ),
+    "compress/quantized_model:formats_of#1": Call(
+        lambda _: excepted("blocks.9.mlp.down.weight"),
+        lambda remedy: excepted(remedy.removeprefix("a name as ")),
+    ),
+    "compress/quantized_model:check_finite#1": Call(
+        lambda _: check_finite(NAMED, torch.tensor([[float("inf")]])), earlier
+    ),
+}
+"""Errors that a caller in Python meets."""

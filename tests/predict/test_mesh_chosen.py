@@ -1,0 +1,62 @@
+"""A plan of `mesh.auto = true` gets the fastest layout that fits, and is told what it lost."""
+
+import pytest
+import torch
+from facts import in_order
+from test_ranks_predicted import ALONE, linked, plan_of
+
+from headrace.assemble.context import elsewhere, make_context
+from headrace.cli import plans
+from headrace.cli.catalogue import catalogue
+from headrace.core.errors import ConfigError
+from headrace.parallel.world import open_world
+from headrace.plan.plan import MeshConfig, Plan
+from headrace.predict.mesh import ChosenMesh, choose_mesh
+
+H200 = "NVIDIA H200"
+
+
+def chosen(plan: Plan, ranks: int) -> ChosenMesh:
+    place = elsewhere(make_context(plan, torch.device("cpu")), H200)
+    return choose_mesh(plan, ranks, place, linked(ranks=ranks), catalogue())
+
+
+def test_replicas_hide_their_sums_where_a_model_fits_and_what_cannot_follow_is_told() -> None:
+    graphs = ("torch_compile", "cuda_graphs")
+    plan = plan_of("160m", "mesh.auto=true", with_=graphs, without=())
+    found = chosen(plan, 2)
+    assert found.plan.mesh == MeshConfig(data=2) and "data_parallel" in found.plan.techniques
+    assert "cuda_graphs" not in found.plan.techniques and "torch_compile" in found.plan.techniques
+    assert in_order(found.lines[0], "2 ranks", "data=2", "data_parallel", "GiB")
+    assert any("-cuda_graphs" in line for line in found.lines[1:])
+
+
+def test_a_model_that_does_not_fit_whole_is_divided() -> None:
+    found = chosen(plan_of("7b", "mesh.auto=true"), 8)
+    names = {n for n, t in found.plan.techniques.items() if t.room == "parallel"}
+    assert found.plan.mesh.ranks == 8 and names & {"fsdp", "zero", "tensor_parallel"}
+
+
+def test_one_process_keeps_its_plan_and_several_of_nobody_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan, lines = plan_of("160m", 'mesh="auto"', without=ALONE), list[str]()
+    assert plan.mesh.auto
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    alone = plans.laid_out(plan.replaced(device="cpu"), lines.append)
+    assert not alone.mesh.auto and alone.mesh.ranks == 1 and not lines
+    assert plans.laid_out(alone, lines.append) is alone
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError) as caught, open_world(plan.mesh, torch.device("cpu")):
+        pass
+    assert "mesh.data=2" in caught.value.remedy.text
+
+
+def test_no_layout_fits_and_sizes_beside_auto_are_refused() -> None:
+    huge = plan_of("7b", "mesh.auto=true", "model.layers=400", "model.dim=8192", "model.heads=64")
+    with pytest.raises(ConfigError) as caught:
+        chosen(huge, 2)
+    assert in_order(caught.value.message, "2 ranks", "GiB")
+    with pytest.raises(ConfigError) as caught:
+        plan_of("160m", "mesh.auto=true", "mesh.tensor=2")
+    assert "mesh.tensor=2" in caught.value.message
