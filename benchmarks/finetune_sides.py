@@ -30,7 +30,7 @@ from headrace.assemble.build import make_build
 from headrace.assemble.context import choose_device
 from headrace.data.prepared import Prepared
 from headrace.data.rows import Row
-from headrace.model.adapter import links
+from headrace.model.adapter import links, load_pretrained
 from headrace.model.hf_config import config_to_hf
 from headrace.parallel.world import World
 from headrace.plan.plan import Plan
@@ -39,6 +39,8 @@ from headrace.train import train
 from headrace.tuner.readings import flags_of, why
 
 WARM_STEPS, TIMED_STEPS = 3, 6
+PAD, PAD_ID = "<pad>", 1
+"""Another token than the end, as Unsloth's loader wants it; no step uses it."""
 SHORTEST = 64
 """Tokens of the shortest document of the batch; the mean is a quarter of a row."""
 SHARED = "+chunked_cross_entropy +document_packing "
@@ -107,7 +109,7 @@ def write_model(folder: Path, plan: Plan) -> Path:
     (folder / "model.safetensors.index.json").write_text(text)
     _write_tokenizer(folder, config.vocab)
     described = config_to_hf(config, sequence_length=plan.data.sequence_length, end_id=0)
-    described |= {"torch_dtype": "bfloat16", "pad_token_id": 0}
+    described |= {"torch_dtype": "bfloat16", "pad_token_id": PAD_ID}
     (folder / "config.json").write_text(json.dumps(described))  # last: the folder is whole
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the sides' processes need it
@@ -119,9 +121,11 @@ def _write_tokenizer(folder: Path, vocab: int) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
-    words = {f"w{number}": number for number in range(vocab)}
-    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
-    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w0", "pad_token": "w0"}
+    words = {PAD if number == PAD_ID else f"w{number}": number for number in range(vocab)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.add_special_tokens([PAD])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w0", "pad_token": PAD}
     (folder / "tokenizer_config.json").write_text(json.dumps(facts))
 
 
@@ -184,8 +188,9 @@ class Loaded:
 
 def headrace(side: str, method: str, plan: Plan, folder: Path) -> Loaded:
     """Build Headrace's side, as a run of `finetune` builds it from a folder."""
-    batch = batch_of(plan)
-    tokenizer: Any = SimpleNamespace(vocab=plan.model.vocab)
+    vocab = load_pretrained(folder)[0].vocab  # a plan leaves it to its weights
+    batch = batch_of(plan, vocab)
+    tokenizer: Any = SimpleNamespace(vocab=vocab)
     nothing: Any = None
     prepared = Prepared(folder, tokenizer, (), nothing, fingerprint={}, has_begun=True)
     device = choose_device(plan)
@@ -202,10 +207,9 @@ def headrace(side: str, method: str, plan: Plan, folder: Path) -> Loaded:
     return Loaded(step, device, {"trained": trained, "mask": "documents"})
 
 
-def batch_of(plan: Plan) -> PackedBatch:
-    """Return the batch of a plan."""
-    length = plan.data.sequence_length
-    return PackedBatch.drawn(plan.rows_per_step, length, plan.model.vocab, plan.seed)
+def batch_of(plan: Plan, vocab: int) -> PackedBatch:
+    """Return the batch of a plan, in tokens below `vocab`."""
+    return PackedBatch.drawn(plan.rows_per_step, plan.data.sequence_length, vocab, plan.seed)
 
 
 def peft(side: str, method: str, plan: Plan, folder: Path) -> Loaded:
@@ -277,7 +281,7 @@ def _looped(model: nn.Module, plan: Plan, device: torch.device) -> Loaded:
     trained = [p for p in model.parameters() if p.requires_grad]
     fused = device.type == "cuda"
     optimizer = torch.optim.AdamW(trained, lr=plan.optimizer.lr, weight_decay=0.0, fused=fused)
-    ids = torch.from_numpy(batch_of(plan).ids[:, :-1]).to(device)
+    ids = torch.from_numpy(batch_of(plan, plan.model.vocab).ids[:, :-1]).to(device)
 
     def step() -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):

@@ -15,6 +15,7 @@ SAID = [
     house.Variant("mixture_of_experts", {"experts": 4}),
     house.Variant("linear_attention", {"chunk_tokens": 4, "rule": "gated_delta"}),
     house.Variant("linear_attention", {"chunk_tokens": 4}),
+    house.Variant("dora", {"rank": 2, "alpha": 4.0}),
     house.Variant("rope"),
     house.Variant("short_convolution", {"between": 1}),
     house.Variant("logit_soft_cap"),

@@ -41,6 +41,10 @@ class Dora(AdapterTechnique):
         source="arXiv 2402.09353",
     )
 
+    def multiplies_fp32(self) -> bool:
+        """Return True: the lengths of the rows of weight and correction."""
+        return True
+
     def apply(self, build: Build) -> None:
         """Replace the chosen linears; lengths start at those of the weights' rows."""
         rows: dict[str, torch.Size] = {}
