@@ -175,6 +175,8 @@ def measure_speed(args: argparse.Namespace) -> None:
                     read[side].close()
                     continue
                 readings[side].append(reading)
+                if args.alone:
+                    read[side].close()
                 peak_gib = (reading["peak_bytes"] or 0) / GIB
                 print(
                     f"round {index} {side}: {reading['tokens_per_s']:,.0f} tokens/s "
@@ -221,7 +223,17 @@ def _write_side(
     if values:
         facts |= {key: values[0][key] for key in ("first_loss", "trained", "mask")}
     versions = {package: receipts.installed(package) for package in PACKAGES}
-    write(args, "speed", side, plan, metrics, n=len(values), versions=versions, **facts)
+    write(
+        args,
+        "speed",
+        side,
+        plan,
+        metrics,
+        n=len(values),
+        alone=args.alone,
+        versions=versions,
+        **facts,
+    )
 
 
 # --- the longest row -------------------------------------------------------------------------
@@ -416,6 +428,9 @@ def main() -> None:
     parser.add_argument("--method", choices=("qlora", "lora"), default="qlora")
     parser.add_argument("--sides", nargs="+", choices=MAKERS, default=list(MAKERS))
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument(
+        "--alone", action="store_true", help="speed: no side holds memory meanwhile"
+    )
     parser.add_argument("--lengths", nargs="+", type=int, default=[], help="ascending, in tokens")
     parser.add_argument("--plan", "--shape", type=receipts.plan_file, default=PLANS / "8b.toml")
     parser.add_argument("--work", type=Path, default=Path("work"), help="where the model goes")

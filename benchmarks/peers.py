@@ -219,10 +219,11 @@ class Peer:
         return json.loads(answer)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; another reading starts one again."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+            self.process = None
 
 
 def time_headrace(size: str, work: Path, extra: list[str]) -> dict[str, Any]:

@@ -91,8 +91,16 @@ class QuantizedWeight(torch.Tensor):
         """Quantize a matrix."""
         raise NotImplementedError
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """Return the matrix [R, C] that this stands for, computed in fp32."""
+    def dequantize(  # type: ignore[override]
+        self, dtype: torch.dtype | None = None, *, again: bool = False
+    ) -> Tensor:
+        """Return the matrix [R, C] that this stands for, computed in fp32.
+
+        Args:
+            dtype: of the result; the weight's own without it.
+            again: the same numbers by operations that a compiler does not take for the first ones.
+                It would keep the forward pass's matrix for the backward pass, where it is whole.
+        """
         raise NotImplementedError
 
     @property
@@ -189,10 +197,14 @@ class Int8Weight(QuantizedWeight):
         """Return the weight of some columns; a row keeps the scale of all."""
         return self._with_columns(count, codes=self.codes[:, begin : begin + count])
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def dequantize(  # type: ignore[override]
+        self, dtype: torch.dtype | None = None, *, again: bool = False
+    ) -> Tensor:
         """Multiply codes by scales."""
         rows = self.size(0)
-        return (self.codes[:rows] * self.scales[:rows]).to(dtype or self.dtype)
+        codes_RC, scales_R1 = self.codes[:rows], self.scales[:rows]
+        weight_RC = scales_R1 * codes_RC if again else codes_RC * scales_R1
+        return weight_RC.to(dtype or self.dtype)
 
 
 class NF4Weight(QuantizedWeight):
@@ -240,13 +252,17 @@ class NF4Weight(QuantizedWeight):
         codes = self.codes[:, first * BLOCK // 2 : last * BLOCK // 2]
         return self._with_columns(count, codes=codes, scales=self.scales[:, first:last])
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def dequantize(  # type: ignore[override]
+        self, dtype: torch.dtype | None = None, *, again: bool = False
+    ) -> Tensor:
         """Multiply levels by scales."""
         rows, columns = self.shape
         codes, spans_R2 = self.codes[:rows], self.spans[:rows]
         scale_RB = spans_R2[:, :1] + self.scales[:rows] * spans_R2[:, 1:]
         # One look-up for both numbers of a byte: half of the indices.
-        pairs = torch.cartesian_prod(self.levels, self.levels)[codes.int()]
+        pairs = torch.cartesian_prod(self.levels, self.levels)[
+            codes.long() if again else codes.int()
+        ]
         blocks_RBK = pairs.view(*scale_RB.shape, BLOCK).mul_(scale_RB.unsqueeze(-1))
         return blocks_RBK.view(rows, -1)[:, :columns].to(dtype or self.dtype)
 
@@ -255,23 +271,38 @@ class NF4Weight(QuantizedWeight):
 
 
 class _Matmul(torch.autograd.Function):
-    """It computes x W^T, keeps the quantized weight, and gives it no gradient."""
+    """It computes y + x W^T, keeps the quantized weight, and gives it no gradient.
+
+    Shapes: x [N, C], y [N, R] or None, the weight [R, C].
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: QuantizedWeight) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: QuantizedWeight, y: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(weight)
-        return x @ weight.dequantize(x.dtype).t()
+        whole = weight.dequantize(x.dtype).t()
+        return x @ whole if y is None else torch.addmm(y, x, whole)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:  # type: ignore[override]
         (weight,) = ctx.saved_tensors
-        return grad @ weight.dequantize(grad.dtype), None
+        again = torch.compiler.is_compiling()
+        added = grad if ctx.needs_input_grad[2] else None
+        return grad @ weight.dequantize(grad.dtype, again=again), None, added
 
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """Compute F.linear with a quantized weight, under autocast too."""
-    y = _Matmul.apply(x.to(compute_dtype(x)), weight)
+    y = _Matmul.apply(x.to(compute_dtype(x)), weight, None)
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def added_product(y: Tensor, x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """Return y + x W^T [..., R] of y [..., R] and x [..., C], under autocast too."""
+    dtype = compute_dtype(x)
+    rows = x.to(dtype).flatten(0, -2), weight, y.to(dtype).flatten(0, -2)
+    return _Matmul.apply(*rows).unflatten(0, x.shape[:-1])
 
 
 # --- what autograd, modules and FSDP2 do with a weight ---------------------------------------

@@ -30,7 +30,8 @@ from headrace.core.errors import ConfigError, nearest
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import Remedy, mend
 from headrace.costs.adapters import ADAPTERS, LENT, AdapterSizes, targeted
-from headrace.kernels.quantized_weight import QuantizedWeight
+from headrace.kernels.autocast import compute_dtype
+from headrace.kernels.quantized_weight import QuantizedWeight, added_product
 from headrace.model.mask import mixed
 from headrace.parallel.layout import local_of
 from headrace.plan.technique import Doubt
@@ -66,22 +67,32 @@ class LoraLinear(nn.Linear):
         """whether it computes what the frozen linear alone computes"""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map [..., in] to [..., out].
-
-        The correction comes first: a block that runs again stops where it has all that it keeps,
-        and the product with a frozen weight keeps the weight alone.
-        """
+        """Map [..., in] to [..., out]."""
         if self.is_off:
             return super().forward(input)
         correction = self.correction(input)
-        return super().forward(input) + correction
+        return self.added(input, correction if self.bias is None else correction + self.bias)
 
     def matmul(self, input: Tensor) -> Tensor:
         """Map [..., in] to [..., out] without the bias, which is added where ranks' parts are."""
         if self.is_off:
             return F.linear(input, self.weight)
-        correction = self.correction(input)
-        return F.linear(input, self.weight) + correction
+        return self.added(input, self.correction(input))
+
+    def added(self, input: Tensor, correction: Tensor) -> Tensor:
+        """Add the frozen product to a correction [..., out], in one operation where there is one.
+
+        The product's sum begins at the correction, so that nothing reads and writes both again, and
+        what a checkpoint keeps is the whole result. The correction comes first: a block that runs
+        again stops where it has all that it keeps.
+        """
+        if isinstance(self.weight, QuantizedWeight):
+            return added_product(correction, input, self.weight)
+        if type(self.weight) not in (Tensor, nn.Parameter):  # one that multiplies in its own way
+            return F.linear(input, self.weight) + correction
+        dtype = compute_dtype(input)
+        rows = correction.to(dtype).flatten(0, -2), input.to(dtype).flatten(0, -2)
+        return torch.addmm(*rows, self.weight.to(dtype).t()).unflatten(0, input.shape[:-1])
 
     def correction(self, input: Tensor) -> Tensor:
         """Return what is added to the frozen product."""

@@ -1,12 +1,15 @@
 """Compare adapters and quantized weights with plain linears in all that they compute."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from headrace.core.model_config import ModelConfig
 from headrace.kernels.quantized_weight import (
@@ -265,3 +268,26 @@ def test_a_quantized_weight_refuses_what_it_does_not_know() -> None:
     assert isinstance(weight, QuantizedWeight)
     with pytest.raises(NotImplementedError, match=r"aten\.add"):
         weight + 1
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_compiled_backward_pass_keeps_no_whole_weight(base: str) -> None:
+    kept: list[Tensor] = []
+
+    def note(graph: Any, given: Any) -> Any:
+        (results,) = graph.graph.find_nodes(op="output")[0].args
+        kept.extend(node.meta["val"] for node in results if hasattr(node, "meta"))
+        return make_boxed_func(graph.forward)
+
+    back = aot_autograd(
+        fw_compiler=note,
+        bw_compiler=lambda graph, given: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    layer, x = adapted(96, 130, base), matrix(8, 130).requires_grad_()
+    layer(x).square().sum().backward()
+    wanted, x.grad = x.grad, None
+    torch.compile(layer, backend=back)(x).square().sum().backward()
+    torch.testing.assert_close(x.grad, wanted)
+    whole = [t for t in kept if t.is_floating_point() and t.numel() >= 96 * 130]
+    assert kept and not whole

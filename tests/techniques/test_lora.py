@@ -342,12 +342,15 @@ def test_a_block_that_runs_again_leaves_out_its_last_frozen_product(
     make_tiny: Make, batch: Batch, monkeypatch: pytest.MonkeyPatch, targets: tuple[str, ...]
 ) -> None:
     """All that it must keep is there before: nothing needs that result a second time."""
-    whole, ran = torch.nn.Linear.forward, Counter[str]()
+    ran = Counter[str]()
 
-    def counted(self: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
-        result = whole(self, input)  # where a block stops, this does not return
-        ran[names[self]] += 1
-        return result
+    def counting(whole: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def counted(self: torch.nn.Linear, *given: torch.Tensor) -> torch.Tensor:
+            result = whole(self, *given)  # where a block stops, this does not return
+            ran[names[self]] += 1
+            return result
+
+        return counted
 
     named = ",".join(f'"{t}"' for t in targets)
     build = make_tiny(
@@ -356,7 +359,8 @@ def test_a_block_that_runs_again_leaves_out_its_last_frozen_product(
         "techniques.full_checkpoint={}",
     )
     names = {m: n.split(".", 2)[-1] for n, m in build.model.named_modules()}
-    monkeypatch.setattr(torch.nn.Linear, "forward", counted)
+    monkeypatch.setattr(torch.nn.Linear, "forward", counting(torch.nn.Linear.forward))
+    monkeypatch.setattr(LoraLinear, "added", counting(LoraLinear.added))
     micros = batch(build)
     step(build, micros, 0)
     once = build.config.layers * len(micros)

@@ -99,8 +99,10 @@ PARTS = frozenset({MIXES, "parts.mlp", "linear"})
 
 def widening(op: Any, args: tuple[Any, ...]) -> float:
     """Return how many times as wide as its input a matmul's result is."""
-    x, weight = [a for a in args if isinstance(a, Tensor) and a.ndim > 1][:2]
-    width = weight.size(0 if "aten::linear" in str(op.name()) else -1)
+    name = str(op.name())
+    factors = args[1:] if "aten::addmm" in name else args  # the first is what it is added to
+    x, weight = [a for a in factors if isinstance(a, Tensor) and a.ndim > 1][:2]
+    width = weight.size(0 if "aten::linear" in name else -1)
     return width / x.size(-1)
 
 
