@@ -20,6 +20,7 @@ gloo. torchtitan is a side where it is installed, and a row says so where it is 
 import argparse
 import json
 import signal
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field, replace
@@ -44,8 +45,8 @@ from headrace.predict.prediction import predict
 from headrace.tuner.readings import Reading
 
 GIB, GB = 2**30, 10**9
-PROBED = receipts.ROOT / "results" / "machines" / "h100-2026-11-25.json"
-"""Rates of an H100 that `headrace probe` measured; another device's are a datasheet's."""
+PROBED = receipts.ROOT / "results" / "machines"
+"""Rates of GPUs that `headrace probe` measured; another device's are a datasheet's."""
 FIRST_S = 45.0
 """Guessed seconds of a side beside its steps, as to compile, until one was read."""
 
@@ -54,11 +55,13 @@ FIRST_S = 45.0
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
-    """Return the rates by which steps are predicted: given, of an H100 by probes, or assumed."""
+    """Return the rates by which steps are predicted: given, of such a GPU, or assumed."""
     if args.machine:
         return Machine.read(args.machine)
-    probed = Machine.read(PROBED)
-    return probed if args.device_name == probed.name else Machine.assumed(args.device_name)
+    for path in sorted(PROBED.glob("*.json")):
+        if (probed := Machine.read(path)).name == args.device_name:
+            return probed
+    return Machine.assumed(args.device_name)
 
 
 def context_of(plan: Plan, args: argparse.Namespace) -> Context:
@@ -406,7 +409,8 @@ def _end(number: int, frame: Any) -> None:
     raise SystemExit(EXIT_INTERRUPTED)
 
 
-def main() -> None:
+def parsed(words: list[str]) -> argparse.Namespace:
+    """Return the program's options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["predict", "measure"])
     parser.add_argument("--ranks", type=int, default=0, help="GPUs; all that are here, without it")
@@ -424,13 +428,18 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     parser.add_argument("--set", nargs="*", default=[], help="overrides for every plan")
     parser.add_argument("--commit", help=receipts.COMMIT_HELP)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     receipts.given_commit = args.commit
     args.ranks = args.ranks or torch.cuda.device_count() or 2
     args.sides = args.sides or (FEW if args.ranks < 4 else MANY)
     if not args.device_name:
         cuda = torch.cuda.is_available()
         args.device_name = torch.cuda.get_device_name() if cuda else "NVIDIA H100 80GB HBM3"
+    return args
+
+
+def main() -> None:
+    args = parsed(sys.argv[1:])
     print_forecasts(args) if args.what == "predict" else measure(args)
 
 
