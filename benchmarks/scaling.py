@@ -31,7 +31,7 @@ from typing import Any
 import receipts
 import torch
 from scaling_peer import read_titan
-from scaling_ranks import Team, read_links, read_long_row, read_steps
+from scaling_ranks import SaveReading, Team, read_links, read_long_row, read_saves, read_steps
 from scaling_sides import FEW, MANY, SIDES, TINY, Side
 
 from headrace.assemble.build import make_context
@@ -49,6 +49,8 @@ PROBED = receipts.ROOT / "results" / "machines"
 """Rates of GPUs that `headrace probe` measured; another device's are a datasheet's."""
 FIRST_S = 45.0
 """Guessed seconds of a side beside its steps, as to compile, until one was read."""
+WRITTEN_S = 15.0
+"""Guessed seconds until a saved state is on the disk."""
 
 
 # --- what is predicted ------------------------------------------------------------------------
@@ -263,7 +265,7 @@ class Bench:
             reading = self.ask(team, entry)
             entry.wall_s = time.monotonic() - began_s
             entry.readings[lap] = reading
-            if reading.seconds and not entry.side.brief:
+            if reading.seconds and not (entry.side.brief or entry.side.saves):
                 spent_s = reading.steps * max(reading.seconds)
                 self.beside_s = max(self.beside_s, entry.wall_s - spent_s)
             if reading.refused:
@@ -280,7 +282,9 @@ class Bench:
         if self.args.tiny:
             return 5.0
         steps = 1 if entry.side.brief else self.args.warm + self.args.timed * self.args.blocks
-        return 1.2 * ((self.beside_s or FIRST_S) + steps * predicted_s)
+        steps *= 1 + entry.side.saves
+        beside_s = (self.beside_s or FIRST_S) + WRITTEN_S * entry.side.saves
+        return 1.2 * (beside_s + steps * predicted_s)
 
     def ask(self, team: Team, entry: Entry) -> Reading:
         """Have a team take the reading of a side."""
@@ -301,6 +305,17 @@ class Bench:
                 limit_s=limit_s,
                 **counts,
             )
+        if side.saves:
+            with tempfile.TemporaryDirectory() as folder:
+                return team.ask(
+                    read_saves,
+                    plan,
+                    Path(folder, "checkpoints"),
+                    warm=args.warm,
+                    timed=args.timed * args.blocks,
+                    saves=side.saves,
+                    limit_s=self.left_s,
+                )
         if side.brief:
             brief = max(8 * entry.ranks, side.brief // (TINY if args.tiny else 1))
             return team.ask(read_long_row, plan, brief=brief, steps=1, limit_s=limit_s)
@@ -320,6 +335,14 @@ class Bench:
         for key, name in (("peak_bytes", "peak_memory"), ("reserved_bytes", "reserved_memory")):
             if values := [v for r in readings if (v := getattr(r, key)) is not None]:
                 metrics[name] = receipts.spread(values, "bytes")
+        for reading in readings:
+            if isinstance(reading, SaveReading):
+                metrics |= {
+                    "first_stall": receipts.spread(reading.stalled_s[:1], "s"),
+                    "stall": receipts.spread(reading.stalled_s[1:], "s"),
+                    "save_call": receipts.spread(reading.called_s, "s"),
+                    "written_after": receipts.spread(reading.written_s, "s"),
+                }
         for other in self.entries:
             if other.side.name not in entry.side.against:
                 continue

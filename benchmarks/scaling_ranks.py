@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -34,7 +35,8 @@ from headrace.parallel.world import World, open_world
 from headrace.plan.plan import MeshConfig, Plan
 from headrace.plan.technique import Stage
 from headrace.probes.together import measure_links
-from headrace.train import train
+from headrace.train import state, train
+from headrace.train.checkpoint import Checkpoints
 from headrace.tuner.readings import (
     NOT_DONE,
     Reading,
@@ -146,6 +148,53 @@ def read_long_row(plan: Plan, *, brief: int, steps: int) -> Reading:
         note_peaks(build, reading)
         reading.steps = steps + 1
         reading.evidence = evidence_after(build, numbers) or {}
+    return reading
+
+
+@dataclass
+class SaveReading(Reading):
+    """Hold what saves of a run's state took, in seconds, on the slowest rank."""
+
+    stalled_s: list[float] = field(default_factory=list)
+    """of each save, how much longer the steps beside it took than as many without one"""
+    called_s: list[float] = field(default_factory=list)
+    """of each save, how long the call held the host"""
+    written_s: list[float] = field(default_factory=list)
+    """of each save, until it was whole on the disk"""
+
+
+def read_saves(plan: Plan, folder: Path, *, warm: int, timed: int, saves: int) -> SaveReading:
+    """Time steps without a save, and then beside each of some saves; all ranks call this."""
+    reading = SaveReading()
+    with opened(plan) as (build, micros):
+        world = build.world
+        evidence, first = None, 0
+        while evidence is None or first < warm:
+            numbers, first = train.step(build, micros, first), first + 1
+            evidence = evidence or evidence_after(build, numbers, last=first >= PATIENT_STEPS)
+        settle(build)
+        saved = Checkpoints(folder, rank=world.rank, ranks=world.ranks, keep_last=1)
+        plain_s = 0.0
+        for number in range(saves + 1):
+            world.any(False)
+            began_s = time.perf_counter()
+            if number:
+                saved.save(first, state.tensors(build), {})
+                reading.called_s.append(max(world.gather(time.perf_counter() - began_s)))
+            for _ in range(timed):
+                train.step(build, micros, first)
+                first += 1
+            wait_for_device(build)
+            spent_s = max(world.gather(time.perf_counter() - began_s))
+            if not number:
+                plain_s = spent_s
+                reading.seconds = [spent_s / timed]
+                continue
+            reading.stalled_s.append(spent_s - plain_s)
+            saved.wait()
+            reading.written_s.append(max(world.gather(time.perf_counter() - began_s)))
+        note_peaks(build, reading)
+        reading.steps, reading.evidence = first, evidence
     return reading
 
 

@@ -55,6 +55,7 @@ class Side:
         once: it is read in the first round only.
         brief: tokens of a brief first step, for a row that is too long to be run twice; else 0.
         peer: a peer's name in peers.py, in the place of Headrace.
+        saves: saves of the whole state beside which its steps are timed; else 0.
         either: more words, of which the first ones that run are taken.
     """
 
@@ -68,6 +69,7 @@ class Side:
     once: bool = False
     brief: int = 0
     peer: str = ""
+    saves: int = 0
     either: tuple[str, ...] = ("",)
 
     def plan(self, ranks: int, either: str, more: list[str], *, tiny: bool) -> Plan:
@@ -172,6 +174,7 @@ SIDES = (
     Side("one_fp32", EXACT, ranks=1, against=("one",)),
     Side("replicas_fp32", f"{EXACT}+data_parallel mesh.data={{n}}", against=("one", "one_fp32")),
     Side("fsdp_kept", f"{FSDP}techniques.fsdp.reshard=false mesh.data={{n}}", against=("fsdp",)),
+    Side("save", f"{FSDP}mesh.data={{n}}", against=(), once=True, saves=3),
     of_8b("8b", f"{SHARDED}{HALF}{FUSED_LOSS}"),
     of_8b("8b_float8", f"{SHARDED}{HALF}{FUSED_LOSS} {FP8}"),
     of_8b("8b_rows2", f"{SHARDED}+selective_checkpoint {FUSED_LOSS}", rows=2),
@@ -211,11 +214,20 @@ SIDES = (
 FEW = (
     *("one", "fsdp", "replicas", "one_float8", "fsdp_float8", "titan_fsdp", "tensor", "fsdp_8k"),
     *("context_8k", "pipeline", "zero1", "muon_fsdp", "fsdp_64k", "context_64k", "ulysses_8k"),
-    *("ulysses_64k", "one_fp32", "replicas_fp32", "fsdp_kept"),
+    *("ulysses_64k", "save", "one_fp32", "replicas_fp32", "fsdp_kept"),
 )
 """The sides of two GPUs, by their importance."""
 MANY = (
     *("one", "fsdp", "8b", "8b_float8", "long_1m", "one_128k", "long_128k", "context_128k"),
-    *("titan_8b", "one_float8", "fsdp_float8", "8b_rows2", "8b_tensor2", "replicas", "long_2m"),
+    *(
+        "titan_8b",
+        "one_float8",
+        "fsdp_float8",
+        "8b_rows2",
+        "8b_tensor2",
+        "save",
+        "replicas",
+        "long_2m",
+    ),
 )
 """The sides of more GPUs. A row of a million tokens takes four H100s three minutes."""
