@@ -174,6 +174,7 @@ SIDES = (
     Side("one_fp32", EXACT, ranks=1, against=("one",)),
     Side("replicas_fp32", f"{EXACT}+data_parallel mesh.data={{n}}", against=("one", "one_fp32")),
     Side("fsdp_kept", f"{FSDP}techniques.fsdp.reshard=false mesh.data={{n}}", against=("fsdp",)),
+    Side("save_one", ranks=1, against=(), once=True, saves=3),
     Side("save", f"{FSDP}mesh.data={{n}}", against=(), once=True, saves=3),
     of_8b("8b", f"{SHARDED}{HALF}{FUSED_LOSS}"),
     of_8b("8b_float8", f"{SHARDED}{HALF}{FUSED_LOSS} {FP8}"),
