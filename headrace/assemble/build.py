@@ -452,7 +452,12 @@ def _one_pass(build: Build, step: int) -> list[Pass]:
 
 
 def absorb(build: Build, finite: Tensor) -> None:
-    """Apply every optimizer's update, masked on the device where a gradient was not finite."""
+    """Apply every optimizer's update, masked on the device where a gradient was not finite.
+
+    What is still being copied for a checkpoint is awaited first.
+    """
+    while build.before_change:
+        build.before_change.pop()()
     for optimizer in build.optimizers.values():
         optimizer.found_inf = 1.0 - finite  # type: ignore[attr-defined]
         optimizer.step()

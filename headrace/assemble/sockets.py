@@ -275,6 +275,8 @@ class Build:
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     routed: dict[str, dict[str, nn.Parameter]] = field(default_factory=dict)
     """the parameters of each optimizer, by name"""
+    before_change: list[Callable[[], None]] = field(default_factory=list)
+    """what the next update calls, and drops, before it changes weights or optimizer state"""
     loader: Loader = None  # type: ignore[assignment]
     predicted: Callable[[Plan], Ledger] = None  # type: ignore[assignment]
     """predicts what a plan like this one would cost here"""
@@ -295,6 +297,16 @@ class Build:
         """Return the type in which matmuls and attention compute."""
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return half.get(self.context.precision, torch.float32)
+
+    @property
+    def held_back(self) -> list[Callable[[], None]] | None:
+        """Return `before_change` where only the baseline's updates change what a checkpoint saves.
+
+        It is None where a technique updates in the backward pass or in a second one, acts on
+        weights before a step, evaluates others in their place, or saves a state of its own.
+        """
+        acts = (self.before_step, self.weights_for_eval, self.state)
+        return None if any(acts) or "passes" in self.filled else self.before_change
 
     @property
     def is_eager(self) -> bool:

@@ -34,6 +34,7 @@ from headrace.core.errors import ConfigError, RunError, is_out_of_memory
 from headrace.core.files import hold_lock, publish, sync_path, write_whole
 from headrace.core.units import format_bytes
 from headrace.parallel.boxes import Box, TensorPart, piece_of
+from headrace.train.copies import Copies
 
 FORMAT = 1
 INDEX = "checkpoint.json"
@@ -83,7 +84,11 @@ class Checkpoints:
     # --- saving ---
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor | TensorPart], values: dict[str, Any]
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor | TensorPart],
+        values: dict[str, Any],
+        before_change: list[Callable[[], None]] | None = None,
     ) -> None:
         """Begin to save, and return when the next update can no longer change the copies.
 
@@ -92,17 +97,18 @@ class Checkpoints:
             tensors: this rank's tensors, or pieces of them, by global name.
             values: JSON values, the same on every rank (those under "rank" may differ); "score"
                 rates the weights for `best`: lower is better.
+            before_change: see `Copies`; without it copies from a GPU are awaited here.
 
         Raises:
             RunError: the previous save failed.
         """
         self.wait()
-        host, pieces, total, on_gpu = {}, {}, 0, False
+        host, pieces, total, copies = {}, {}, 0, Copies(before_change)
         for name, tensor in tensors.items():
             piece = tensor if isinstance(tensor, TensorPart) else piece_of(tensor)
             if not piece.writes:
                 continue
-            host[name] = _to_host(piece.local.detach())
+            host[name] = copies.to_host(piece.local.detach())
             pieces[name] = {
                 "shape": list(piece.shape),
                 "dtype": str(piece.local.dtype).removeprefix("torch."),
@@ -110,22 +116,21 @@ class Checkpoints:
                 "size": list(piece.box.shape),
             }
             total += piece.local.nbytes
-            on_gpu = on_gpu or piece.local.is_cuda
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        copies.end()
         self._check_space(step, total)
-        thread = threading.Thread(
-            target=self._guarded, args=(step, host, pieces, values), name="checkpoint", daemon=True
-        )
+        work = (copies, step, host, pieces, values)
+        thread = threading.Thread(target=self._guarded, args=work, name="checkpoint", daemon=True)
         thread.start()
         self._thread = thread  # one that could not start cannot be waited for
 
-    def wait(self) -> None:
-        """Wait for the save in progress.
+    def wait(self, *, failed: bool = False) -> None:
+        """Wait for the save in progress, or with `failed` only for one that has failed.
 
         Raises:
             RunError: the save failed; earlier checkpoints are intact.
         """
+        if failed and self._error is None:
+            return
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -146,8 +151,9 @@ class Checkpoints:
         steps = self.steps()
         return f"step-{steps[-1]} is intact" if steps else "no earlier checkpoint exists"
 
-    def _guarded(self, *work: Any) -> None:
+    def _guarded(self, copies: Copies, *work: Any) -> None:
         try:
+            copies.wait()
             self._write(*work)
         except BaseException as error:
             self._error = error
@@ -486,13 +492,6 @@ def _sealed(values: dict[str, Any]) -> dict[str, Any]:
     bare = {k: v for k, v in values.items() if k != "seal"}
     digest = hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()
     return {**bare, "seal": digest}
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor.detach().clone().contiguous().cpu()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def _sha256(path: Path) -> str:

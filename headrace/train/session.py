@@ -253,10 +253,10 @@ class Session:
         return kept, go_on
 
     def _check_folder(self) -> None:
-        """Refuse to train on where the run's folder is gone: nothing of the run could be kept.
+        """Refuse to train on where the run's folder is gone, or a save has failed.
 
         Raises:
-            RunError: the folder, its metrics or its checkpoints were removed or moved.
+            RunError: the folder, its metrics or its checkpoints were removed or moved; or the save.
         """
         run, saved = self.folder.path, self.folder.checkpoints
         whole = (run / "metrics.jsonl").exists()
@@ -266,6 +266,7 @@ class Session:
                 f"{lost}: it was removed or moved while the run trained step {self.counters.step}",
                 f"put it back, then {train_command(run, '--resume')}",
             )
+        self.checkpoints.wait(failed=True)
 
     def ended(self, stop: Interrupts) -> bool:
         """Return whether the goal or a signal ends the run; the answer is the same on every rank.
@@ -329,8 +330,7 @@ class Session:
             "wait_s": batch.wait_s,
             "session": counters.restarts,
         }
-        if self.windows.traced:
-            facts["traced"] = 1
+        facts |= {"traced": 1} if self.windows.traced else {}
         self._compiled_s = compiled_s
         counters.step += 1
         self.steps_here += 1
@@ -446,18 +446,18 @@ class Session:
         return score
 
     def _save(self) -> None:
-        began_s, counters = time.perf_counter(), self.counters
+        began_s, counters, build = time.perf_counter(), self.counters, self.build
         counters.stream = self._stream()
-        remember(self.build, counters)
+        remember(build, counters)
         counters.wall_s = self._wall_s()
         counters.phase_s = dict(self.signals.totals_s)
-        values = state.values(self.build, counters.plain())
-        scored = self.build.plan.checkpoint.keep_best and counters.evaluated
+        values = state.values(build, counters.plain())
+        scored = build.plan.checkpoint.keep_best and counters.evaluated
         values["score"] = counters.bits_per_byte if scored else None
         if self._saved_step == counters.step:
             self.checkpoints.amend(counters.step, values)
         else:
-            self.checkpoints.save(counters.step, state.tensors(self.build), values)
+            self.checkpoints.save(counters.step, state.tensors(build), values, build.held_back)
         self._saved_step = counters.step
         self.signals.spent("checkpoint", time.perf_counter() - began_s)
 
