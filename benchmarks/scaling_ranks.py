@@ -57,6 +57,8 @@ NO_MULTICAST = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 """Variables that keep NVLink multicast off: it may put a host's GPUs out of service."""
+BRIEF_BYTES = (4096, 65536)
+"""Bytes of the tensors that a dry run measures links with."""
 GRACE_S = 4.0
 """Seconds for which other ranks may still say why they failed, after the first one that did."""
 
@@ -215,10 +217,13 @@ def note_peaks(build: Build, reading: Reading) -> None:
 
 
 def read_links(ranks: int, device_name: str) -> tuple[Link, ...]:
-    """Measure every kind of collective over all ranks; all ranks call this together."""
+    """Measure every kind of collective over all ranks; all ranks call this together.
+
+    On a CPU, where this is a dry run, tensors are small.
+    """
     device = own_device(torch.device(device_name))
     with open_world(MeshConfig(data=ranks), device) as world:
-        return measure_links(device, world)
+        return measure_links(device, world, BRIEF_BYTES if device.type == "cpu" else ())
 
 
 # --- a rank's process, and all of them ----------------------------------------------------------

@@ -11,7 +11,7 @@ Left out: collectives beside kernels, and links between some of the ranks.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -71,14 +71,25 @@ def measure_together(
     return machine
 
 
-def measure_links(device: torch.device, world: World) -> tuple[Link, ...]:
-    """Measure every kind of collective over all ranks; all ranks call this together."""
-    return tuple(_link(operation, device, world) for operation in OPERATIONS)
+def measure_links(
+    device: torch.device, world: World, sizes: Sequence[int] = ()
+) -> tuple[Link, ...]:
+    """Measure every kind of collective over all ranks; all ranks call this together.
+
+    Args:
+        device: this rank's own.
+        world: the ranks.
+        sizes: bytes of the whole tensors, rising; without them those of `SIZES`.
+    """
+    sizes = sizes or SIZES[device.type]
+    return tuple(_link(operation, device, world, sizes) for operation in OPERATIONS)
 
 
-def _link(operation: CollectiveOperation, device: torch.device, world: World) -> Link:
+def _link(
+    operation: CollectiveOperation, device: torch.device, world: World, sizes: Sequence[int]
+) -> Link:
     points = []
-    for size in SIZES[device.type]:
+    for size in sizes:
         numbers = size // NUMBER // world.ranks * world.ranks
         seconds = _seconds(_call(operation, numbers, device, world), device, world)
         points.append(StreamPoint(int(sent(operation, NUMBER * numbers, world.ranks)), seconds))
