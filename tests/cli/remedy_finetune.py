@@ -30,6 +30,10 @@ FINETUNE = {
         fills={" or a smaller data.sequence_length": " data.sequence_length=8 batch.tokens=64"},
         lifted=True,
     ),
+    "cli/finetune:with_steps#1": Case(
+        "finetune demo x.jsonl goal.steps=1 batch.tokens=64 --epochs 2 --with full --dry-run",
+        examples,
+    ),
     "train/general:prepare_general.opened#1": Case(
         "train {tiny} eval.general=gone.txt",
         examples,
