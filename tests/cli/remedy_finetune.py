@@ -39,7 +39,7 @@ FINETUNE = {
         examples,
         fills={"PATH of another text": "x.jsonl"},
     ),
-    "export/start:beginning#1": Case("finetune x.jsonl x.jsonl", examples),
+    "export/start:beginning#2": Case("finetune x.jsonl x.jsonl", examples),
     "cli/chat:chat#1": Case("chat demo", fills={"TEXT": "x"}),
     "inference/chat:Chat.of#1": Case("chat demo --prompt x", fills={"TEXT": "x"}),
 }

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from headrace.core.errors import UnsupportedError
 from headrace.export.compression import Compression, PointReading, SizeGoal, check_reached
 from headrace.export.point import open_point, read_point
 from headrace.plan.technique import installed
@@ -53,8 +55,15 @@ def test_every_preset_becomes_a_point_that_is_measured(made: dict[str, Any]) -> 
     assert json.loads(Path(made["folder"], "report.json").read_text())["chosen"] == made["chosen"]
 
 
+def questions(folder: Path) -> Path:
+    """Write a set of questions."""
+    file = folder / "q.jsonl"
+    file.write_text(json.dumps({"query": "the", "choices": ["mill", "river"], "gold": 0}) + "\n")
+    return file
+
+
 def test_a_point_is_evaluated_and_sampled_as_it_was_measured(
-    call: Call, made: dict[str, Any]
+    call: Call, made: dict[str, Any], tmp_path: Path
 ) -> None:
     for name in ("int8-dynamic", "int4-gptq", "nf4"):
         folder = str(Path(made["folder"], name))
@@ -67,6 +76,10 @@ def test_a_point_is_evaluated_and_sampled_as_it_was_measured(
     spec, stored, _ = read_point(Path(folder))
     assert spec.name == "nf4" and "blocks.0.mlp.down.weight" in stored
     assert type(build.model.get_parameter("blocks.0.mlp.down.weight").data) is not torch.Tensor
+    call("eval", folder, "--tasks", str(questions(tmp_path)))
+    for words in (("export", folder, "--to", "hf"), ("chat", folder, "--prompt", "x")):
+        assert "is a quantized model and no run" in call(*words, code=2)["error"]
+    assert "is a quantized model" in call("finetune", folder, "x.jsonl", code=2)["error"]
 
 
 def test_a_folder_of_weights_takes_text(call: Call, corpus: Path, tmp_path: Path) -> None:
@@ -100,6 +113,14 @@ def test_a_goal_chooses_among_points() -> None:
     assert chosen(SizeGoal(rise=0.001)) == ""
     assert [point.name for point in front_of(points)] == ["a", "b"]
     check_reached(Compression("m", whole, points[:1], SizeGoal(), 9, {}, {}))
+    for goal, words in (
+        (SizeGoal(budget_bytes=9_000_000), ("the nearest is a, whose file", "--budget-mb 10")),
+        (SizeGoal(rise=0.001), ("the nearest is b, whose bits", "--max-loss 1%")),
+    ):
+        far = [replace(one, bytes=one.bytes * 10**6) for one in points]
+        with pytest.raises(UnsupportedError, match=words[0]) as refused:
+            check_reached(Compression("m", whole, tuple(far), goal, 9, {}, {}))
+        assert refused.value.remedy.text == words[1]
 
 
 def test_a_run_with_adapters_is_quantized_with_them(call: Call, tmp_path: Path) -> None:
