@@ -8,6 +8,8 @@ from headrace.core.command import rerun_without
 from headrace.core.errors import ConfigError
 from headrace.core.files import shell
 from headrace.core.folders import is_point
+from headrace.data.chat.encode import template_line
+from headrace.data.chat.record import ChatRecord
 from headrace.export.run import export_run
 from headrace.inference.load import checkpoint_of, open_model, read_plan, resolve_run
 from headrace.model.companions import CONFIG, Companions, read_companions
@@ -64,7 +66,9 @@ def beginning(
         if not is_point(model):
             problem = f"{model} has no {CONFIG} of weights, and {problem}"
         raise ConfigError(problem, error.remedy) from None
-    plan = read_plan(run, catalogue)
+    plan, record = read_plan(run, catalogue), ChatRecord.load(run)
+    if record is not None and (line := template_line(record, plan.data.tokenizer)):
+        note(line)
     seal = str(Saved(checkpoint_of(run, checkpoint), verify=False).values["seal"])[:12]
     folder = run / EXPORTED / seal
     if not (folder / CONFIG).is_file():

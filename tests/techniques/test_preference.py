@@ -274,15 +274,26 @@ def test_rows_hold_whole_pairs_and_the_rest_is_counted(pairs: Path) -> None:
 
 
 def test_without_adapters_answers_are_read_before_the_first_step(
-    pairs: Path, tmp_path: Path
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are kept beside the shards, used by a resume, and a changed file is refused."""
+    """They are kept beside the shards, used by a resume, and a changed file is refused.
+
+    A general text is opened once, and has no pairs.
+    """
+    opened = list[Plan]()
+    monkeypatch.setattr(
+        "headrace.train.general.prepare",
+        lambda plan, **how: opened.append(plan) or prepare(plan, **how),
+    )
+    (tmp_path / "general.txt").write_text(" ".join(WORDS * 40))
     words = [f"directory={tmp_path}", "goal.steps=4", "checkpoint.every_steps=2"]
+    words += [f"eval.general={tmp_path}/general.txt"]
     plan = _plan(pairs, *words, "optimizer.lr=0.01", "eval.before=true")
     folder = train.run(plan).folder
     report = RunFolder(folder).read("report")
     assert report is not None and report["before"]["ranked_right"] == 0
     assert 0 < report["before"]["chosen_likelier"] < 1
+    assert report["general"]["after_nats"] > 0 and len(opened) == 1
     last = report["val"][-1]
     assert last["pair_loss"] < report["before"]["pair_loss"] == pytest.approx(math.log(2))
     assert last["ranked_right"] > 0.5 and last["reward_margin"] > 0
@@ -294,8 +305,8 @@ def test_without_adapters_answers_are_read_before_the_first_step(
     assert lines[0]["reward_margin"] == pytest.approx(0, abs=1e-5)
     assert lines[-1]["ranked_right"] > 0.5 and lines[-1]["reward_margin"] > 0
     assert lines[-1]["val_ranked_right"] == last["ranked_right"]
-    opened = evaluate(open_model(folder, catalogue(), checkpoint="latest", with_data=True)).more
-    assert opened == {name: last[name] for name in ("pairs", "chosen_likelier")}, "no reference"
+    more = evaluate(open_model(folder, catalogue(), checkpoint="latest", with_data=True)).more
+    assert more == {name: last[name] for name in ("pairs", "chosen_likelier")}, "no reference"
     (kept,) = prepare(plan).directory.glob("reference-*.safetensors")
     again = train.run(plan, resume=True, checkpoint="step-2").folder
     repeated = [json.loads(line) for line in (again / "metrics.jsonl").read_text().splitlines()]
