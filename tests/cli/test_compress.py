@@ -2,18 +2,14 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from headrace.core.errors import UnsupportedError
-from headrace.export.compression import Compression, PointReading, SizeGoal, check_reached
 from headrace.export.point import open_point, read_point
 from headrace.plan.technique import installed
-from headrace.report.compression import compression_page, front_of, verdict_of
 
 pytest.importorskip("torchao")
 Call = Callable[..., Any]
@@ -90,37 +86,6 @@ def test_a_folder_of_weights_takes_text(call: Call, corpus: Path, tmp_path: Path
     made = call("compress", str(weights), f"data.sources={corpus}", *words)
     assert made["chosen"] == "int8" and [p["name"] for p in made["points"]] == ["int8"]
     assert call("sample", f"{out}/int8", "--tokens", "2")["text"] is not None
-
-
-def reading(name: str, size: int, rise: float) -> PointReading:
-    """Return what a point of this size and loss would be."""
-    return PointReading(name, name, size, 1.0 + rise, 2.0 * (1 + rise), rise, 0.1, 0.0, 9.0)
-
-
-def test_a_goal_chooses_among_points() -> None:
-    points = (reading("a", 10, 0.05), reading("b", 20, 0.01), reading("c", 25, 0.02))
-    whole = reading("fp32", 80, 0.0)
-
-    def chosen(goal: SizeGoal) -> str:
-        made = Compression("m", whole, points, goal, 9, {}, {})
-        assert compression_page(made) and verdict_of(made)
-        return made.chosen.name if made.chosen else ""
-
-    assert chosen(SizeGoal()) == "b", "1% where nothing is asked"
-    assert chosen(SizeGoal(rise=0.05)) == "a"
-    assert chosen(SizeGoal(budget_bytes=30)) == "b"
-    assert chosen(SizeGoal(budget_bytes=15)) == "a"
-    assert chosen(SizeGoal(rise=0.001)) == ""
-    assert [point.name for point in front_of(points)] == ["a", "b"]
-    check_reached(Compression("m", whole, points[:1], SizeGoal(), 9, {}, {}))
-    for goal, words in (
-        (SizeGoal(budget_bytes=9_000_000), ("the nearest is a, whose file", "--budget-mb 10")),
-        (SizeGoal(rise=0.001), ("the nearest is b, whose bits", "--max-loss 1%")),
-    ):
-        far = [replace(one, bytes=one.bytes * 10**6) for one in points]
-        with pytest.raises(UnsupportedError, match=words[0]) as refused:
-            check_reached(Compression("m", whole, tuple(far), goal, 9, {}, {}))
-        assert refused.value.remedy.text == words[1]
 
 
 def test_a_run_with_adapters_is_quantized_with_them(call: Call, tmp_path: Path) -> None:
