@@ -28,7 +28,7 @@ from torch import Tensor
 
 from headrace.assemble.sockets import PARTS, Build, MicroBatch
 from headrace.core.errors import ConfigError, Diverged
-from headrace.core.files import hold_lock, write_whole
+from headrace.core.files import hold_lock, sha256_of, write_whole
 from headrace.core.remedy import mend
 from headrace.costs.adapters import ADAPTERS
 from headrace.data.loader import collate
@@ -203,7 +203,7 @@ class References:
         if model.pretrained:
             base = [weights_digest(Path(model.pretrained))]
             for file in sorted(Path(model.adapter).glob("*.safetensors")) if model.adapter else ():
-                base.append(hashlib.sha256(file.read_bytes()).hexdigest())
+                base.append(sha256_of(file))
         config = build.config.model_dump(mode="json", exclude={"pretrained", "adapter"})
         others = {
             one.name(): one.model_dump(mode="json")

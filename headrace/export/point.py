@@ -5,7 +5,6 @@ name, four-bit codes two a byte; whole weights in fp32), `quantization.json` (th
 files are), `plan.toml` (the model, and the text that it is evaluated on) and `tokenizer.json`.
 """
 
-import hashlib
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +23,7 @@ from headrace.compress.codes import Codes, pack_int4, unpack_int4
 from headrace.compress.quantized_model import Stored, StoredMatrix, computing
 from headrace.compress.spec import QuantizationSpec
 from headrace.core.errors import ConfigError
-from headrace.core.files import parse_object, read_plan_text, shell, write_whole
+from headrace.core.files import parse_object, read_plan_text, sha256_of, shell, write_whole
 from headrace.core.folders import POINT_RECORD as RECORD
 from headrace.core.strict import read_table
 from headrace.data.ingest import reopen
@@ -87,7 +86,7 @@ def write_point(
         "format": FORMAT_VERSION,
         "spec": spec.model_dump(mode="json"),
         "shapes": shapes,
-        "sha256": _digest(folder / WEIGHTS),
+        "sha256": sha256_of(folder / WEIGHTS),
         "source": source,
         "tokenizer": build.prepared.tokenizer.fingerprint,
         "headrace": __version__,
@@ -209,7 +208,7 @@ def _record(folder: Path) -> dict[str, Any]:
         version, digest = record["format"], record["sha256"]
         if version != FORMAT_VERSION:
             raise ValueError(f"has format {version}, and this version reads {FORMAT_VERSION}")
-        if digest != _digest(folder / WEIGHTS):
+        if digest != sha256_of(folder / WEIGHTS):
             raise ValueError(f"has another sha256 than the {WEIGHTS} beside it")
     except (OSError, ValueError, KeyError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
@@ -221,11 +220,6 @@ def _remade(folder: Path) -> str:
     """Return the command that makes the quantized model anew."""
     preset = folder.name.removesuffix("-hybrid")
     return f"headrace compress MODEL --to {preset} --output {shell(f'{folder}-2')}"
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _parts(one: StoredMatrix, *, four: bool, half: bool) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ def test_a_folder_is_merged_into_the_whole_base(
 def test_a_file_says_of_which_run_it_is(
     several: None, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That is the run that trained the adapter, and none where the adapter came as a folder."""
+    """It names the run that trained the adapter, and none where the adapter came as a folder."""
     told: list[Any] = []
 
     def written(build: Any, to: str, output: Path, **how: Any) -> Path:

@@ -45,7 +45,7 @@ def test_a_goal_chooses_among_points(goal: SizeGoal, chosen: str | None) -> None
 
 
 def test_of_equal_points_the_other_measure_decides() -> None:
-    """In a budget the smaller of two that lose as little, and the better of two as small."""
+    """Take in a budget the smaller of two that lose as little, else the better of two as small."""
     twins = reading("large", 20, 0.01), reading("small", 15, 0.01), reading("worse", 15, 0.02)
     assert getattr(made(SizeGoal(budget_bytes=30), *twins).chosen, "name", "") == "small"
     assert getattr(made(SizeGoal(rise=0.02), *twins).chosen, "name", "") == "small"
