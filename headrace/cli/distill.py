@@ -15,11 +15,11 @@ from headrace.cli.finetune import (
     kind_of,
     lengths_of,
     rate_of,
+    show_tuned,
     too_large,
     with_steps,
-    words_of_tuned,
 )
-from headrace.cli.terminal import exit_codes, note, show_json, show_table
+from headrace.cli.terminal import exit_codes, show_json, show_table
 from headrace.cli.train import begin_training, concluded, training_of
 from headrace.core.errors import ConfigError
 from headrace.core.files import shell
@@ -107,13 +107,7 @@ def distill(
             if not json:
                 _show_costs(costs)
             result = training_of(plan, progress)()
-        if not result.first:
-            return
-        conclusion = result.conclude(closing, note)
-        if json:
-            show_json({**conclusion.report, "costs": asdict(costs), "told": progress.notes})
-        else:
-            note(words_of_tuned(result.folder, conclusion, talks=plan.data.chat is not None))
+        show_tuned(result, plan, closing, progress, as_json=json, costs=asdict(costs))
 
 
 def _plan(

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from headrace.plan.chat import RowKind
     from headrace.plan.plan import Plan
     from headrace.predict.prediction import Prediction
-    from headrace.train.result import Conclusion
+    from headrace.train.interrupts import Closing
+    from headrace.train.result import Conclusion, Result
 
 Method = Literal["full", "lora", "qlora", "dora"]
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
@@ -82,14 +83,8 @@ def finetune(
             if not json:
                 _show_methods(chosen)
             result = training_of(plan, progress)()
-        if not result.first:
-            return
-        conclusion = result.conclude(closing, note)
         methods = [method.to_dict() for method in chosen.methods]
-        if json:
-            show_json({**conclusion.report, "methods": methods, "told": progress.notes})
-        else:
-            note(words_of_tuned(result.folder, conclusion, talks=plan.data.chat is not None))
+        show_tuned(result, plan, closing, progress, as_json=json, methods=methods)
 
 
 @dataclass(frozen=True)
@@ -409,6 +404,34 @@ def _pairs_line(last: dict[str, Any], before: dict[str, Any] | None) -> str:
         f"{last['chosen_likelier']:.0%}{was}; rewards rank {last['ranked_right']:.0%} right, and "
         f"are {last['reward_margin']:.3g} apart"
     )
+
+
+def show_tuned(
+    result: "Result",
+    plan: "Plan",
+    closing: "Closing",
+    progress: "Progress",
+    *,
+    as_json: bool,
+    **more: Any,
+) -> None:
+    """Print what a run that was tuned gained, by one rank.
+
+    Args:
+        result: the run.
+        plan: what was trained.
+        closing: guards the end of the command.
+        progress: has what was told on the way.
+        as_json: print one JSON value.
+        more: further JSON values.
+    """
+    if not result.first:
+        return
+    conclusion = result.conclude(closing, note)
+    if as_json:
+        show_json({**conclusion.report, **more, "told": progress.notes})
+    else:
+        note(words_of_tuned(result.folder, conclusion, talks=plan.data.chat is not None))
 
 
 def words_of_tuned(folder: Path, conclusion: "Conclusion", *, talks: bool) -> str:
