@@ -58,7 +58,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
+    text = None if args.data is None else str(args.data.resolve())
+    receipts.claim(args.work, text=text, steps=args.steps, tokens=args.tokens)
     reports = [compressed(args, seed) for seed in range(args.seeds)]
     for name in [point["name"] for point in reports[0]["points"]]:
         pairs = [

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import receipts
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -82,11 +83,18 @@ def write_model(folder: Path, plan: Plan) -> Path:
     """Write a folder of random bf16 weights of the plan's shape, unless it is there.
 
     A block's weights are one file, so the host holds no more than these.
+
+    Raises:
+        SystemExit: the folder holds another model.
     """
+    device, config = choose_device(plan), plan.model
+    described = config_to_hf(config, sequence_length=plan.data.sequence_length, end_id=0)
+    described |= {"torch_dtype": "bfloat16", "pad_token_id": PAD_ID}
+    shape = {key: one for key, one in described.items() if key != "max_position_embeddings"}
+    drawn = {"init_std": config.init_std, "seed": plan.seed, "device": device.type}
+    receipts.claim(folder, shape=shape, **drawn)
     if (folder / "config.json").exists():
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    device, config = choose_device(plan), plan.model
     draw = torch.Generator(device).manual_seed(plan.seed)
     index: dict[str, str] = {}
     parts: dict[str, dict[str, Tensor]] = {}
@@ -108,8 +116,6 @@ def write_model(folder: Path, plan: Plan) -> Path:
     text = json.dumps({"metadata": {}, "weight_map": index})
     (folder / "model.safetensors.index.json").write_text(text)
     _write_tokenizer(folder, config.vocab)
-    described = config_to_hf(config, sequence_length=plan.data.sequence_length, end_id=0)
-    described |= {"torch_dtype": "bfloat16", "pad_token_id": PAD_ID}
     (folder / "config.json").write_text(json.dumps(described))  # last: the folder is whole
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the sides' processes need it

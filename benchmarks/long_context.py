@@ -119,7 +119,8 @@ def main() -> None:
     if args.data is None and not args.tiny:
         parser.error("--data FOLDER names the text; --tiny writes one")
     began_s = time.monotonic()
-    args.work.mkdir(parents=True, exist_ok=True)
+    data = None if args.data is None else str(args.data.resolve())
+    receipts.claim(args.work, text=data, tiny=args.tiny, steps=args.steps, seed=args.seed)
     text = (args.data or write_text(args.work / "text")).resolve()
     if not (args.work / "runs" / "base").exists():
         length, rows = (TINY_BASE_TOKENS, 8) if args.tiny else (BASE_TOKENS, 32)

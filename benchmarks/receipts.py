@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+MADE_OF = "made_of.json"
+"""The file in a folder of work that says what its models are made of."""
 PLANS = Path(__file__).resolve().parent / "plans"
 CODE = ("headrace", "benchmarks")
 """The folders of the code that a measurement runs."""
@@ -94,6 +96,30 @@ def _git(*words: str) -> "subprocess.CompletedProcess[str]":
 def sha256(value: Any) -> str:
     """Return a plan's fingerprint."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def claim(folder: Path, **facts: Any) -> None:
+    """Keep in a folder what its models are made of, so that another command does not take them.
+
+    Args:
+        folder: it is made where it is missing.
+        facts: JSON values that decide what is made in it.
+
+    Raises:
+        SystemExit: it holds what other facts, or nobody knows which, have made.
+    """
+    file, wanted = folder / MADE_OF, json.loads(json.dumps(facts))
+    folder.mkdir(parents=True, exist_ok=True)
+    if not file.is_file() and not any(folder.iterdir()):
+        file.write_text(json.dumps(wanted, indent=1))
+        return
+    had = json.loads(file.read_text()) if file.is_file() else {}
+    if had != wanted:
+        differ = [key for key in {**had, **wanted} if had.get(key) != wanted.get(key)]
+        raise SystemExit(
+            f"{folder} was made with other {', '.join(differ)} than this command asks for; try: "
+            f"another folder, or rm -r {folder}"
+        )
 
 
 def command(words: Sequence[str]) -> str:

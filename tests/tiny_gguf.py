@@ -45,5 +45,6 @@ def write(ours: Decoder, tokenizer: Tokenizer, file: Path, quantize: Quantized =
         document_token=tokenizer.document_token,
         context=48,
         quantize=quantize,
+        name="toy",
         origin=Origin("toy", 3, "seal", {"data": "digest"}),
     )

@@ -8,7 +8,8 @@ shards, and all that decides what the model computes of them. The file says of w
 knows, and is written every `KEPT_S` seconds while it is made: what was interrupted goes on with the
 documents that are missing, and rows of another length have only those read that no row had before.
 Another run from the same weights reads it; a resume reads the file that the run began with, and
-refuses one whose numbers have changed.
+refuses one whose numbers have changed. Where two runs read the same documents at once, each writes
+under a lock, and both go on with the number that was written first.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from headrace.assemble.sockets import PARTS, Build, MicroBatch
 from headrace.core.errors import ConfigError, Diverged
-from headrace.core.files import write_whole
+from headrace.core.files import hold_lock, sha256_of, write_whole
 from headrace.core.remedy import mend
 from headrace.costs.adapters import ADAPTERS
 from headrace.data.loader import collate
@@ -35,6 +36,7 @@ from headrace.data.packing.pairs import DOCUMENTS, PairRows
 from headrace.data.rows import IGNORE
 from headrace.model.adapter import weights_digest
 from headrace.model.lora import has_adapters
+from headrace.parallel.world import World
 
 RULE = 2
 """Version of how references are computed; a file of another version is not read."""
@@ -81,14 +83,36 @@ class Known:
         )
         return made if is_whole and fits else nothing
 
-    def keep(self, path: Path) -> None:
-        """Write it, with what another run has written meanwhile."""
-        other = Known.opened(path, len(self.values))
-        more = (other.is_read > 0) & (self.is_read == 0)
-        made = Known(np.where(more, other.values, self.values), self.is_read | other.is_read)
-        seal = np.frombuffer(made.digest(), np.uint8)
-        parts = dict(zip(self._names, (made.values, made.is_read, seal), strict=True))
-        write_whole(path, save(parts))
+    def keep(self, path: Path) -> "Known":
+        """Add it to a file under a lock, and return all that the file holds then.
+
+        A document that another run has written meanwhile keeps that run's number, with which it
+        trains.
+
+        Raises:
+            ConfigError: the file system has no locks.
+        """
+        lock = hold_lock(path.with_name(f".{path.name}.lock"), wait=True, key="data.directory")
+        try:
+            first = Known.opened(path, len(self.values))
+            values = np.where(first.is_read > 0, first.values, self.values)
+            made = Known(values, self.is_read | first.is_read)
+            seal = np.frombuffer(made.digest(), np.uint8)
+            parts = dict(zip(self._names, (made.values, made.is_read, seal), strict=True))
+            write_whole(path, save(parts))
+        finally:
+            lock.release()
+        return made
+
+    def of_first_rank(self, world: World) -> "Known":
+        """Return the first rank's on every rank, bit for bit."""
+        if world.ranks == 1:
+            return self
+        values, is_read = (
+            world.sum_(torch.from_numpy(part) * (world.rank == 0)).numpy()
+            for part in (self.values.view(np.int32), self.is_read)
+        )
+        return Known(values.view(np.float32), is_read)
 
     def digest(self, documents: np.ndarray | None = None) -> bytes:
         """Return the sha256 of it, or of what it knows of some documents."""
@@ -179,7 +203,7 @@ class References:
         if model.pretrained:
             base = [weights_digest(Path(model.pretrained))]
             for file in sorted(Path(model.adapter).glob("*.safetensors")) if model.adapter else ():
-                base.append(hashlib.sha256(file.read_bytes()).hexdigest())
+                base.append(sha256_of(file))
         config = build.config.model_dump(mode="json", exclude={"pretrained", "adapter"})
         others = {
             one.name(): one.model_dump(mode="json")
@@ -347,6 +371,6 @@ class _Reading:
             )
         known = Known(values, self.is_read.copy())
         if self.build.world.rank == 0:
-            known.keep(self.path)
+            known = known.keep(self.path)
         self.written_s = time.monotonic()
-        return known
+        return known.of_first_rank(self.build.world)

@@ -45,6 +45,14 @@ RunName = Annotated[Path, typer.Argument(help="A run: runs/NAME, or its NAME.")]
 Adapter = Annotated[
     str, typer.Option(help="Put this adapter on the run's base: a run, a folder, or a name.")
 ]
+Epochs = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        max=10_000,
+        help="Passes over the data; 3 where neither the plan nor a word says when to end.",
+    ),
+]
 Checkpoint = Annotated[
     str | None, typer.Option(help="step-N, latest or best.", callback=_check_name)
 ]

@@ -39,7 +39,7 @@ def chat(
             )
         with loading():
             from headrace.cli.companions import note_template
-            from headrace.export.start import open_chosen
+            from headrace.export.opened import open_chosen
             from headrace.inference.chat import Chat
         opened = open_chosen(run, catalogue(), adapter=adapter, checkpoint=checkpoint)
         talk = Chat.of(opened.build, opened.talks, system)

@@ -200,10 +200,10 @@ def _open(
 
     if not (model / CONFIG).is_file() and not words:
         run = resolve_run(model)
-        path = run / "checkpoints" / checkpoint if checkpoint else checkpoint_of(run)
+        path = checkpoint_of(run, checkpoint)
         build = open_model(run, catalogue(), checkpoint=checkpoint, with_data=True)
         return build, run / FOLDER, str(Saved(path, verify=False).values["seal"])
-    weights, own = beginning(model, catalogue(), progress.note)
+    weights, own = beginning(model, catalogue(), progress.note, checkpoint=checkpoint)
     out = Path(f"{model.name}-{FOLDER}") if own is None else resolve_run(model) / FOLDER
     return _with_text(model, weights, words), out, weights_digest(weights)
 

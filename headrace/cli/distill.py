@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.arguments import Json, Overrides, With, Without
+from headrace.cli.arguments import Epochs, Json, Overrides, With, Without
 from headrace.cli.catalogue import catalogue
 from headrace.cli.finetune import (
     RECIPE,
@@ -15,11 +15,11 @@ from headrace.cli.finetune import (
     kind_of,
     lengths_of,
     rate_of,
+    show_tuned,
     too_large,
     with_steps,
-    words_of_tuned,
 )
-from headrace.cli.terminal import exit_codes, note, show_json, show_table
+from headrace.cli.terminal import exit_codes, show_json, show_table
 from headrace.cli.train import begin_training, concluded, training_of
 from headrace.core.errors import ConfigError
 from headrace.core.files import shell
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from headrace.plan.plan import Plan
 
 TECHNIQUE = "distillation"
-EPOCHS = 3.0
-"""Passes over the data of a student that is trained on, unless the command says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +78,7 @@ def distill(
     ] = None,
     overrides: Overrides = None,
     *,
-    epochs: Annotated[
-        float | None,
-        typer.Option(min=0.001, max=10_000, help="Passes over the data; a plan has its own goal."),
-    ] = None,
+    epochs: Epochs = None,
     with_: With = None,
     without: Without = None,
     dry_run: Annotated[bool, typer.Option(help="Show the plan and train nothing.")] = False,
@@ -105,20 +100,14 @@ def distill(
             plan = _plan(teacher, student, data, words, [*(with_ or ())], without or [], progress)
             costs = _costs(plan, student)
             if epochs is not None or plan.model.pretrained:
-                plan = with_steps(plan, given, epochs or EPOCHS, progress)
+                plan = with_steps(plan, given, epochs, progress)
             if dry_run:
                 _show_plan(plan, costs, as_json=json)
                 return
             if not json:
                 _show_costs(costs)
             result = training_of(plan, progress)()
-        if not result.first:
-            return
-        conclusion = result.conclude(closing, note)
-        if json:
-            show_json({**conclusion.report, "costs": asdict(costs), "told": progress.notes})
-        else:
-            note(words_of_tuned(result.folder, conclusion, talks=plan.data.chat is not None))
+        show_tuned(result, plan, closing, progress, as_json=json, costs=asdict(costs))
 
 
 def _plan(

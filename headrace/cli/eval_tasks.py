@@ -29,7 +29,7 @@ def evaluate_tasks(
     """Score a run on sets of questions, and print a table or JSON.
 
     Args:
-        run: its folder or its name.
+        run: its folder or its name, or a quantized model.
         names: files of questions, folders of them, or tasks of lm-evaluation-harness by name.
         delimiter: what stands between a prompt and an answer of a file.
         limit: the most questions of a task, from the first on; None for all.
@@ -44,7 +44,7 @@ def evaluate_tasks(
     """
     with loading():
         from headrace.cli.companions import note_template
-        from headrace.export.start import open_chosen
+        from headrace.export.opened import open_any
         from headrace.inference.harness import run_harness
         from headrace.inference.tasks import read_task, score_tasks, task_files
     here = [name for name in names if Path(name).exists() or Path(name).suffix]
@@ -56,7 +56,7 @@ def evaluate_tasks(
             f"two files of --tasks have the name {twice[0]}, by which scores are told",
             rerun_without("--tasks", verb="eval") + f" --tasks {shell(Path(here[0]))}",
         )
-    opened = open_chosen(run, catalogue(), adapter=adapter, checkpoint=checkpoint)
+    opened = open_any(run, catalogue(), adapter=adapter, checkpoint=checkpoint)
     build, folder = opened.build, opened.run
     note_template(opened.talks, build.plan)
     progress = make_progress(as_json)

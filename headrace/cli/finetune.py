@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from headrace.cli.arguments import Json, Overrides, With, Without
+from headrace.cli.arguments import Epochs, Json, Overrides, With, Without
 from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import (
     exit_codes,
@@ -20,6 +20,7 @@ from headrace.cli.terminal import (
     started_as,
 )
 from headrace.cli.train import begin_training, concluded, training_of, verdict_lines
+from headrace.core.command import rerun_without
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.files import shell
 from headrace.core.limits import WIDEST
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from headrace.plan.chat import RowKind
     from headrace.plan.plan import Plan
     from headrace.predict.prediction import Prediction
-    from headrace.train.result import Conclusion
+    from headrace.train.interrupts import Closing
+    from headrace.train.result import Conclusion, Result
 
 Method = Literal["full", "lora", "qlora", "dora"]
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
@@ -55,9 +57,7 @@ def finetune(
     ] = None,
     overrides: Overrides = None,
     *,
-    epochs: Annotated[
-        float, typer.Option(min=0.001, max=10_000, help="Passes over the data.")
-    ] = 3.0,
+    epochs: Epochs = None,
     recipe: Annotated[
         str, typer.Option(help="What the plan begins with: a recipe's name or a TOML file.")
     ] = RECIPE,
@@ -76,23 +76,15 @@ def finetune(
         with concluded(progress, closing):
             changes = FinetuneWords(recipe, overrides or [], with_ or [], without or [])
             chosen = _choose(model, data, changes, progress)
-            plan = chosen.method.plan
-            if not (plan.goal.steps or plan.goal.tokens):
-                plan = with_steps(plan, chosen.given, epochs, progress)
+            plan = with_steps(chosen.method.plan, chosen.given, epochs, progress)
             if dry_run:
                 _show_plan(plan, chosen, as_json=json)
                 return
             if not json:
                 _show_methods(chosen)
             result = training_of(plan, progress)()
-        if not result.first:
-            return
-        conclusion = result.conclude(closing, note)
         methods = [method.to_dict() for method in chosen.methods]
-        if json:
-            show_json({**conclusion.report, "methods": methods, "told": progress.notes})
-        else:
-            note(words_of_tuned(result.folder, conclusion, talks=plan.data.chat is not None))
+        show_tuned(result, plan, closing, progress, as_json=json, methods=methods)
 
 
 @dataclass(frozen=True)
@@ -207,7 +199,11 @@ PAIRS = "data.chat.kind=preference"
 """The key of data that holds pairs."""
 PAIRS_RATE = 1 / 20
 """Learning rate of pairs for that of conversations: trl's defaults are 1e-6 and 2e-5."""
-ENDS = {"goal.steps", "goal.tokens", "goal.minutes", "goal.bits_per_byte", "goal.dollars"}
+EPOCHS = 3.0
+"""Passes over the data where neither the command nor the plan says when the run ends."""
+COUNTS = {"goal.steps", "goal.tokens"}
+"""Keys that say how much is trained, as `--epochs` does."""
+ENDS = {*COUNTS, "goal.minutes", "goal.bits_per_byte", "goal.dollars"}
 """Keys that say when a run ends."""
 
 
@@ -321,18 +317,41 @@ def too_large(method: MethodPredicted) -> UnsupportedError:
     )
 
 
-def with_steps(plan: "Plan", given: frozenset[str], epochs: float, progress: "Progress") -> "Plan":
-    """Return the plan with as many steps as the epochs take; the data is prepared for it."""
+def with_steps(
+    plan: "Plan", given: frozenset[str], epochs: float | None, progress: "Progress"
+) -> "Plan":
+    """Return the plan with as many steps as the epochs take; the data is prepared for it.
+
+    Epochs that were typed replace the plan's own count of steps or tokens; other limits stay, and
+    the first that is reached ends the run.
+
+    Args:
+        plan: what would be trained.
+        given: keys that the command sets.
+        epochs: passes over the data; None where the command names none. A plan that says when it
+            ends stays as it is then.
+        progress: takes what was counted.
+
+    Raises:
+        ConfigError: the command names epochs and a count of steps or tokens.
+    """
     from headrace.data.ingest import prepare
 
-    if given & ENDS:
+    if epochs is not None and (counts := sorted(given & COUNTS)):
+        raise ConfigError(
+            f"--epochs {epochs:g} and {counts[0]} both say how much is trained",
+            rerun_without("--epochs", verb="finetune"),
+        )
+    if epochs is None and (given & ENDS or plan.goal.steps or plan.goal.tokens):
         return plan
+    epochs = EPOCHS if epochs is None else epochs
     prepared = prepare(plan, progress=progress.task)
     tokens = sum(part.tokens for part in prepared.train)
     steps = max(1, ceil(epochs * tokens / plan.batch.tokens))
     progress.note(f"{epochs:g} epochs of {tokens:,} tokens are {steps:,} steps")
     wanted = {
         "goal.steps": steps,
+        "goal.tokens": None,
         "schedule.steps": steps,
         "schedule.warmup_steps": min(10, steps // 10),
         "eval.every_steps": max(1, min(50, steps // 4)),
@@ -385,6 +404,34 @@ def _pairs_line(last: dict[str, Any], before: dict[str, Any] | None) -> str:
         f"{last['chosen_likelier']:.0%}{was}; rewards rank {last['ranked_right']:.0%} right, and "
         f"are {last['reward_margin']:.3g} apart"
     )
+
+
+def show_tuned(
+    result: "Result",
+    plan: "Plan",
+    closing: "Closing",
+    progress: "Progress",
+    *,
+    as_json: bool,
+    **more: Any,
+) -> None:
+    """Print what a run that was tuned gained, by one rank.
+
+    Args:
+        result: the run.
+        plan: what was trained.
+        closing: guards the end of the command.
+        progress: has what was told on the way.
+        as_json: print one JSON value.
+        more: further JSON values.
+    """
+    if not result.first:
+        return
+    conclusion = result.conclude(closing, note)
+    if as_json:
+        show_json({**conclusion.report, **more, "told": progress.notes})
+    else:
+        note(words_of_tuned(result.folder, conclusion, talks=plan.data.chat is not None))
 
 
 def words_of_tuned(folder: Path, conclusion: "Conclusion", *, talks: bool) -> str:

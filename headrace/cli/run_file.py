@@ -60,3 +60,5 @@ def run_file(
                 "in the folder where the file lies",
                 file=sys.stderr,
             )
+        else:
+            print("not compared: the file names no run whose model it is", file=sys.stderr)

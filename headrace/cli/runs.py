@@ -20,7 +20,6 @@ from headrace.core.limits import MOST, WIDEST
 from headrace.core.loading import loading
 
 if TYPE_CHECKING:
-    from headrace.export.start import Opened
     from headrace.model.lora import StorageErrors
 
 LENGTH = "data.sequence_length"
@@ -108,6 +107,7 @@ def _show_loss(
 ) -> None:
     """Print the loss of a run on its validation text."""
     with loading():
+        from headrace.export.opened import open_any
         from headrace.train.evaluate import (
             LossByPlace,
             bins_of,
@@ -118,7 +118,7 @@ def _show_loss(
             finite,
         )
     length = _length_asked(overrides)
-    opened = _opened(run, adapter, checkpoint, with_data=True)
+    opened = open_any(run, catalogue(), adapter=adapter, checkpoint=checkpoint, with_data=True)
     build, folder = opened.build, opened.run
     trained, places = build.plan.data.sequence_length, None
     if length is not None:
@@ -151,31 +151,6 @@ def _show_loss(
             _show_places(by_place["places"], trained, folder)
         for doubt in reasons:
             print(doubt.line)
-
-
-def _opened(
-    run: Path, adapter: str, checkpoint: str | None, *, with_data: bool = False
-) -> "Opened":
-    """Return the model of a run, with another adapter where one is named, or a quantized model.
-
-    Raises:
-        ConfigError: it is neither, or a quantized model is asked for a checkpoint or an adapter.
-    """
-    from headrace.export.point import is_point, open_point
-    from headrace.export.start import Opened, open_chosen
-
-    if not is_point(run):
-        return open_chosen(
-            run, catalogue(), adapter=adapter, checkpoint=checkpoint, with_data=with_data
-        )
-    if checkpoint is not None or adapter:
-        option = "--adapter" if adapter else "--checkpoint"
-        raise ConfigError(
-            f"{run} is a quantized model, which has no checkpoints and takes no adapter",
-            rerun_without(option, verb="eval"),
-        )
-    build = open_point(run, catalogue(), with_data=with_data)
-    return Opened(build, run, run, lambda work: work())
 
 
 def _refuse_beside_tasks(
@@ -269,8 +244,9 @@ def sample(
         if not -(2**63) <= seed < 2**63:
             raise ConfigError("--seed takes whole numbers of 64 bits", f"--seed {2**63 - 1}")
         with loading():
+            from headrace.export.opened import open_any
             from headrace.inference.sample import generate_text
-        opened = _opened(run, adapter, checkpoint)
+        opened = open_any(run, catalogue(), adapter=adapter, checkpoint=checkpoint)
         build = opened.build
         how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         text = opened.compute(lambda: generate_text(build, prompt, new_tokens=tokens, **how))
@@ -349,9 +325,9 @@ def export(
         with loading():
             from headrace.cli.companions import note_template
             from headrace.export.gguf import Origin, file_name, stored_as
+            from headrace.export.opened import open_chosen
             from headrace.export.peft import stored_in
             from headrace.export.run import export_run
-            from headrace.export.start import open_chosen
             from headrace.inference.load import checkpoint_of, read_plan
             from headrace.model.companions import LOST, Companions, read_companions
             from headrace.model.lora import storage_errors
@@ -366,8 +342,12 @@ def export(
         talked = note_template(opened.talks, plan)
         if talked is not None:
             companions = (companions or Companions()).with_template(talked.template)
-        file = file_name(plan.name, stored) if to == "gguf" else ""
-        saved = Saved(checkpoint_of(folder, checkpoint), verify=False)
+        name = f"{plan.name}-{Path(adapter).name}" if adapter else plan.name
+        file = file_name(name, stored) if to == "gguf" else ""
+        origin = None
+        if (source := opened.made_of) is not None:
+            saved = Saved(checkpoint_of(source, checkpoint), verify=False)
+            origin = Origin.of(read_plan(source, catalogue()).name, saved.values)
         written = export_run(
             build,
             to,
@@ -376,7 +356,8 @@ def export(
             sequence_length=plan.data.sequence_length,
             companions=companions or Companions(),
             quantize=stored,
-            origin=Origin.of(plan.name, saved.values),
+            name=name,
+            origin=origin,
             note=lambda line: print(line, file=sys.stderr),
         )
         errors = storage_errors(build.model, build.source)

@@ -1,6 +1,7 @@
 """Write files that survive a power cut, and read plans and JSON from text."""
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -89,6 +90,12 @@ def publish(aside: Path, path: Path) -> None:
         sync_path(one)
     os.replace(aside, path)
     sync_path(path.parent)
+
+
+def sha256_of(file: Path) -> str:
+    """Return the sha256 of what a file holds, read a part at a time."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

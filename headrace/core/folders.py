@@ -12,6 +12,8 @@ from headrace.core.errors import ALIKE, ConfigError
 from headrace.core.files import python
 from headrace.core.remedy import Remedy, mend
 
+POINT_RECORD = "quantization.json"
+"""The file in the folder of a quantized model that says how it was quantized."""
 _HUB_PART = re.compile(r"[A-Za-z0-9][\w.-]*")
 """A part of a model's name on the Hugging Face Hub: OWNER/NAME, or NAME alone for the oldest."""
 _PARTS_OF_TOKENIZERS = ("tokenizer.model", "vocab.json", "merges.txt")
@@ -24,6 +26,11 @@ def _from_home(path: str) -> str:
 
 Folder = Annotated[str, AfterValidator(_from_home)]
 """A folder that a plan names; a shell leaves the ~ of `key=~/name` as it is."""
+
+
+def is_point(folder: Path) -> bool:
+    """Return whether a folder holds a quantized model that `headrace compress` wrote."""
+    return (folder / POINT_RECORD).is_file()
 
 
 def refuse_absent(path: Path, key: str, *, folder: bool = True) -> None:
@@ -84,7 +91,7 @@ def refuse_no_model(path: Path, key: str) -> None:
             f"{key} = {str(path)!r} is a file, and a model is a folder of config.json and weights"
         )
         meant = path.parent if (path.parent / "config.json").is_file() else None
-    elif (path / "plan.toml").is_file():
+    elif (path / "plan.toml").is_file() and not is_point(path):
         message += ": it is a run, and its export is a folder of a model"
         if not (path / "hf" / "config.json").is_file():
             run = shlex.quote(str(path))
@@ -94,6 +101,11 @@ def refuse_no_model(path: Path, key: str) -> None:
         raise ConfigError(
             f"{message}: it holds adapters, which stand beside the weights of another folder",
             f"{key}=FOLDER of these weights model.adapter={path}",
+        )
+    elif is_point(path):
+        raise ConfigError(
+            f"{message}: it is a quantized model, whose matrices no run trains",
+            f"{key}=FOLDER of the weights that it was made of",
         )
     else:
         inside = [*path.glob("*/config.json"), *path.glob("snapshots/*/config.json")]

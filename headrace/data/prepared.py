@@ -52,6 +52,8 @@ class Prepared:
     """How hard each document is; None where the plan has no curriculum."""
     chat: ChatRecord | None = None
     """What is known of its conversations; None where it holds texts."""
+    general: Shards | None = None
+    """A held-out text of another kind (`eval.general`); None where the plan names none."""
     has_begun: bool = False
     """Whether a run that has begun opened it: the run's record says what its tokenizer is, and not
     what lies beside its first weights now."""

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from headrace.core.errors import ConfigError
-from headrace.core.files import shell, write_whole
+from headrace.core.files import sha256_of, shell, write_whole
 from headrace.data.manifest import FORMAT, FileEntry, Manifest
 from headrace.data.shard_files import ShardFiles
 
@@ -375,8 +375,7 @@ class Shards:
             )
 
     def _verify_content(self, path: Path, expected: str) -> None:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256_of(path)
         if digest != expected:
             raise ConfigError(
                 f"{path} has changed since it was written: its sha256 is {digest[:12]}..., "

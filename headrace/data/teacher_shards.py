@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from headrace.core.errors import ConfigError, RunError, UnsupportedError
-from headrace.core.files import hold_lock, shell, write_whole
+from headrace.core.files import hold_lock, sha256_of, shell, write_whole
 from headrace.core.remedy import mend
 from headrace.core.units import format_bytes
 from headrace.data.rows import Row
@@ -129,7 +129,7 @@ class TeacherShards:
             path = self._path(part)
             right = path.is_file() and path.stat().st_size == self._bytes_of(part)
             if right and self.bytes <= VERIFY_BYTES:
-                right = _sha256(path) == digest
+                right = sha256_of(path) == digest
             damaged += [] if right else [path.name]
         if damaged:
             raise ConfigError(
@@ -179,7 +179,7 @@ class TeacherShards:
                     rows = [self._unit(row) for row in range(first, last)]
                     write_whole(self._path(part), read(rows).tobytes())
                 progress(last, self.rows)
-            digests = [_sha256(self._path(part)) for part in range(self.parts)]
+            digests = [sha256_of(self._path(part)) for part in range(self.parts)]
             manifest = json.dumps({"facts": self.facts, "parts": digests}, indent=1)
             write_whole(self.folder / MANIFEST, manifest)
         finally:
@@ -238,8 +238,3 @@ def row_hash(row: Row) -> int:
     digest = hashlib.blake2b(row.ids.astype("<i8").tobytes(), digest_size=8)
     digest.update(row.starts.astype("<i8").tobytes())
     return int.from_bytes(digest.digest(), "little")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

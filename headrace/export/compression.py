@@ -136,13 +136,15 @@ def plain_build(build: Build) -> Build:
     """Return the model of an opened run as plain weights: adapters merged, frozen codes made whole.
 
     Raises:
-        ConfigError: a weight is not finite.
+        ConfigError: a weight is not finite, or missing among the plain ones.
     """
     made = make_build(point_plan(build), build.prepared, World(), build.device)
     state = merged_state(build.model)
     for name, weight in state.items():
         check_finite(name, weight)
-    fill_(made, state)
+    name = build.plan.name
+    remedy = f"headrace sample {name}, which computes it as it was trained"
+    fill_(made, state, source=name, remedy=remedy)
     return made
 
 
@@ -204,6 +206,13 @@ def check_reached(compression: Compression) -> None:
     """
     if compression.chosen is not None or not compression.goal.is_asked:
         return
+    if (budget := compression.goal.budget_bytes) is not None:
+        smallest = min(compression.points, key=lambda point: point.bytes)
+        raise UnsupportedError(
+            f"no point fits into --budget-mb {budget / 1e6:g}: the nearest is {smallest.name}, "
+            f"whose file of weights has {smallest.bytes / 1e6:.4g} MB",
+            f"--budget-mb {_up(smallest.bytes / 1e6)}",
+        )
     nearest = min(compression.points, key=lambda point: point.rise)
     percent = 100 * (compression.goal.rise or 0)
     raise UnsupportedError(
@@ -222,7 +231,7 @@ def _check_budget(goal: SizeGoal, sizes: Mapping[str, int], header: int) -> None
     name, least = min(sizes.items(), key=lambda pair: pair[1])
     if goal.budget_bytes is not None and least > goal.budget_bytes:
         raise UnsupportedError(
-            f"no point fits into --budget-mb {goal.budget_bytes / 1e6:g}: the smallest is {name}, "
+            f"no point fits into --budget-mb {goal.budget_bytes / 1e6:g}: the nearest is {name}, "
             f"whose weights take {least / 1e6:.4g} MB",
             f"--budget-mb {_up((least + header) / 1e6)}",
         )
@@ -283,7 +292,7 @@ class _Work:
         self._step(spec.name)
         folder, model = self.out / spec.name, self.build.model
         write_point(folder, self.build, spec, self._quantize(spec), self.source)
-        read, stored, _ = read_point(folder)
+        read, stored, _ = read_point(folder, self.build.device)
         with faking(model, read, stored):
             reference = logits_on(model, self.ids_BT)
         with computing(model, read, stored):
@@ -353,7 +362,8 @@ class _Work:
         seconds = []
         for _ in range(1 + DECODINGS):
             with _clock(seconds):
-                generate(self.build.model, prompt, new_tokens=new, temperature=0.0)
+                # The tokens come to the host, so that the device is done.
+                generate(self.build.model, prompt, new_tokens=new, temperature=0.0).tolist()
         return new / statistics.median(seconds[1:])
 
     def _step(self, name: str) -> None:

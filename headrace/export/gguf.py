@@ -131,7 +131,8 @@ def write_gguf(
     document_token: int,
     context: int,
     quantize: Quantized,
-    origin: Origin,
+    name: str,
+    origin: Origin | None,
     template: str = "",
 ) -> Written:
     """Write a new file, and return what its tensors are.
@@ -146,7 +147,8 @@ def write_gguf(
         document_token: begins and ends a text.
         context: the longest row, in tokens.
         quantize: how matrices are stored.
-        origin: the run.
+        name: of the model.
+        origin: the run whose model it is; None where no run's checkpoint is.
         template: the chat template; "" for none.
 
     Raises:
@@ -166,7 +168,7 @@ def write_gguf(
         for key, value in numbers(graph, config, position, context=context).items():
             _add(writer, f"{graph.name}.{key}", value)
         _add_tokenizer(writer, words, document_token, template)
-        _add_origin(writer, origin)
+        _add_origin(writer, name, origin)
         for name, shape, stored, _, _ in plan:
             byte_shape = _byte_shape(gguf, shape, stored)
             dtype = {"F32": np.float32, "F16": np.float16}.get(stored.name, np.uint8)
@@ -289,10 +291,12 @@ def _add_tokenizer(writer: Any, words: GgufTokenizer, document_token: int, templ
         writer.add_chat_template(template)
 
 
-def _add_origin(writer: Any, origin: Origin) -> None:
-    """Add which run it is, and what that run depends on."""
-    writer.add_name(origin.run)
+def _add_origin(writer: Any, name: str, origin: Origin | None) -> None:
+    """Add the model's name, which run it is, and what that run depends on."""
+    writer.add_name(name)
     writer.add_string("headrace.version", __version__)
+    if origin is None:
+        return
     writer.add_string("headrace.run", origin.run)
     writer.add_uint32("headrace.step", origin.step)
     writer.add_string("headrace.checkpoint", origin.seal)

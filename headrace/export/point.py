@@ -5,8 +5,7 @@ name, four-bit codes two a byte; whole weights in fp32), `quantization.json` (th
 files are), `plan.toml` (the model, and the text that it is evaluated on) and `tokenizer.json`.
 """
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,8 @@ from headrace.compress.codes import Codes, pack_int4, unpack_int4
 from headrace.compress.quantized_model import Stored, StoredMatrix, computing
 from headrace.compress.spec import QuantizationSpec
 from headrace.core.errors import ConfigError
-from headrace.core.files import parse_object, read_plan_text, shell, write_whole
+from headrace.core.files import parse_object, read_plan_text, sha256_of, shell, write_whole
+from headrace.core.folders import POINT_RECORD as RECORD
 from headrace.core.strict import read_table
 from headrace.data.ingest import reopen
 from headrace.data.prepared import Prepared
@@ -38,13 +38,8 @@ from headrace.plan.plan import MeshConfig, Plan
 from headrace.plan.technique import Catalogue, Stage
 from headrace.train.run_folder import RunFolder
 
-RECORD, WEIGHTS = "quantization.json", "model.safetensors"
+WEIGHTS = "model.safetensors"
 FORMAT_VERSION = 1
-
-
-def is_point(folder: Path) -> bool:
-    """Return whether a folder holds a quantized model."""
-    return (folder / RECORD).is_file()
 
 
 def point_plan(build: Build) -> Plan:
@@ -91,7 +86,7 @@ def write_point(
         "format": FORMAT_VERSION,
         "spec": spec.model_dump(mode="json"),
         "shapes": shapes,
-        "sha256": _digest(folder / WEIGHTS),
+        "sha256": sha256_of(folder / WEIGHTS),
         "source": source,
         "tokenizer": build.prepared.tokenizer.fingerprint,
         "headrace": __version__,
@@ -100,16 +95,20 @@ def write_point(
 
 
 def read_point(
-    folder: Path,
+    folder: Path, device: torch.device | None = None
 ) -> tuple[QuantizationSpec, dict[str, StoredMatrix], dict[str, Tensor]]:
     """Return the spec of a quantized model, its quantized matrices, and its whole weights.
+
+    Args:
+        folder: as `write_point` left it.
+        device: where the tensors go; the host's memory without it.
 
     Raises:
         ConfigError: a file is damaged, or a later version wrote it.
     """
     record = _record(folder)
     spec = read_table(QuantizationSpec, record["spec"], "spec")
-    tensors = load_file(folder / WEIGHTS)
+    tensors = load_file(folder / WEIGHTS, device=str(device or "cpu"))
     stored = {name: _stored(tensors, name, shape, spec) for name, shape in record["shapes"].items()}
     return spec, stored, tensors
 
@@ -123,11 +122,12 @@ def open_point(folder: Path, catalogue: Catalogue, *, with_data: bool = False) -
         with_data: whether to open the validation text too.
 
     Raises:
-        ConfigError: a file is damaged, or the text is gone.
+        ConfigError: a file is damaged or of another model than plan.toml, or the text is gone.
         UnsupportedError: torchao is not installed.
     """
-    spec, stored, whole = read_point(folder)
-    plan = Plan.read(read_plan_text(folder / "plan.toml"), catalogue)
+    plan = Plan.read(read_plan_text(folder / "plan.toml"), catalogue).replaced(device="auto")
+    device = choose_device(plan)
+    spec, stored, whole = read_point(folder, device)
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     if tokenizer.fingerprint != _record(folder)["tokenizer"]:
         raise ConfigError(
@@ -141,27 +141,64 @@ def open_point(folder: Path, catalogue: Catalogue, *, with_data: bool = False) -
         none: Any = None  # a model alone reads no text
         prepared = Prepared(folder, tokenizer, (), none, fingerprint={}, has_begun=True)
     until = Stage.STEP if with_data else Stage.MATERIALIZE
-    build = make_build(plan, prepared, World(), choose_device(plan), until=until)
-    fill_(build, whole)
+    build = make_build(plan, prepared, World(), device, until=until)
+    _check_stored(folder, build, stored)
+    fill_(build, whole, stored, source=folder, remedy=_remade(folder))
     stack = ExitStack()  # it stays in the model as long as the build lives
-    stack.enter_context(computing(build.model, spec, _moved(stored, build.device)))
+    stack.enter_context(computing(build.model, spec, stored))
     build.notes.setdefault("standing", []).append(stack)
     return build
 
 
 @torch.no_grad()
-def fill_(build: Build, state: Mapping[str, Tensor]) -> None:
-    """Copy the values of parameters into a model."""
+def fill_(
+    build: Build,
+    state: Mapping[str, Tensor],
+    but: Collection[str] = (),
+    *,
+    source: Path | str,
+    remedy: str,
+) -> None:
+    """Copy the values of all parameters into a model.
+
+    Args:
+        build: the model.
+        state: the values, by the parameters' names.
+        but: names of the parameters that are filled in another way.
+        source: where the values are from, for the message.
+        remedy: what to do where one is missing.
+
+    Raises:
+        ConfigError: a parameter has no value, or one of another shape.
+    """
     for name, parameter in build.model.named_parameters():
-        if name in state:
-            parameter.copy_(state[name])
+        if name in but:
+            continue
+        if name not in state or state[name].shape != parameter.shape:
+            has = f"with shape {[*state[name].shape]}" if name in state else "not"
+            raise ConfigError(
+                f"this model has {name} with shape {[*parameter.shape]}, and {source} has it {has}",
+                remedy,
+            )
+        parameter.copy_(state[name])
 
 
-def _moved(stored: Stored, device: torch.device) -> dict[str, StoredMatrix]:
-    def moved(one: Any) -> StoredMatrix:
-        return Codes(*(t.to(device) for t in one)) if isinstance(one, Codes) else one.to(device)
+def _check_stored(folder: Path, build: Build, stored: Stored) -> None:
+    """Refuse quantized matrices that the model of plan.toml does not have.
 
-    return {name: moved(one) for name, one in stored.items()}
+    Raises:
+        ConfigError: names the first of them.
+    """
+    shapes = {name: parameter.shape for name, parameter in build.model.named_parameters()}
+    for name, one in stored.items():
+        shape = one.codes_RC.shape if isinstance(one, Codes) else one.shape
+        if shapes.get(name) != shape:
+            has = f"with shape {[*shapes[name]]}" if name in shapes else "not"
+            raise ConfigError(
+                f"{folder} has {name} with shape {[*shape]}, and the model of its plan.toml has it "
+                f"{has}",
+                _remade(folder),
+            )
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -171,7 +208,7 @@ def _record(folder: Path) -> dict[str, Any]:
         version, digest = record["format"], record["sha256"]
         if version != FORMAT_VERSION:
             raise ValueError(f"has format {version}, and this version reads {FORMAT_VERSION}")
-        if digest != _digest(folder / WEIGHTS):
+        if digest != sha256_of(folder / WEIGHTS):
             raise ValueError(f"has another sha256 than the {WEIGHTS} beside it")
     except (OSError, ValueError, KeyError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
@@ -183,11 +220,6 @@ def _remade(folder: Path) -> str:
     """Return the command that makes the quantized model anew."""
     preset = folder.name.removesuffix("-hybrid")
     return f"headrace compress MODEL --to {preset} --output {shell(f'{folder}-2')}"
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _parts(one: StoredMatrix, *, four: bool, half: bool) -> dict[str, Tensor]:
@@ -212,7 +244,7 @@ def _stored(
     }
     kind = spec.format_of(name, role_of(name, 2))
     if kind.dtype == "nf4":
-        inner = {**parts, "levels": torch.tensor(NF4)}
+        inner = {**parts, "levels": torch.tensor(NF4, device=parts["codes"].device)}
         return NF4Weight(inner, torch.Size(shape), torch.float32)
     codes = parts["codes"]
     if kind.dtype == "int4":

@@ -35,6 +35,7 @@ def export_run(
     sequence_length: int,
     companions: Companions = Companions(),  # noqa: B008  (it is frozen)
     quantize: Quantized = "f16",
+    name: str = "",
     origin: Origin | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Path:
@@ -49,7 +50,9 @@ def export_run(
         companions: files such as a chat template that lay beside the weights with which the run
             began; they are copied.
         quantize: how a GGUF file stores matrices.
-        origin: where the weights are from, which a GGUF file says.
+        name: of the model in a GGUF file; the plan's without it.
+        origin: the run whose model it is, which a GGUF file says; None where no run's checkpoint
+            is, as of a base with a folder of adapters.
         note: called with a line where the format says less than the run.
 
     Raises:
@@ -65,7 +68,8 @@ def export_run(
         export_peft(build, output, run=run, template=companions.texts.get(TEMPLATE_FILE, ""))
         return output
     if to == "gguf":
-        _export_gguf(build, output, run, sequence_length, companions, quantize, origin, note)
+        named = name or build.plan.name, origin
+        _export_gguf(build, output, run, sequence_length, companions, quantize, named, note)
         return output
     state = merged_state(build.model)
     tokenizer = build.prepared.directory / "tokenizer.json"
@@ -124,7 +128,7 @@ def _export_gguf(
     sequence_length: int,
     companions: Companions,
     quantize: Quantized,
-    origin: Origin | None,
+    named: tuple[str, Origin | None],
     note: Callable[[str], None],
 ) -> None:
     """Write the model of a run as a GGUF file; see `export_run`."""
@@ -147,7 +151,8 @@ def _export_gguf(
         document_token=tokenizer.document_token,
         context=sequence_length,
         quantize=quantize,
-        origin=origin or Origin(build.plan.name, 0, "", {}),
+        name=named[0],
+        origin=named[1],
         template=companions.texts.get(TEMPLATE_FILE, ""),
     )
     if written.kept:

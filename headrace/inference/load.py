@@ -15,6 +15,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.command import rerun, rerun_with, train_command
 from headrace.core.errors import ConfigError, Diverged, RunError, UnsupportedError, alike, nearest
 from headrace.core.files import mend_plan, read_plan_text, recorded_plan, shell
+from headrace.core.folders import is_point
 from headrace.data.ingest import reopen
 from headrace.data.prepared import Prepared, check_same_data
 from headrace.data.tokenizer import Tokenizer
@@ -55,9 +56,12 @@ def resolve_run(run: Path) -> Path:
     """Return the folder of a run from its path or from its name under `runs`.
 
     Raises:
-        ConfigError: there is no such run; names the run with the nearest name.
+        ConfigError: there is no such run; names the run with the nearest name. Or it is a quantized
+            model.
     """
     for folder in (run, Path("runs") / run):
+        if is_point(folder):
+            raise _quantized(run, folder)
         if (folder / "plan.toml").is_file():
             return folder
     problem = f"{run} is not a run"
@@ -82,6 +86,16 @@ def resolve_run(run: Path) -> Path:
     raise ConfigError(
         f"{problem}; the runs are {nearest(run.name, names)}",
         f"{rerun((run, f'runs/{newest}'), verb='eval')}, which is the newest",
+    )
+
+
+def _quantized(name: Path, folder: Path) -> ConfigError:
+    """Return the error of a quantized model where a run is needed; it may lie inside of one."""
+    whole = (one for one in folder.parents if (one / "environment.json").is_file())
+    run = next((one for one in whole if (one / "plan.toml").is_file()), None)
+    return ConfigError(
+        f"{name} is a quantized model and no run: `eval` and `sample` take it",
+        f"headrace sample {shell(name)}" if run is None else rerun((name, run), verb="eval"),
     )
 
 

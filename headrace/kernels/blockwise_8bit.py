@@ -24,6 +24,8 @@ BLOCK = 256
 """Numbers under one scale (torchao's choice; the paper has 2,048)."""
 SLICE_NUMBERS = 1 << 22
 """Numbers that are updated at once: 16 MiB of each fp32 temporary."""
+LEAST_SCALE = 1e-12
+"""The scale of a block whose numbers are all zero, and of one whose numbers are smaller."""
 _DECADES = 7
 """Powers of ten that the map spans (arXiv 2110.02861, section 2.2)."""
 
@@ -64,7 +66,7 @@ def quantize(values_RC: Tensor, levels_256: Tensor) -> tuple[Tensor, Tensor]:
     if columns % size:
         values_RC = F.pad(values_RC, (0, blocks_of(columns) * size - columns))
     blocks_RBK = values_RC.unflatten(1, (-1, size))
-    scales_RB = blocks_RBK.abs().amax(-1).clamp(min=1e-12)
+    scales_RB = blocks_RBK.abs().amax(-1).clamp(min=LEAST_SCALE)
     between = (levels_256[1:] + levels_256[:-1]) / 2
     codes = torch.bucketize(
         blocks_RBK / scales_RB.unsqueeze(-1), between, right=True, out_int32=True

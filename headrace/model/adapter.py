@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, UnsupportedError
-from headrace.core.files import python
+from headrace.core.files import python, sha256_of
 from headrace.core.folders import refetch_command, refuse_absent, refuse_no_model
 from headrace.core.model_config import ModelConfig
 from headrace.model.decoder import Decoder, baseline_parts
@@ -315,8 +315,7 @@ def weights_digest(path: Path) -> str:
     """
     digest = hashlib.sha256(json.dumps(read_json(path / "config.json"), sort_keys=True).encode())
     for file in _weight_files(path)[0]:
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
+        digest.update(bytes.fromhex(sha256_of(file)))
     return digest.hexdigest()
 
 

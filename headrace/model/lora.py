@@ -31,11 +31,19 @@ from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import Remedy, mend
 from headrace.costs.adapters import ADAPTERS, LENT, AdapterSizes, targeted
 from headrace.kernels.autocast import compute_dtype
+from headrace.kernels.blockwise_8bit import LEAST_SCALE
 from headrace.kernels.quantized_weight import QuantizedWeight, added_product
 from headrace.model.mask import mixed
 from headrace.parallel.layout import local_of
 from headrace.plan.technique import Doubt
 
+MOMENTS = {
+    "exp_avg": 0.0,
+    "exp_avg_sq": 0.0,
+    "momentum": 0.0,
+    "exp_avg_scales": 2 * LEAST_SCALE,  # of 8 bits, whose code of zero is a number like any other
+}
+"""What optimizers keep of gradients, and the size above which it is of one other than zero."""
 SHORTEST = 1e-30
 """Square of a row's length below which it counts as this, so that none divides by zero."""
 
@@ -107,9 +115,8 @@ class LoraLinear(nn.Linear):
         An optimizer's state remembers it, whatever the last step's was. Where there is none, the
         matrix itself says so: it begins at zero.
         """
-        kept = (optimizer.state.get(self.lora_b, {}) for optimizer in optimizers)
-        means = [v for state in kept for v in state.values() if isinstance(v, Tensor) and v.dim()]
-        return any(bool(local_of(one).any()) for one in means or [self.lora_b])
+        kept = [state for one in optimizers if (state := one.state.get(self.lora_b))]
+        return any(map(_has_moments, kept)) if kept else bool(local_of(self.lora_b).any())
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -380,12 +387,17 @@ def adapt_linears(
     return names
 
 
+def _has_moments(state: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer's state of a parameter remembers a gradient other than zero."""
+    kept = ((local_of(state[key]), least) for key, least in MOMENTS.items() if key in state)
+    return any(bool((moment.abs() > least).any()) for moment, least in kept)
+
+
 def _was_reached(p: nn.Parameter, optimizers: Iterable[Any]) -> bool:
     """Return whether it has a gradient, or had one that an update freed and whose mean is kept."""
     if p.grad is not None:
         return bool(local_of(p.grad).any())
-    kept = (optimizer.state.get(p, {}).get("exp_avg") for optimizer in optimizers)
-    return any(bool(local_of(mean).any()) for mean in kept if mean is not None)
+    return any(_has_moments(optimizer.state.get(p, {})) for optimizer in optimizers)
 
 
 def adapter_evidence(

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from headrace.core.command import train_command
 from headrace.core.errors import ConfigError, RunError, is_out_of_memory
-from headrace.core.files import hold_lock, publish, sync_path, write_whole
+from headrace.core.files import hold_lock, publish, sha256_of, sync_path, write_whole
 from headrace.core.units import format_bytes
 from headrace.parallel.boxes import Box, TensorPart, piece_of
 from headrace.train.copies import Copies
@@ -172,7 +172,7 @@ class Checkpoints:
         part = {
             "file": name,
             "bytes": (aside / name).stat().st_size,
-            "sha256": _sha256(aside / name),
+            "sha256": sha256_of(aside / name),
             "pieces": pieces,
             "rank_values": values.pop("rank", {}),
         }
@@ -382,7 +382,7 @@ class Saved:
             return
         files = [self.path / Path(p["file"]).name for p in self.parts]
         with ThreadPoolExecutor() as pool:
-            for part, digest in zip(self.parts, pool.map(_sha256, files), strict=True):
+            for part, digest in zip(self.parts, pool.map(sha256_of, files), strict=True):
                 if digest != part["sha256"]:
                     raise self.damaged("its sha256 differs from the one saved", part["file"])
 
@@ -492,8 +492,3 @@ def _sealed(values: dict[str, Any]) -> dict[str, Any]:
     bare = {k: v for k, v in values.items() if k != "seal"}
     digest = hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()
     return {**bare, "seal": digest}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

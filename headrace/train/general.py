@@ -21,10 +21,8 @@ from headrace.plan.plan import Plan
 from headrace.train.evaluate import Validation
 
 
-def prepare_general(
-    plan: Plan, prepared: Prepared, world: World, progress: Progress
-) -> Prepared | None:
-    """Return the general text as a validation text; None where none is asked for.
+def prepare_general(plan: Plan, prepared: Prepared, world: World, progress: Progress) -> Prepared:
+    """Return the run's data with the general text, where the plan names one.
 
     The first rank prepares it, and all ranks call this. What is prepared already is opened.
 
@@ -38,28 +36,34 @@ def prepare_general(
         ConfigError: `eval.general` cannot be read.
     """
     if not plan.eval.general:
-        return None
-    whole = _plan_of(plan, prepared)
+        return prepared
+    whole, read = _plan_of(plan, prepared), list[Prepared]()
 
-    def opened() -> Prepared:
+    def opened() -> bool:
         try:
-            return prepare(whole, progress=progress.task)
+            read.append(prepare(whole, progress=progress.task))
         except ConfigError as error:
             raise ConfigError(
                 f"eval.general cannot be read: {error.message}", "eval.general=PATH of another text"
             ) from None
+        return True
 
-    by_first(world, lambda: bool(opened()))
-    return opened()
+    by_first(world, opened)
+    if not read:  # another rank has prepared it
+        opened()
+    return replace(prepared, general=read[0].validation)
 
 
-def general_text(build: Build, progress: Progress) -> Build | None:
-    """Return the run with the general text in the place of its validation text, or None."""
-    general = prepare_general(build.plan, build.prepared, build.world, progress)
-    if general is None:
+def general_text(build: Build) -> Build | None:
+    """Return the run with the general text in the place of its validation text, or None.
+
+    What techniques measure of the validation text, as of preference pairs, is not measured of it.
+    """
+    if (general := build.prepared.general) is None:
         return None
     other = copy(build)
-    other.prepared = replace(build.prepared, validation=general.validation, chat=None)
+    other.prepared = replace(build.prepared, validation=general, chat=None)
+    other.evaluates = []
     return other
 
 

@@ -426,7 +426,7 @@ class Session:
 
     def _general(self) -> dict[str, Any] | None:
         """Return the loss on the general text; None where none is named."""
-        text = general_text(self.build, self.progress)
+        text = general_text(self.build)
         return None if text is None else read_general(text, self._score(text))
 
     def _score(self, text: Build | None = None) -> Validation:

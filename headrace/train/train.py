@@ -95,7 +95,7 @@ def run(
         device = _own_device(device, world)
         checked = _check_plan(plan, device, progress, given=first.pretrained, begins=not resume)
         prepared = prepare_together(plan, world, progress, run_before)
-        prepare_general(plan, prepared, world, progress)
+        prepared = prepare_general(plan, prepared, world, progress)
         start.mark("prepare")
         plan, timed = choose_attention(plan, catalogue, prepared, world, device, progress)
         start.mark("choose")

@@ -118,7 +118,7 @@ ADAPTERS = {
     "inference/adapted:resolve_adapter#2": Case(
         "sample demo --adapter nothing --tokens 2", beside(lambda bad: None)
     ),
-    "export/start:open_chosen#1": Case(
+    "export/opened:open_chosen#1": Case(
         "sample demo --adapter good --checkpoint latest --tokens 2",
         beside(lambda bad: None),
     ),

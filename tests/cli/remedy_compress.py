@@ -1,6 +1,8 @@
 """Models that cannot be compressed, or not so far, and how each remedy is followed."""
 
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,11 +33,30 @@ def small(_: Path) -> None:
     assert run(["compress", "demo", "--to", "int8", "--output", "small"]).code == 0
 
 
+def inside(_: Path) -> None:
+    """Write a quantized model into its run."""
+    assert run(["compress", "demo", "--to", "int8"]).code == 0
+
+
 def cut(folder: Path) -> None:
     """Write a quantized model, and cut its weights short."""
     small(folder)
     file = Path("small/int8/model.safetensors")
     file.write_bytes(file.read_bytes()[:-8])
+
+
+def replanned(key: str, factor: int) -> Callable[[Path], None]:
+    """Write a quantized model, and multiply a number of its plan."""
+
+    def make(folder: Path) -> None:
+        small(folder)
+        file = Path("small/int8/plan.toml")
+        text = re.sub(
+            rf"{key} = (\d+)", lambda m: f"{key} = {factor * int(m[1])}", file.read_text()
+        )
+        file.write_text(text)
+
+    return make
 
 
 def retokenized(folder: Path) -> None:
@@ -50,6 +71,7 @@ def no_torchao(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("headrace.compress.quantized_model.find_spec", lambda name: None)
 
 
+POINT = "small/int8 --tokens 2"
 AGAIN = {"MODEL": "demo"}
 COMPRESS = {
     "cli/compress:compress#1": Case("compress demo --to int8 --budget-mb 1 --max-loss 50%"),
@@ -61,7 +83,16 @@ COMPRESS = {
     "cli/compress:_with_text#2": Case(
         "compress hf --to int8 data.sources=x.jsonl data.tokenizer=tok.json", weights(texts)
     ),
-    "cli/runs:_opened#1": Case("eval small/int8 --checkpoint best", small),
+    "core/folders:refuse_no_model#3": Case(
+        "train {tiny} goal.steps=1 model.pretrained=small/int8 data.tokenizer=hf",
+        weights(small),
+        fills={"FOLDER of the weights that it was made of": "hf"},
+    ),
+    "export/start:beginning#1": Case(
+        "compress hf --to int8 data.sources=x.jsonl --checkpoint best", weights(texts)
+    ),
+    "inference/load:_quantized#1": Case("report runs/demo/compressed/int8", inside),
+    "export/opened:open_any#1": Case("eval small/int8 --checkpoint best", small),
     "compress/quantized_model:formats_of#2": Case("compress demo --to int4"),
     "compress/quantized_model:check_installed#1": Case(
         "compress demo --to int8",
@@ -69,10 +100,13 @@ COMPRESS = {
         prose={"pip install 'headrace[quant]'": "it is installed where this runs"},
         lifted=True,
     ),
-    "export/compression:check_reached#1": Case("compress demo --to int4 --group 16 --max-loss 0%"),
+    "export/compression:check_reached#1": Case("compress demo --to int8 --budget-mb 0.0163"),
+    "export/compression:check_reached#2": Case("compress demo --to int4 --group 16 --max-loss 0%"),
     "export/compression:_check_budget#1": Case("compress demo --to int8 --budget-mb 0.001"),
-    "export/point:open_point#1": Case("sample small/int8 --tokens 2", retokenized, fills=AGAIN),
-    "export/point:_record#1": Case("sample small/int8 --tokens 2", cut, fills=AGAIN),
+    "export/point:open_point#1": Case(f"sample {POINT}", retokenized, fills=AGAIN),
+    "export/point:fill_#1": Case(f"sample {POINT}", replanned("layers", 2), fills=AGAIN),
+    "export/point:_check_stored#1": Case(f"sample {POINT}", replanned("ffn", 2), fills=AGAIN),
+    "export/point:_record#1": Case(f"sample {POINT}", cut, fills=AGAIN),
 }
 """Each error by its site."""
 

@@ -30,12 +30,16 @@ FINETUNE = {
         fills={" or a smaller data.sequence_length": " data.sequence_length=8 batch.tokens=64"},
         lifted=True,
     ),
+    "cli/finetune:with_steps#1": Case(
+        "finetune demo x.jsonl goal.steps=1 batch.tokens=64 --epochs 2 --with full --dry-run",
+        examples,
+    ),
     "train/general:prepare_general.opened#1": Case(
         "train {tiny} eval.general=gone.txt",
         examples,
         fills={"PATH of another text": "x.jsonl"},
     ),
-    "export/start:beginning#1": Case("finetune x.jsonl x.jsonl", examples),
+    "export/start:beginning#2": Case("finetune x.jsonl x.jsonl", examples),
     "cli/chat:chat#1": Case("chat demo", fills={"TEXT": "x"}),
     "inference/chat:Chat.of#1": Case("chat demo --prompt x", fills={"TEXT": "x"}),
 }

@@ -351,10 +351,10 @@ FOLDERS = {
         fills={"PATH": "hf"},
     ),
     "core/folders:refuse_no_model#1": Case("explain demo device=cpu model.pretrained=runs/demo"),
-    "core/folders:refuse_no_model#3": Case(
+    "core/folders:refuse_no_model#4": Case(
         f"{FINE}/model.safetensors", weights(lambda _: None)
     ),
-    "core/folders:refuse_no_model#3 none": Case(
+    "core/folders:refuse_no_model#4 none": Case(
         "explain demo device=cpu model.pretrained=runs",
         weights(lambda _: None),
         fills={"FOLDER with config.json and *.safetensors, as save_pretrained writes it": "hf"},

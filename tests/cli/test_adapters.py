@@ -50,3 +50,22 @@ def test_a_folder_is_merged_into_the_whole_base(
     assert 0 < stored["stored"] < 0.02 and stored["requantized"] > 0 < stored["learned"]
     none = call("sample", "two", "--adapter", "third", code=2)
     assert "--adapter first" in none["remedy"]
+
+
+def test_a_file_says_of_which_run_it_is(
+    several: None, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the run that trained the adapter, and none where the adapter came as a folder."""
+    told: list[Any] = []
+
+    def written(build: Any, to: str, output: Path, **how: Any) -> Path:
+        told.append((how["name"], how["origin"] and how["origin"].run))
+        assert not how["origin"] or (how["origin"].step, len(how["origin"].seal)) == (3, 64)
+        return output
+
+    monkeypatch.setattr("headrace.export.run.export_run", written)
+    call("export", "two", "--to", "gguf")
+    made = call("export", "two", "--to", "gguf", "--adapter", "one")
+    call("export", "two", "--to", "gguf", "--adapter", "first")
+    assert told == [("two", "two"), ("two-one", "one"), ("two-first", None)]
+    assert made["file"].endswith("gguf-one/two-one-F16.gguf")

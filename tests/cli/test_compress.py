@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.export.compression import Compression, PointReading, SizeGoal, check_reached
 from headrace.export.point import open_point, read_point
 from headrace.plan.technique import installed
-from headrace.report.compression import compression_page, front_of, verdict_of
 
 pytest.importorskip("torchao")
 Call = Callable[..., Any]
@@ -53,8 +51,15 @@ def test_every_preset_becomes_a_point_that_is_measured(made: dict[str, Any]) -> 
     assert json.loads(Path(made["folder"], "report.json").read_text())["chosen"] == made["chosen"]
 
 
+def questions(folder: Path) -> Path:
+    """Write a set of questions."""
+    file = folder / "q.jsonl"
+    file.write_text(json.dumps({"query": "the", "choices": ["mill", "river"], "gold": 0}) + "\n")
+    return file
+
+
 def test_a_point_is_evaluated_and_sampled_as_it_was_measured(
-    call: Call, made: dict[str, Any]
+    call: Call, made: dict[str, Any], tmp_path: Path
 ) -> None:
     for name in ("int8-dynamic", "int4-gptq", "nf4"):
         folder = str(Path(made["folder"], name))
@@ -67,6 +72,10 @@ def test_a_point_is_evaluated_and_sampled_as_it_was_measured(
     spec, stored, _ = read_point(Path(folder))
     assert spec.name == "nf4" and "blocks.0.mlp.down.weight" in stored
     assert type(build.model.get_parameter("blocks.0.mlp.down.weight").data) is not torch.Tensor
+    call("eval", folder, "--tasks", str(questions(tmp_path)))
+    for words in (("export", folder, "--to", "hf"), ("chat", folder, "--prompt", "x")):
+        assert "is a quantized model and no run" in call(*words, code=2)["error"]
+    assert "is a quantized model" in call("finetune", folder, "x.jsonl", code=2)["error"]
 
 
 def test_a_folder_of_weights_takes_text(call: Call, corpus: Path, tmp_path: Path) -> None:
@@ -77,29 +86,6 @@ def test_a_folder_of_weights_takes_text(call: Call, corpus: Path, tmp_path: Path
     made = call("compress", str(weights), f"data.sources={corpus}", *words)
     assert made["chosen"] == "int8" and [p["name"] for p in made["points"]] == ["int8"]
     assert call("sample", f"{out}/int8", "--tokens", "2")["text"] is not None
-
-
-def reading(name: str, size: int, rise: float) -> PointReading:
-    """Return what a point of this size and loss would be."""
-    return PointReading(name, name, size, 1.0 + rise, 2.0 * (1 + rise), rise, 0.1, 0.0, 9.0)
-
-
-def test_a_goal_chooses_among_points() -> None:
-    points = (reading("a", 10, 0.05), reading("b", 20, 0.01), reading("c", 25, 0.02))
-    whole = reading("fp32", 80, 0.0)
-
-    def chosen(goal: SizeGoal) -> str:
-        made = Compression("m", whole, points, goal, 9, {}, {})
-        assert compression_page(made) and verdict_of(made)
-        return made.chosen.name if made.chosen else ""
-
-    assert chosen(SizeGoal()) == "b", "1% where nothing is asked"
-    assert chosen(SizeGoal(rise=0.05)) == "a"
-    assert chosen(SizeGoal(budget_bytes=30)) == "b"
-    assert chosen(SizeGoal(budget_bytes=15)) == "a"
-    assert chosen(SizeGoal(rise=0.001)) == ""
-    assert [point.name for point in front_of(points)] == ["a", "b"]
-    check_reached(Compression("m", whole, points[:1], SizeGoal(), 9, {}, {}))
 
 
 def test_a_run_with_adapters_is_quantized_with_them(call: Call, tmp_path: Path) -> None:

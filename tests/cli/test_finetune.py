@@ -89,7 +89,9 @@ def test_an_answer_ends_where_the_template_ends_turns(
     assert asked[0].endswith("<|im_start|>assistant\n")
 
 
-def test_plain_text_epochs_and_methods(call: Callable[..., Any], tiny_demo: list[str]) -> None:
+def test_plain_text_epochs_and_methods(
+    call: Callable[..., Any], tiny_demo: list[str], tmp_path: Path
+) -> None:
     """Text has no answers; epochs become steps; only a named method is looked at."""
     text = next(word for word in tiny_demo if word.startswith("data.sources="))
     shown = call("finetune", "demo", text, "--epochs", "2", "--with", "lora", "--dry-run")
@@ -102,6 +104,15 @@ def test_plain_text_epochs_and_methods(call: Callable[..., Any], tiny_demo: list
     assert (half["eval"]["every_steps"], half["schedule"]["warmup_steps"]) == (7, 1), "as asked"
     assert half["goal"]["steps"] == pytest.approx(plan["goal"]["steps"] / 2, abs=1)
     assert not {"lora", "qlora"} & set(half["techniques"])
+    counted = tmp_path / "counted.toml"
+    counted.write_text('name = "counted"\n[goal]\ntokens = 640\n[data]\nsequence_length = 16\n')
+    words = ("finetune", "demo", text, "batch.tokens=64", "--with", "full", "--dry-run")
+    words = (*words, "--recipe", str(counted))
+    assert call(*words)["plan"]["goal"]["tokens"] == 640, "the plan says when it ends"
+    goal = call(*words, "--epochs", "1", "goal.minutes=5")["plan"]["goal"]
+    assert goal["steps"] > 2 and not goal.get("tokens") and goal["minutes"] == 5
+    refused = call(*words, "--epochs", "1", "goal.steps=9", code=2)
+    assert refused["error"] == "--epochs 1 and goal.steps both say how much is trained"
 
 
 def test_pairs_are_compared(call: Callable[..., Any], tmp_path: Path) -> None:

@@ -235,13 +235,13 @@ def test_every_number_that_an_option_takes_is_looked_at() -> None:
 
 
 ARRIVES = [
-    (f"eval {RUN}", "export.start.open_chosen", "--adapter", "adapter", "one"),
-    (f"sample {RUN}", "export.start.open_chosen", "--adapter", "adapter", "one"),
-    (f"chat {RUN} --prompt x", "export.start.open_chosen", "--adapter", "adapter", "one"),
-    (f"export {RUN} --to hf", "export.start.open_chosen", "--adapter", "adapter", "one"),
-    (f"eval {RUN}", "export.start.open_model", "--checkpoint", "checkpoint", "step-3"),
-    (f"sample {RUN}", "export.start.open_model", "--checkpoint", "checkpoint", "step-3"),
-    (f"export {RUN} --to hf", "export.start.open_model", "--checkpoint", "checkpoint", "step-3"),
+    (f"eval {RUN}", "export.opened.open_any", "--adapter", "adapter", "one"),
+    (f"sample {RUN}", "export.opened.open_any", "--adapter", "adapter", "one"),
+    (f"chat {RUN} --prompt x", "export.opened.open_chosen", "--adapter", "adapter", "one"),
+    (f"export {RUN} --to hf", "export.opened.open_chosen", "--adapter", "adapter", "one"),
+    (f"eval {RUN}", "export.opened.open_model", "--checkpoint", "checkpoint", "step-3"),
+    (f"sample {RUN}", "export.opened.open_model", "--checkpoint", "checkpoint", "step-3"),
+    (f"export {RUN} --to hf", "export.opened.open_model", "--checkpoint", "checkpoint", "step-3"),
     (f"sample {RUN}", "inference.sample.generate", "--tokens", "new_tokens", 7),
     (f"sample {RUN}", "inference.sample.generate", "--temperature", "temperature", 0.31),
     (f"sample {RUN}", "inference.sample.generate", "--top-k", "top_k", 7),

@@ -17,6 +17,7 @@ from headrace.data.chat.template import CHATML_TEXT
 from headrace.doctor.findings import Kind
 from headrace.doctor.observation import Observation
 from headrace.doctor.rules import faults
+from headrace.export.start import beginning
 from headrace.model.lora import LoraLinear
 from headrace.plan.symptoms import names
 from headrace.plan.technique import installed
@@ -120,7 +121,7 @@ def test_adapters_without_a_gradient_and_a_rate_that_is_too_high(
 
 @pytest.mark.slow
 def test_another_template_than_the_tokenizers_is_told_everywhere(
-    tune: Tune, call: Call, folder: Path
+    tune: Tune, call: Call, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Path(call("export", "base", "--to", "hf", "--output", str(folder / "model"))["folder"])
     own = model / "chat_template.jinja"
@@ -144,6 +145,12 @@ def test_another_template_than_the_tokenizers_is_told_everywhere(
         assert digests[1][:12] in call(*words, noted=True)
     written = folder / "runs" / "other" / "peft" / "chat_template.jinja"
     assert written.read_text() == CHATML_TEXT
+    monkeypatch.chdir(folder)
+    begun = beginning(Path("other"), installed(), (lines := list[str]()).append).weights
+    assert any(digests[1][:12] in line for line in lines)
+    assert (begun / "chat_template.jinja").read_text() == CHATML_TEXT, (
+        "a run that begins with its weights talks as it does"
+    )
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from facts import in_order
 from tiny import tensors
 
 from headrace.assemble import build as build_module
+from headrace.assemble.adapted import AdapterTechnique
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
 from headrace.cli.catalogue import catalogue
@@ -24,7 +25,7 @@ from headrace.costs.count import baseline_ledger
 from headrace.data.loader import Micro
 from headrace.inference.load import open_model
 from headrace.kernels.quantized_weight import QuantizedWeight
-from headrace.model.lora import LoraLinear, linears_of, merged_state, plain
+from headrace.model.lora import LoraLinear, adapter_evidence, linears_of, merged_state, plain
 from headrace.train.checkpoint import Saved
 from headrace.train.train import step
 
@@ -168,6 +169,22 @@ def test_an_update_that_frees_gradients_leaves_evidence(
     step(build, batch(build), 0)
     assert all(b.grad is None and bool(b.any()) for b in before)
     assert check_active(build)[adapt].numbers["reached"] == len(before)
+
+
+@pytest.mark.parametrize("gradient", [0.0, 1e-3])
+def test_moments_of_8_bits_leave_evidence(make_tiny: Make, gradient: float) -> None:
+    """Where gradients are gone, moments tell: an update by zeros moves codes, and no adapter."""
+    build = make_tiny("techniques.lora.rank=2", "techniques.adamw_8bit.smallest=1")
+    for p in build.routed["adamw_8bit"].values():
+        p.grad = torch.full_like(p, gradient)
+    build.optimizers["adamw_8bit"].step()
+    for p in build.routed["adamw_8bit"].values():
+        p.grad = None
+    active, _, numbers = adapter_evidence(build.model, build.optimizers.values())
+    assert active == bool(gradient) and numbers["reached"] == bool(gradient) * numbers["adapters"]
+    (lora,) = (one for one in build.techniques if one.name() == "lora")
+    assert isinstance(lora, AdapterTechnique)
+    assert {*lora.reached(build).values()} == {bool(gradient)}
 
 
 LINEARS = {

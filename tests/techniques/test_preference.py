@@ -8,8 +8,10 @@ import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,6 +24,7 @@ from headrace.assemble.build import make_build
 from headrace.assemble.sockets import Build
 from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError, Diverged, Stopped
+from headrace.core.files import hold_lock
 from headrace.core.progress import Progress
 from headrace.data import parts
 from headrace.data.ingest import prepare
@@ -271,15 +274,26 @@ def test_rows_hold_whole_pairs_and_the_rest_is_counted(pairs: Path) -> None:
 
 
 def test_without_adapters_answers_are_read_before_the_first_step(
-    pairs: Path, tmp_path: Path
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are kept beside the shards, used by a resume, and a changed file is refused."""
+    """They are kept beside the shards, used by a resume, and a changed file is refused.
+
+    A general text is opened once, and has no pairs.
+    """
+    opened = list[Plan]()
+    monkeypatch.setattr(
+        "headrace.train.general.prepare",
+        lambda plan, **how: opened.append(plan) or prepare(plan, **how),
+    )
+    (tmp_path / "general.txt").write_text(" ".join(WORDS * 40))
     words = [f"directory={tmp_path}", "goal.steps=4", "checkpoint.every_steps=2"]
+    words += [f"eval.general={tmp_path}/general.txt"]
     plan = _plan(pairs, *words, "optimizer.lr=0.01", "eval.before=true")
     folder = train.run(plan).folder
     report = RunFolder(folder).read("report")
     assert report is not None and report["before"]["ranked_right"] == 0
     assert 0 < report["before"]["chosen_likelier"] < 1
+    assert report["general"]["after_nats"] > 0 and len(opened) == 1
     last = report["val"][-1]
     assert last["pair_loss"] < report["before"]["pair_loss"] == pytest.approx(math.log(2))
     assert last["ranked_right"] > 0.5 and last["reward_margin"] > 0
@@ -291,8 +305,8 @@ def test_without_adapters_answers_are_read_before_the_first_step(
     assert lines[0]["reward_margin"] == pytest.approx(0, abs=1e-5)
     assert lines[-1]["ranked_right"] > 0.5 and lines[-1]["reward_margin"] > 0
     assert lines[-1]["val_ranked_right"] == last["ranked_right"]
-    opened = evaluate(open_model(folder, catalogue(), checkpoint="latest", with_data=True)).more
-    assert opened == {name: last[name] for name in ("pairs", "chosen_likelier")}, "no reference"
+    more = evaluate(open_model(folder, catalogue(), checkpoint="latest", with_data=True)).more
+    assert more == {name: last[name] for name in ("pairs", "chosen_likelier")}, "no reference"
     (kept,) = prepare(plan).directory.glob("reference-*.safetensors")
     again = train.run(plan, resume=True, checkpoint="step-2").folder
     repeated = [json.loads(line) for line in (again / "metrics.jsonl").read_text().splitlines()]
@@ -351,6 +365,37 @@ def test_an_interrupted_reading_goes_on(
     has, before = load_file(grown), had["is_read"] > 0
     assert grown == file and count == 1 and has["is_read"].all() and not before.all()
     assert torch.equal(has["log_probabilities"][before], had["log_probabilities"][before])
+
+
+def test_of_two_runs_the_first_writer_wins(pairs: Path, tmp_path: Path) -> None:
+    """Both go on with the number in the file, and a writer waits for the one that has the lock."""
+    build = _build(_plan(pairs, f"data.directory={tmp_path}"))
+    (begin,) = build.begins
+    take = references._Reading._take
+
+    def beside(self: Any, *args: Any) -> None:
+        if not self.path.exists():  # another run writes while this one reads
+            other = references.Known.nothing(len(self.own))
+            other.values[:2], other.is_read[:2] = -0.5, 1
+            other.keep(self.path)
+        take(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(references._Reading, "_take", beside)
+        begin(build)
+    (file,) = tmp_path.rglob("reference-*.safetensors")
+    kept = build.state["preference"]
+    assert isinstance(kept, references.References) and kept.kept is not None
+    assert kept.kept[:2].tolist() == [-0.5, -0.5] and (kept.kept[2:] < -0.5).any()
+    known = references.Known.opened(file, len(kept.kept))
+    assert np.array_equal(known.values, kept.kept.numpy()), "what the run trains with"
+    lock = hold_lock(file.with_name(f".{file.name}.lock"), wait=True, key="data.directory")
+    writer = Thread(target=known.keep, args=(file,))
+    writer.start()
+    writer.join(0.2)
+    assert writer.is_alive()
+    lock.release()
+    writer.join()
 
 
 def test_a_reference_that_is_not_finite_is_refused(pairs: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 import headrace
 from headrace.core.errors import HeadraceError, RunError
+from headrace.core.files import sha256_of
 from headrace.parallel.boxes import Box, TensorPart
 from headrace.train import checkpoint as module
 from headrace.train.checkpoint import Checkpoints, Saved
@@ -88,7 +89,7 @@ def test_a_pickle_planted_in_any_file_never_runs(train: Train, tmp_path: Path, h
                 path.write_bytes(kept)
                 continue
             values = json.loads(index)
-            values["parts"][0] |= {"bytes": len(bomb), "sha256": module._sha256(path)}
+            values["parts"][0] |= {"bytes": len(bomb), "sha256": sha256_of(path)}
             (step / "checkpoint.json").write_text(json.dumps(module._sealed(values)))
         in_checkpoint = path.parent == step
         try:

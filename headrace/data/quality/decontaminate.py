@@ -8,9 +8,9 @@ question is, however long it is, and a common quotation in both makes nothing of
 An evaluation document that is shorter than a run is one run of its own words; one of fewer than 8
 words is compared with whole documents only, for a few words are in many texts by accident.
 
-What is kept is 13 bytes a word of the evaluation sets, 4 MiB a length of run, and about 350 bytes a
-contaminated document for its place and what falls of it; making the index takes about 40 bytes a
-word. The text that is trained on is streamed: `benchmarks/data_dedup.py memory` measures it.
+What is kept is 13 bytes a word of the evaluation sets, 4 MiB a length of run, and the place of each
+contaminated document with what falls of it. The text that is trained on is streamed:
+`benchmarks/data_dedup.py memory` measures it.
 """
 
 import hashlib

@@ -1,0 +1,121 @@
+"""Open the model that a verb names: a run, a run's base with another adapter, or a point.
+
+A point is a quantized model that `headrace compress` wrote. Evaluation and sampling take all three;
+what needs a run refuses a point by its name (`inference.load.resolve_run`).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headrace.assemble.sockets import Build
+from headrace.core.command import rerun_without
+from headrace.core.errors import ConfigError
+from headrace.core.files import shell
+from headrace.core.folders import is_point
+from headrace.export.point import open_point
+from headrace.export.start import beginning
+from headrace.inference.adapted import open_adapted, resolve_adapter
+from headrace.inference.load import computed, open_model, read_plan, resolve_run
+from headrace.plan.technique import Catalogue
+from headrace.train.identity import trains_adapters
+
+
+class Opened(NamedTuple):
+    """A model that verbs use, and where it comes from."""
+
+    build: Build
+    run: Path
+    """The run whose text and tokenizer are used, or the point."""
+    talks: Path
+    """The run whose chat template is used: the adapter's, where that is a run."""
+    made_of: Path | None
+    """The run whose checkpoint has the weights that were trained; None of an adapter that is a
+    folder, and of a point."""
+    compute: Callable[[Callable[[], Any]], Any]
+    """Calls a function that computes with the model, and refuses weights that are too large."""
+
+
+def open_any(
+    name: Path,
+    catalogue: Catalogue,
+    *,
+    adapter: str = "",
+    checkpoint: str | None = None,
+    with_data: bool = False,
+) -> Opened:
+    """Return the model of a run, its base with another adapter, or a quantized model.
+
+    Args:
+        name: the run, or the folder of a quantized model.
+        catalogue: the techniques and model families.
+        adapter: its name or folder; "" for the run as it was trained.
+        checkpoint: "step-N", "latest" or "best" of the run, where no adapter is named.
+        with_data: whether to open the validation set too.
+
+    Raises:
+        ConfigError: it is neither, or a quantized model is asked for a checkpoint or an adapter;
+            or see `open_chosen`.
+        RunError: a checkpoint is damaged.
+        UnsupportedError: a quantized model is named, and torchao is not installed.
+    """
+    folder = next((one for one in (name, Path("runs") / name) if is_point(one)), None)
+    if folder is None:
+        return open_chosen(
+            name, catalogue, adapter=adapter, checkpoint=checkpoint, with_data=with_data
+        )
+    if checkpoint is not None or adapter:
+        raise ConfigError(
+            f"{name} is a quantized model, which has no checkpoints and takes no adapter",
+            rerun_without("--adapter" if adapter else "--checkpoint", verb="eval"),
+        )
+    build = open_point(folder, catalogue, with_data=with_data)
+    return Opened(build, folder, folder, None, lambda work: work())
+
+
+def open_chosen(
+    name: Path,
+    catalogue: Catalogue,
+    *,
+    adapter: str = "",
+    checkpoint: str | None = None,
+    with_data: bool = False,
+) -> Opened:
+    """Return the model of a run, or its base with another adapter.
+
+    The base of a run that trained an adapter is what it stands beside; that of another run is its
+    own weights.
+
+    Args:
+        name: the run.
+        catalogue: the techniques and model families.
+        adapter: its name or folder; "" for the run as it was trained.
+        checkpoint: "step-N", "latest" or "best" of the run, where no adapter is named.
+        with_data: whether to open the validation set too.
+
+    Raises:
+        ConfigError: there is no such run or adapter, it is of another base, or a checkpoint is
+            named beside it.
+        RunError: a checkpoint is damaged.
+    """
+    run = resolve_run(name)
+    if not adapter:
+        build = open_model(run, catalogue, checkpoint=checkpoint, with_data=with_data)
+
+        def compute(work: Callable[[], Any]) -> Any:
+            return computed(work, build, run, catalogue, checkpoint=checkpoint)
+
+        return Opened(build, run, run, run, compute)
+    if checkpoint is not None:
+        raise ConfigError(
+            f"--checkpoint {checkpoint} is of {run}, and --adapter {adapter} beside its base",
+            rerun_without("--checkpoint", verb=f"sample {shell(run)}"),
+        )
+    folder = resolve_adapter(run, adapter, catalogue)
+    plan = read_plan(run, catalogue)
+    base = Path(plan.model.pretrained)
+    if not trains_adapters(plan):
+        base = beginning(run, catalogue, lambda line: None).weights
+    build = open_adapted(run, base, folder, catalogue, with_data=with_data)
+    source = folder if (folder / "plan.toml").is_file() else None
+    return Opened(build, run, source or run, source, lambda work: work())
