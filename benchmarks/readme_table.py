@@ -39,9 +39,9 @@ EMPTY = "No receipts yet: nothing has been measured with this version, so nothin
 GIB = 2**30
 PAGES = (ROOT / "README.md", ROOT / "docs" / "numbers.md")
 """Pages that have markers, between which numbers are written."""
-POINTS = ("tune", "search")
-"""Kinds of rows that are one point of a sweep or a search."""
-BY_KIND = ("learning", "data")
+POINTS = ("tune", "search", "reading")
+"""Kinds of rows that are one point of a sweep or a search, or one reading of several."""
+BY_KIND = ("learning", "data", "finetune", "scaling")
 """Topics whose kinds of rows measure different things: each kind has a table of its own."""
 PLACES = ("data.sources", "data.directory", "directory")
 """Keys of a plan that hold a place of this machine, which tables leave out."""
@@ -81,7 +81,10 @@ def subject(row: dict[str, Any]) -> str:
     if "fault" in row:
         return row["fault"] or "no fault"
     names = (row.get(key) for key in ("peer", "recipe", "side", "technique"))
-    return next(filter(None, names), "trunk")
+    name = next(filter(None, names), "trunk")
+    if row.get("kind") == "longest":
+        return f"{name}, {row['length']:,} tokens"
+    return f"{name}, GPUs: {row['ranks']}" if row.get("kind") == "side" else name
 
 
 def changes(row: dict[str, Any]) -> list[str]:
@@ -124,8 +127,8 @@ def tables(topic: str, rows: list[dict[str, Any]]) -> str:
     """Return one topic as Markdown, with a table for each of its measurements."""
 
     def measurement(row: dict[str, Any]) -> str:
-        kind = row.get("kind", "").replace("_", " ") if topic in BY_KIND else ""
-        return row.get("measurement", kind)
+        parts = (row.get("kind", ""), row.get("method", "")) if topic in BY_KIND else ()
+        return row.get("measurement", " ".join(filter(None, parts)).replace("_", " "))
 
     return "\n\n".join(
         table(topic, name, [row for row in rows if measurement(row) == name])

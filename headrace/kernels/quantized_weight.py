@@ -92,13 +92,13 @@ class QuantizedWeight(torch.Tensor):
         raise NotImplementedError
 
     def dequantize(  # type: ignore[override]
-        self, dtype: torch.dtype | None = None, *, again: bool = False
+        self, dtype: torch.dtype | None = None, *, repeat: bool = False
     ) -> Tensor:
         """Return the matrix [R, C] that this stands for, computed in fp32.
 
         Args:
             dtype: of the result; the weight's own without it.
-            again: the same numbers by operations that a compiler does not take for the first ones.
+            repeat: the same numbers by operations that a compiler does not take for the first ones.
                 It would keep the forward pass's matrix for the backward pass, where it is whole.
         """
         raise NotImplementedError
@@ -198,12 +198,12 @@ class Int8Weight(QuantizedWeight):
         return self._with_columns(count, codes=self.codes[:, begin : begin + count])
 
     def dequantize(  # type: ignore[override]
-        self, dtype: torch.dtype | None = None, *, again: bool = False
+        self, dtype: torch.dtype | None = None, *, repeat: bool = False
     ) -> Tensor:
         """Multiply codes by scales."""
         rows = self.size(0)
         codes_RC, scales_R1 = self.codes[:rows], self.scales[:rows]
-        weight_RC = scales_R1 * codes_RC if again else codes_RC * scales_R1
+        weight_RC = scales_R1 * codes_RC if repeat else codes_RC * scales_R1
         return weight_RC.to(dtype or self.dtype)
 
 
@@ -253,7 +253,7 @@ class NF4Weight(QuantizedWeight):
         return self._with_columns(count, codes=codes, scales=self.scales[:, first:last])
 
     def dequantize(  # type: ignore[override]
-        self, dtype: torch.dtype | None = None, *, again: bool = False
+        self, dtype: torch.dtype | None = None, *, repeat: bool = False
     ) -> Tensor:
         """Multiply levels by scales."""
         rows, columns = self.shape
@@ -261,7 +261,7 @@ class NF4Weight(QuantizedWeight):
         scale_RB = spans_R2[:, :1] + self.scales[:rows] * spans_R2[:, 1:]
         # One look-up for both numbers of a byte: half of the indices.
         pairs = torch.cartesian_prod(self.levels, self.levels)[
-            codes.long() if again else codes.int()
+            codes.long() if repeat else codes.int()
         ]
         blocks_RBK = pairs.view(*scale_RB.shape, BLOCK).mul_(scale_RB.unsqueeze(-1))
         return blocks_RBK.view(rows, -1)[:, :columns].to(dtype or self.dtype)
@@ -287,9 +287,9 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:  # type: ignore[override]
         (weight,) = ctx.saved_tensors
-        again = torch.compiler.is_compiling()
+        repeat = torch.compiler.is_compiling()
         added = grad if ctx.needs_input_grad[2] else None
-        return grad @ weight.dequantize(grad.dtype, again=again), None, added
+        return grad @ weight.dequantize(grad.dtype, repeat=repeat), None, added
 
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
@@ -298,7 +298,7 @@ def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> T
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def added_product(y: Tensor, x: Tensor, weight: QuantizedWeight) -> Tensor:
+def added_matmul(y: Tensor, x: Tensor, weight: QuantizedWeight) -> Tensor:
     """Return y + x W^T [..., R] of y [..., R] and x [..., C], under autocast too."""
     dtype = compute_dtype(x)
     rows = x.to(dtype).flatten(0, -2), weight, y.to(dtype).flatten(0, -2)

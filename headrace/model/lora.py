@@ -32,7 +32,7 @@ from headrace.core.remedy import Remedy, mend
 from headrace.costs.adapters import ADAPTERS, LENT, AdapterSizes, targeted
 from headrace.kernels.autocast import compute_dtype
 from headrace.kernels.blockwise_8bit import LEAST_SCALE
-from headrace.kernels.quantized_weight import QuantizedWeight, added_product
+from headrace.kernels.quantized_weight import QuantizedWeight, added_matmul
 from headrace.model.mask import mixed
 from headrace.parallel.layout import local_of
 from headrace.plan.technique import Doubt
@@ -95,7 +95,7 @@ class LoraLinear(nn.Linear):
         again stops where it has all that it keeps.
         """
         if isinstance(self.weight, QuantizedWeight):
-            return added_product(correction, input, self.weight)
+            return added_matmul(correction, input, self.weight)
         if type(self.weight) not in (Tensor, nn.Parameter):  # one that multiplies in its own way
             return F.linear(input, self.weight) + correction
         dtype = compute_dtype(input)
