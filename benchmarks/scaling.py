@@ -208,8 +208,11 @@ class Bench:
         return Team(ranks, self.logs)
 
     def prepare(self, ranks: int) -> None:
-        """Start the processes of the side that comes next, which import and then wait."""
-        if self.next is None:
+        """Start the processes of the side that comes next, which import and then wait.
+
+        A dry run has too few cores for that.
+        """
+        if self.next is None and not self.args.tiny:
             self.next = (ranks, Team(ranks, self.logs))
 
     def run(self) -> None:
@@ -235,12 +238,12 @@ class Bench:
         team = self.team(args.ranks)
         self.prepare(args.ranks)
         device = "cpu" if args.tiny else "cuda"
-        answer = team.ask(read_links, args.ranks, device, limit_s=min(90.0, self.left_s))
+        answer = team.ask(read_links, args.ranks, device, limit_s=min(120.0, self.left_s))
         if isinstance(answer, Reading):
             self.links = {"refused": answer.refused}
             print(f"links were not measured: {answer.refused}", flush=True)
             return machine
-        self.links = {link.operation: round(link.stream.bytes_per_s / GB, 1) for link in answer}
+        self.links = {link.operation: round(link.stream.bytes_per_s / GB, 4) for link in answer}
         print(
             f"links in GB/s a rank ({time.monotonic() - began_s:.0f} s): {self.links}", flush=True
         )
