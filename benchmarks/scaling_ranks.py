@@ -181,7 +181,7 @@ def read_saves(plan: Plan, folder: Path, *, warm: int, timed: int, saves: int) -
             world.any(False)
             began_s = time.perf_counter()
             if number:
-                saved.save(first, state.tensors(build), {}, build.held_back)
+                saved.save(first, state.tensors(build), {}, build.change_hooks)
                 reading.called_s.append(max(world.gather(time.perf_counter() - began_s)))
             for _ in range(timed):
                 train.step(build, micros, first)

@@ -299,7 +299,7 @@ class Build:
         return half.get(self.context.precision, torch.float32)
 
     @property
-    def held_back(self) -> list[Callable[[], None]] | None:
+    def change_hooks(self) -> list[Callable[[], None]] | None:
         """Return `before_change` where only the baseline's updates change what a checkpoint saves.
 
         It is None where a technique updates in the backward pass or in a second one, acts on

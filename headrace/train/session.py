@@ -457,7 +457,7 @@ class Session:
         if self._saved_step == counters.step:
             self.checkpoints.amend(counters.step, values)
         else:
-            self.checkpoints.save(counters.step, state.tensors(build), values, build.held_back)
+            self.checkpoints.save(counters.step, state.tensors(build), values, build.change_hooks)
         self._saved_step = counters.step
         self.signals.spent("checkpoint", time.perf_counter() - began_s)
 

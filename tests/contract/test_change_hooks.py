@@ -24,8 +24,8 @@ def test_copies_go_on_beside_kernels_only_where_updates_alone_change_what_is_sav
 ) -> None:
     knobs = house.tiny_knobs(name, "cpu")
     build = house.build_of(house.plan_of(house.Variant(name, knobs)))
-    assert (build.held_back is build.before_change) == beside
-    assert beside or build.held_back is None
+    assert (build.change_hooks is build.before_change) == beside
+    assert beside or build.change_hooks is None
 
 
 def test_an_update_is_held_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,8 +33,8 @@ def test_an_update_is_held_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     for name, optimizer in build.optimizers.items():
         monkeypatch.setattr(optimizer, "step", lambda name=name: called.append(name))
-    assert build.held_back is not None
-    build.held_back.append(lambda: called.append("held back"))
+    assert build.change_hooks is not None
+    build.change_hooks.append(lambda: called.append("held back"))
     for _ in range(2):
         absorb(build, torch.ones(()))
     assert called == ["held back", "adamw", "adamw"]
