@@ -45,6 +45,7 @@ def test_a_save_that_fails_ends_the_run_at_the_next_step(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_copy_of_a_gpu_is_of_the_moment_and_holds_an_update_back() -> None:
     weights = torch.ones(64 << 20, device="cuda")
     before_change: list[Callable[[], None]] = []

@@ -18,6 +18,8 @@ BETWEEN = re.compile(rb"\n(?:[ \t\r\v\f]*\n)+(?:[ \t\r\v\f]+\Z)?")
 
 def passage_ends(raw: bytes) -> list[int]:
     """Return where each paragraph of a text ends, with the empty lines behind it."""
+    if raw.count(b"\n") < 2:  # no line without text follows another
+        return [len(raw)]
     ends = [match.end() for match in BETWEEN.finditer(raw)]
     if ends and not raw[: ends[0]].strip():
         del ends[0]
