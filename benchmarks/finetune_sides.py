@@ -53,6 +53,7 @@ KERNELS = (
 TINY_CHUNK = "techniques.chunked_cross_entropy.chunk_tokens=32 "
 OURS = {
     "headrace": "+selective_checkpoint",
+    "headrace_half": "+selective_checkpoint techniques.selective_checkpoint.every=2",
     "headrace_kept": "",
     "headrace_small": "+full_checkpoint",
 }
