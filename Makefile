@@ -4,8 +4,9 @@ PYTHON ?= python3
 DATA ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
-# Two processes, a file of tests to each: one group of ranks serves all compositions of a file.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile $(if $(DATA),--data "$(DATA)")
+# Two processes, a file of tests to each: one group of ranks serves all compositions of a file. The
+# order is that of tests/longest.txt.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(if $(DATA),--data "$(DATA)")
 
 # Rewriting the assertions of all tests takes 15 s a process where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from latecomer import fewer_bytes as fewer_bytes  # a fixture
+from longest import first_longest
 from tiny import PLAN, keep_rates, save_weights, write_corpus
 
 from headrace.cli.catalogue import catalogue
@@ -24,6 +25,10 @@ from headrace.plan.plan import Plan
 
 if not torch.cuda.is_available():  # read when triton is imported: its kernels run on the host
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# Numba compiles in each process what cleans text: 5 s when it optimizes, a fifth without.
+os.environ |= {"NUMBA_OPT": "0", "NUMBA_LOOP_VECTORIZE": "0", "NUMBA_SLP_VECTORIZE": "0"}
 
 
 for number, usual in (
@@ -49,6 +54,12 @@ def pytest_collection() -> Generator[None, Any, Any]:
         return (yield)
     finally:
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest; xdist keeps that order with `--no-loadscope-reorder`."""
+    first_longest(items)
 
 
 def pytest_sessionfinish() -> None:
@@ -143,6 +154,17 @@ def short_samples() -> Iterator[None]:
     """A run ends with a few words: each takes a pass of the model, and a test trains hundreds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headrace.report.conclude.SAMPLE_TOKENS", 8)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_wait_for_the_disk() -> Iterator[None]:
+    """Keep what is written in memory: only a power cut shows the difference, and none comes.
+
+    The processes of a zygote do the same. `test_power_loss.py` watches the calls themselves.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 

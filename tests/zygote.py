@@ -59,6 +59,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run in the background
     catalogue()
     headrace.report.conclude.SAMPLE_TOKENS = 8  # as the fixture `short_samples` does
+    os.fsync = lambda fd: None  # as the fixture `no_wait_for_the_disk` does
     gc.collect()
     gc.freeze()  # no child's collector walks, and so copies, what all of them share
     for line in sys.stdin:

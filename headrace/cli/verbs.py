@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
 from itertools import pairwise
 from math import isfinite
@@ -48,13 +49,18 @@ class Verb(NamedTuple):
     def load(self) -> Any:
         """Import the module of the verb, and return the whole verb."""
         module, _, name = self.function.partition(".")
-        function = getattr(import_module(f"headrace.cli.{module}"), name)
-        alone = typer.Typer(add_completion=False)
-        if isinstance(function, typer.Typer):
-            alone.add_typer(function, name=self.name, help=self.help)
-            return get_group(alone).commands[self.name]
-        alone.command(self.name, help=self.help)(function)
-        return get_command(alone)
+        return _whole_verb(self, getattr(import_module(f"headrace.cli.{module}"), name))
+
+
+@cache
+def _whole_verb(verb: Verb, function: Any) -> Any:
+    """Return a verb with its options; a command line asks for it three times."""
+    alone = typer.Typer(add_completion=False)
+    if isinstance(function, typer.Typer):
+        alone.add_typer(function, name=verb.name, help=verb.help)
+        return get_group(alone).commands[verb.name]
+    alone.command(verb.name, help=verb.help)(function)
+    return get_command(alone)
 
 
 class Verbs(TyperGroup):

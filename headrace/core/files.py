@@ -10,6 +10,8 @@ import shlex
 import shutil
 import sys
 import tomllib
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -249,13 +251,27 @@ def toml_values(text: str, what: str) -> dict[str, Any]:
         ConfigError: it is TOML beyond what Python parses.
     """
     try:
-        return tomllib.loads(text)
+        return _read_anew(text)
     except tomllib.TOMLDecodeError:
         raise
     except RecursionError:
         raise _too_deep(what) from None
     except ValueError:  # Python's own limit of digits
         raise _too_long(what) from None
+
+
+def _read_anew(text: str) -> dict[str, Any]:
+    """Return tables of a TOML text that nobody else holds."""
+    try:
+        return deepcopy(_parsed(text))
+    except RecursionError:  # a key with many dots lies deeper than a copy goes
+        return tomllib.loads(text)
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> dict[str, Any]:
+    """Return the tables of a TOML text; a search reads one plan a thousand times."""
+    return tomllib.loads(text)
 
 
 def toml_value(raw: str, key: str) -> Any:

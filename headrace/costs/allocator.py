@@ -83,14 +83,16 @@ class Allocator:
         Raises:
             OutOfMemory: the device has no room for it.
         """
-        size = max(UNIT, -(-math.ceil(bytes) // UNIT) * UNIT)
+        whole = math.ceil(bytes)
+        size = -(-whole // UNIT) * UNIT or UNIT
         small = size <= SMALL
         pool = self._free[small]
-        at = bisect_left(pool, (size, -1))  # type: ignore[arg-type]
+        at = bisect_left(pool, (size,))  # type: ignore[arg-type]
         block = pool.pop(at)[2] if at < len(pool) else self._segment(size, small)
         block.free = False
-        self._cut(block, size)
-        block.spare = block.size - math.ceil(bytes)
+        if block.size != size:
+            self._cut(block, size)
+        block.spare = block.size - whole
         self.allocated += block.size
         self.spare += block.spare
         if self.allocated > self.allocated_peak:
@@ -101,30 +103,29 @@ class Allocator:
         """Free the block of a tensor that has gone."""
         self.allocated -= block.size
         self.spare -= block.spare
-        for other in (block.before, block.after):
-            if other is not None and other.free:
-                pool = self._free[other.small]
-                pool.pop(bisect_left(pool, (other.size, other.order)))  # type: ignore[arg-type]
-                self._ends_with(other, block)
-                block.size += other.size
-                if other is block.before:
-                    block.before = other.before
-                    if other.before is not None:
-                        other.before.after = block
-                else:
-                    block.after = other.after
-                    if other.after is not None:
-                        other.after.before = block
-        self._keep(block)
+        pool = self._free[block.small]  # of its neighbours, too, which are of its segment
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            pool.pop(bisect_left(pool, (before.size, before.order)))  # type: ignore[arg-type]
+            self._ends_with(before, block)
+            block.size += before.size
+            block.before = before.before
+            if before.before is not None:
+                before.before.after = block
+        if after is not None and after.free:
+            pool.pop(bisect_left(pool, (after.size, after.order)))  # type: ignore[arg-type]
+            self._ends_with(after, block)
+            block.size += after.size
+            block.after = after.after
+            if after.after is not None:
+                after.after.before = block
+        block.free = True
+        insort(pool, (block.size, block.order, block))
 
     def _ends_with(self, was: MemoryBlock, now: MemoryBlock) -> None:
         """Note that an expandable segment which ended with `was` ends with `now`."""
-        if self._last.get(was.small) is was:
+        if self.expandable and self._last.get(was.small) is was:
             self._last[was.small] = now
-
-    def _keep(self, block: MemoryBlock) -> None:
-        block.free = True
-        insort(self._free[block.small], (block.size, block.order, block))
 
     def _segment(self, size: int, small: bool) -> MemoryBlock:
         """Return a block that is a new segment, or the grown end of the expandable one."""
@@ -182,7 +183,8 @@ class Allocator:
             block.after.before = rest
         block.after, block.size = rest, size
         self._ends_with(block, rest)
-        self._keep(rest)
+        rest.free = True
+        insort(self._free[block.small], (left, rest.order, rest))
 
     def _give_back(self) -> None:
         """Give back segments that are wholly free; pages within an expandable one stay."""

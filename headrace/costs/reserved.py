@@ -21,6 +21,7 @@ streams are left out.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from headrace.costs.allocator import Allocator, MemoryBlock, OutOfMemory
 from headrace.costs.ledger import Ledger, Line
@@ -43,22 +44,9 @@ EXPANDABLE = "expandable_segments"
 WORKSPACES = 2
 """Workspaces of cuBLAS: one of the thread that goes forward, and one of autograd's."""
 ORDER = (
-    "norm",
-    "residual",
-    "weight_cast",
-    "qkv",
-    "attention_input",
-    "attention_input",
-    "",
-    "attention",
-    "weight_cast",
-    "norm",
-    "residual",
-    "weight_cast",
-    "gate_up",
-    "activation",
-    "activation",
-    "weight_cast",
+    *("norm", "residual", "weight_cast", "qkv", "attention_input", "attention_input", ""),
+    *("attention", "weight_cast", "norm", "residual", "weight_cast", "gate_up"),
+    *("activation", "activation", "weight_cast"),
 )
 """A block's lines as its forward pass makes them, a tensor at each place; "" is all others."""
 STEPS = 3
@@ -220,6 +208,8 @@ class _Replay:
                 if line.layer is None:
                     self.whole[name] = line
         self.gradients: list[Tensor] = []
+        self._passes: dict[tuple[tuple[str, float], ...], list[Made]] = {}
+        """what a block makes on its way forward, by its lines"""
 
     def run(self) -> None:
         """Replay the build and some steps."""
@@ -255,7 +245,7 @@ class _Replay:
                 _let_go(handed)
                 handed = []
             stream = after
-        self._gradient(self._shares()[-2], first, self.plain)
+        self._gradient(self._shares[-2], first, self.plain)
         _let_go([*shared, *handed, *stream])
 
     def _forward(self, layer: int) -> "dict[str, list[Tensor]]":
@@ -265,30 +255,41 @@ class _Replay:
         """
         own = self.lines.get(layer, {})
         kept: dict[str, list[Tensor]] = {name: [] for name in (*ORDER, *own)}
-        lines, statistics = self._parted({name: line.bytes for name, line in own.items()})
-        pieces = {name: self._pieces(name, bytes) for name, bytes in lines.items()}
-        linears, stream = iter(self.linears.items()), self._in_pool([self.sizes["residual"]])
-        for name in ORDER:
-            for other in [name] if name else [n for n in lines if n not in ORDER]:
-                taken = pieces.get(other, [])[: 1 if name else None]
-                pieces[other] = pieces.get(other, [])[len(taken) :]
-                passing = self._in_pool(self._beside(other, taken))
-                kept[other] += self._in_pool(taken)
-                kept[other] += self._in_pool([statistics.get(other, 0.0)] if taken else [])
-                _let_go(passing)
-            if name == "weight_cast" and (linear := next(linears, None)) is not None:
-                _let_go(self._in_pool(self._casts(*linear)))
-                if linear[1][1] == self.sizes["dim"]:  # its result is added, and goes
-                    _let_go(self._in_pool([self.sizes["residual"]]))
+        alike = tuple((name, line.bytes) for name, line in own.items())
+        if alike not in self._passes:
+            self._passes[alike] = self._made_by(own)
+        stream = self._in_pool([self.sizes["residual"]])
+        for name, passing, staying in self._passes[alike]:
+            gone = self._in_pool(passing)
+            if staying:
+                kept[name] += self._in_pool(staying)
+            _let_go(gone)
         for name, line in own.items():
             if "turn" not in line.instants:  # it waits elsewhere
                 _let_go(kept.pop(name))
         _let_go(stream)
         return kept
 
+    def _made_by(self, own: dict[str, Line]) -> "list[Made]":
+        """Return what the forward pass of a block makes, in order; every micro-batch repeats it."""
+        made, linears = list[Made](), iter(self.linears.items())
+        lines, statistics = self._parted({name: line.bytes for name, line in own.items()})
+        pieces = {name: self._pieces(name, bytes) for name, bytes in lines.items()}
+        for name in ORDER:
+            for other in [name] if name else [n for n in lines if n not in ORDER]:
+                taken = pieces.get(other, [])[: 1 if name else None]
+                pieces[other] = pieces.get(other, [])[len(taken) :]
+                staying = [*taken, statistics.get(other, 0.0)] if taken else []
+                made.append((other, self._beside(other, taken), staying))
+            if name == "weight_cast" and (linear := next(linears, None)) is not None:
+                made.append((name, self._casts(*linear), []))
+                if linear[1][1] == self.sizes["dim"]:  # its result is added, and goes
+                    made.append((name, [self.sizes["residual"]], []))
+        return [one for one in made if one[1] or one[2]]
+
     def _backward(self, kept: "dict[str, list[Tensor]]", first: bool) -> "list[Tensor]":
         """Replay a block's backward pass; return the gradient that it hands on."""
-        sizes, shares = self.sizes, self._shares()
+        sizes, shares = self.sizes, self._shares
         recomputed = [
             piece
             for name, x in self.whole.items()
@@ -355,12 +356,10 @@ class _Replay:
             blocks = self._hold([own] if wide > own else [])
             _let_go(gradients[1:])
         weight_gradient = min(after, sizes["activation_bytes"] * sizes["embedding"])
-        made, stream = (
-            self._hold([weight_gradient], pool),
-            self._hold([after - weight_gradient], pool),
-        )
+        made = self._hold([weight_gradient], pool)
+        stream = self._hold([after - weight_gradient], pool)
         _let_go(blocks)
-        share = self._shares()[-1]
+        share = self._shares[-1]
         if first and math.isclose(weight_gradient, share * self._bytes("gradients"), rel_tol=1e-6):
             self.gradients += made  # nothing casts it
             made = []
@@ -441,14 +440,16 @@ class _Replay:
         line = self.ledger.memory.get(name)
         return 0.0 if line is None else line.bytes
 
+    @cached_property
     def _shares(self) -> list[float]:
         """Return shares of the weights: a block's linears and the rest, embedding, head."""
         linears = [inner * outer for inner, outer in self.linears.values()]
         rest = self.sizes["unsplit"] / self.layers
         head = 0.0 if self.sizes["tied"] else self.sizes["embedding"]
         counts = [*linears, rest, self.sizes["tables"], head]
-        return [count / self._numbers() for count in counts]
+        return [count / self._numbers for count in counts]
 
+    @cached_property
     def _numbers(self) -> float:
         """Return the count of all numbers of the weights."""
         sizes = self.sizes
@@ -458,15 +459,15 @@ class _Replay:
 
     def _weights(self, name: str) -> list[float]:
         """Return as many bytes as the line has, in tensors as large as the weights."""
-        *block, table, head = [self._bytes(name) * share for share in self._shares()]
+        *block, table, head = [self._bytes(name) * share for share in self._shares]
         return [table, *(block * self.layers), head]
 
     def _states(self, bytes: float) -> list[float]:
         """Return a weight's moments, and what bf16 leaves of it."""
         left = (
             0.0
-            if self._numbers() * 8 >= self._bytes("optimizer")
-            else bytes * (1 - self._numbers() * 8 / self._bytes("optimizer"))
+            if self._numbers * 8 >= self._bytes("optimizer")
+            else bytes * (1 - self._numbers * 8 / self._bytes("optimizer"))
         )
         return [(bytes - left) / 2, (bytes - left) / 2, left]
 
@@ -490,6 +491,8 @@ class _Replay:
 
 Tensor = tuple[Allocator, MemoryBlock]
 """A tensor's memory, and what it lies in."""
+Made = tuple[str, list[float], list[float]]
+"""A line's name, bytes of the tensors that come and go while one of it is made, and its bytes."""
 
 
 def _let_go(tensors: Iterable[Tensor]) -> None:

@@ -26,8 +26,9 @@ from headrace.core.errors import (
 )
 from headrace.parallel.world import World
 
-ASK_S = 0.01, 0.5
-"""Seconds between two looks at the store: at first, and at most after a long wait."""
+ASK_S, PATIENCE = (0.005, 0.5), 0.1
+"""Seconds between two looks at the store, the least and the most, and the share of the time waited
+that lies between two: what was made is read so much later at most."""
 HEARD_S = 5.0
 """Seconds that a first rank which ends waits for the others to read why: it may keep the store."""
 ERROR_OF_CODE = {EXIT_FAILED: RunError, EXIT_PLAN: ConfigError, EXIT_UNSUPPORTED: UnsupportedError}
@@ -78,11 +79,12 @@ def _in_words(error: BaseException) -> tuple[int, str, str]:
 
 def _wait(store: Store, key: str) -> Any:
     """Wait for the first rank's word, however long it takes."""
-    pause_s, longest_s = ASK_S
+    least_s, most_s = ASK_S
+    began_s = time.monotonic()
     try:
         while not store.check([key]):
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
+            waited_s = time.monotonic() - began_s
+            time.sleep(min(max(PATIENCE * waited_s, least_s), most_s))
         reply = json.loads(store.get(key))
     finally:  # also where a signal ends the wait: the first rank need not wait for this one
         with suppress(RuntimeError):

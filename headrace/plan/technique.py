@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
@@ -417,7 +418,7 @@ def discover(package: ModuleType) -> dict[str, type[Technique[Any]]]:
             if "card" in vars(technique):
                 classes[technique.name()] = technique
     for name, receipts in read_receipts(Path(package.__path__[0], RECEIPTS)).items():
-        if name in classes:
+        if name in classes and classes[name].card.receipts is not receipts:
             classes[name].card = replace(classes[name].card, receipts=receipts)
     return dict(sorted(classes.items()))
 
@@ -428,8 +429,18 @@ RECEIPTS = "receipts.json"
 
 def read_receipts(file: Path) -> dict[str, tuple[Receipt, ...]]:
     """Return technique -> its receipts in a file; empty where there is no file."""
+    try:
+        state = file.stat()
+    except FileNotFoundError:
+        return {}
+    return _receipts_as_of(file, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=4)
+def _receipts_as_of(file: Path, changed_ns: int, bytes: int) -> dict[str, tuple[Receipt, ...]]:
+    """Return the receipts in a file as it was last changed: every verb asks for them."""
     by_name: dict[str, tuple[Receipt, ...]] = {}
-    for row in json.loads(file.read_text()) if file.is_file() else ():
+    for row in json.loads(file.read_text()):
         ratios = tuple(Ratio(**ratio) for ratio in row["ratios"])
         words = {key: row[key] for key in ("field", "hardware", "where", "note")}
         known = by_name.get(row["technique"], ())

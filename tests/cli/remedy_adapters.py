@@ -10,7 +10,7 @@ from remedy_inputs import GOOD
 from remedy_weights import TRAIN
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from shell import Case, run
+from shell import Case, once, run
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 ON = f"{TRAIN} model.pretrained=hf model.adapter=bad name=on"
@@ -21,15 +21,20 @@ def beside(change: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
     def make(_: Path) -> None:
         Path("x.jsonl").write_text(GOOD)
-        assert run(["export", "demo", "--to", "hf", "--output", "hf"]).code == 0
-        train = [*TRAIN.split(), "model.pretrained=hf", "--with", "lora", "name=tuned"]
-        assert run([*train, "checkpoint.every_steps=1"]).code == 0
-        assert run(["export", "tuned", "--to", "peft", "--output", "good"]).code == 0
+        once(train_beside_an_export, "hf", "runs/tuned", "good")
         shutil.copytree("good", "bad")
         shutil.copytree("hf", "base")
         change(Path("bad"))
 
     return make
+
+
+def train_beside_an_export() -> None:
+    """Make an export, a run of adapters beside it, and what the run gives away."""
+    assert run(["export", "demo", "--to", "hf", "--output", "hf"]).code == 0
+    train = [*TRAIN.split(), "model.pretrained=hf", "--with", "lora", "name=tuned"]
+    assert run([*train, "checkpoint.every_steps=1"]).code == 0
+    assert run(["export", "tuned", "--to", "peft", "--output", "good"]).code == 0
 
 
 def says(**fields: Any) -> Callable[[Path], Any]:

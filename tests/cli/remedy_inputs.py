@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shell import Case, run
+from shell import Case, once, run
 
 GOOD = "".join(
     json.dumps({"text": f"The mill {n} grinds the corn of the valley on day {n}."}) + "\n"
@@ -257,10 +257,15 @@ def weights(change: MAKE) -> MAKE:
     """Export the run into `hf`, and spoil that."""
 
     def make(_: Path) -> None:
-        assert run(["export", "demo", "--to", "hf", "--output", "hf"]).code == 0
+        once(export_the_run, "hf")
         change(Path("hf"))
 
     return make
+
+
+def export_the_run() -> None:
+    """Write its weights into `hf`."""
+    assert run(["export", "demo", "--to", "hf", "--output", "hf"]).code == 0
 
 
 def config(**keys: Any) -> MAKE:

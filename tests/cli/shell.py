@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -53,6 +54,35 @@ def run(argv: list[str]) -> Told:
     assert said["exit_code"] == ended.exit_code
     told = (said.get("error") or "", said.get("remedy") or "") if ended.exit_code else ("", "")
     return Told(ended.exit_code, *told, tuple(name for name, _ in made))
+
+
+_KEPT: dict[Callable[[], object], Path] = {}
+"""What makes files -> where the first test that needed them has left a copy for the others."""
+
+
+def once(make: Callable[[], object], *names: str) -> None:
+    """Have files or folders made in this folder, or copy what was made for an earlier test.
+
+    Args:
+        make: makes them of the run that every test has.
+        names: of what it makes.
+    """
+    if make in _KEPT:
+        copied(names, _KEPT[make], Path())
+        return
+    make()
+    copied(names, Path(), kept := Path(".made", make.__name__).absolute())
+    _KEPT[make] = kept
+
+
+def copied(names: tuple[str, ...], here: Path, there: Path) -> None:
+    """Copy files or folders from one folder to another."""
+    for name in names:
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        if (here / name).is_dir():
+            shutil.copytree(here / name, there / name, symlinks=True)
+        else:
+            shutil.copy(here / name, there / name)
 
 
 @dataclass

@@ -65,11 +65,24 @@ def case(name: str, *techniques: dict[str, Any], **more: Any) -> Composition:
 # What is slow here has its lines and its claim in a quick one: fsdp in fsdp-gpt2, cp-fsdp-packing
 # in window-cp-fsdp, fsdp-everything and tied-gqa-tp-fsdp in tp-fsdp-everything, lora and its int8
 # base in qlora, its recipe of float8 in float8-tp, and a technique over fsdp alone where it also
-# runs over tensor or pipeline x fsdp.
+# runs over tensor or pipeline x fsdp. A compiled block takes four ranks of a tensor axis 20 s: one
+# such composition is quick, and what else is compiled beside one axis has two ranks.
 COMPOSITIONS = [
     case("replicas", data=4),
     case("overlapped", BUCKETS, MUON, data=4, micro_rows=1),
-    case("overlapped-tp", BUCKETS, TP, COMPILE, tensor=2, data=2, shape="tied", packing=True),
+    case("overlapped-tp", BUCKETS, TP, tensor=2, data=2, shape="tied", packing=True),
+    case(
+        "overlapped-tp-compile",
+        BUCKETS,
+        TP,
+        COMPILE,
+        tensor=2,
+        data=2,
+        shape="tied",
+        packing=True,
+        slow=True,
+    ),
+    case("overlapped-compile", BUCKETS, COMPILE, data=2, shape="tied", packing=True),
     case("overlapped-pp-tied", BUCKETS, INTERLEAVED, pipeline=2, data=2, shape="tied", layers=4),
     case("overlapped-experts", BUCKETS, EXPERTS, data=4, micro_rows=1, slow=True),
     case("fsdp", FSDP, data=4, slow=True),
@@ -88,7 +101,11 @@ COMPOSITIONS = [
     ),
     case("fsdp-muon", FSDP, {"muon": {}}, data=4, slow=True),
     case("zero-muon", {"zero": {}}, {"muon": {}}, data=4, micro_rows=1),
-    case("zero-2-tp-everything", ZERO2, TP, SAC, COMPILE, tensor=2, data=2, micro_rows=1),
+    case(
+        "zero-2-tp-everything", ZERO2, TP, SAC, COMPILE, tensor=2, data=2, micro_rows=1, slow=True
+    ),
+    case("zero-2-tp", ZERO2, TP, SAC, tensor=2, data=2, micro_rows=1),
+    case("zero-2-compile", ZERO2, SAC, COMPILE, data=2, micro_rows=1),
     case("zero-2-pp-tied", ZERO2, PP, pipeline=2, data=2, micro_rows=1, shape="tied", slow=True),
     case("replicas-muon", MUON, data=4),
     case("pp-fsdp", PP, FSDP, pipeline=2, data=2, layers=5, slow=True),
@@ -140,7 +157,19 @@ COMPOSITIONS = [
         slow=True,
     ),
     case("ulysses-fsdp-packing", ULYSSES, FSDP, SAC, context=2, data=2, length=14, packing=True),
-    case("ulysses-tp-compile", ULYSSES, TP, COMPILE, context=2, tensor=2, length=12, shape="gpt2"),
+    case(
+        "ulysses-tp-compile",
+        ULYSSES,
+        TP,
+        COMPILE,
+        context=2,
+        tensor=2,
+        length=12,
+        shape="gpt2",
+        slow=True,
+    ),
+    case("ulysses-tp", ULYSSES, TP, context=2, tensor=2, length=12, shape="gpt2"),
+    case("ulysses-compile", ULYSSES, COMPILE, context=2, length=12, shape="gpt2"),
     case("ulysses-pp-tied", ULYSSES, PP, context=2, pipeline=2, length=14, shape="tied"),
     case(
         "ulysses-window-zero",
