@@ -92,7 +92,7 @@ def compress(
                 from headrace.export.folder import new_folder, write_json
                 from headrace.report.compression import compression_page
                 from headrace.report.page import write_page
-            opened, folder, source, trained = _open(model, overrides or [], checkpoint, progress)
+            opened, folder, source, trained = open_with_text(model, overrides, checkpoint, progress)
             build = plain_build(opened)
             specs = _as_trained(specs, group, trained, progress)
             if not asked:
@@ -205,12 +205,23 @@ def _as_trained(
     return [trained if spec.name == trained.name else spec for spec in specs]
 
 
-def _open(
-    model: Path, words: list[str], checkpoint: str | None, progress: "Progress"
+def open_with_text(
+    model: Path,
+    overrides: list[str] | None,
+    checkpoint: str | None,
+    progress: "Progress",
+    verb: str = "compress",
 ) -> tuple["Build", Path, str, "QuantizationSpec | None"]:
     """Return a model with its validation text, the folder that is made, and its weights' digest.
 
     The last is the spec that it was trained for, where it was trained for one.
+
+    Args:
+        model: a run, or a folder of weights.
+        overrides: of the command line.
+        checkpoint: of the run; the best without it.
+        progress: is told where weights are written.
+        verb: that the command line names.
 
     Raises:
         ConfigError, UnsupportedError: it is no model, or there is no text for it.
@@ -222,6 +233,7 @@ def _open(
     from headrace.model.companions import CONFIG
     from headrace.train.checkpoint import Saved
 
+    words = overrides or []
     if not (model / CONFIG).is_file() and not words:
         run = resolve_run(model)
         path = checkpoint_of(run, checkpoint)
@@ -231,10 +243,10 @@ def _open(
     weights, own = beginning(model, catalogue(), progress.note, checkpoint=checkpoint)
     out = Path(f"{model.name}-{FOLDER}") if own is None else resolve_run(model) / FOLDER
     trained = None if own is None else trained_spec(own)
-    return _with_text(model, weights, words), out, weights_digest(weights), trained
+    return _with_text(model, weights, words, verb), out, weights_digest(weights), trained
 
 
-def _with_text(model: Path, weights: Path, words: list[str]) -> "Build":
+def _with_text(model: Path, weights: Path, words: list[str], verb: str) -> "Build":
     """Return a folder's model with the validation text of the command line.
 
     Raises:
@@ -250,7 +262,7 @@ def _with_text(model: Path, weights: Path, words: list[str]) -> "Build":
     given = {word.partition("=")[0].strip() for word in words}
     if "data.sources" not in given:
         raise ConfigError(
-            f"compress {model} takes text to evaluate on: a folder of weights brings none",
+            f"{verb} {model} takes text to evaluate on: a folder of weights brings none",
             "data.sources=PATH",
         )
     values = json_module.loads((weights / "config.json").read_text(encoding="utf-8-sig"))

@@ -225,7 +225,7 @@ class QuantizationAwareTraining(Technique[Build]):
             later = seen if rounds else _looked(build)
         finally:
             build.now = now
-        whole = sum(one.is_rounded for one in seen) if not rounds else 0
+        whole = 0 if rounds else sum(one.is_rounded and one.moved > 0 for one in seen)
         rounded = sum(one.is_rounded for one in later)
         moved = max((one.moved for one in later), default=0.0)
         active = 0 < rounded == len(later) and moved > 0 and not whole
@@ -263,7 +263,7 @@ def _looked(build: Build) -> list[_Look]:
             weight, result, unit = shown
             stored = quantize_nearest(weight, rounding.kind).dequantize()
             wanted = stored[: len(result), : result.size(1)] * unit
-            near = 1e-5 * float(weight.abs().max()) + 1e-30
+            near = 1e-5 * float(weight.abs().max())
             is_rounded = bool(((result - wanted).abs() <= near).all())
             looks.append(_Look(is_rounded, float((stored - weight).abs().max())))
     return looks
