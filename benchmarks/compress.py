@@ -4,8 +4,9 @@
     python benchmarks/compress.py qat --work FOLDER [--data FOLDER] [--seeds 3]
     python benchmarks/compress.py prune --work FOLDER [--data FOLDER] [--seeds 3]
 
-The recipe demo is trained once a seed on a CPU, on the Python standard library or on `--data`; rows
-of results/compress.jsonl are over the seeds.
+A model is trained once a seed on a CPU, on the Python standard library or on `--data`: that of the
+recipe demo for presets, else a smaller one for longer. Rows of results/compress.jsonl are over the
+seeds.
 
 - Without a word, `headrace compress` tries every preset on its validation text, and a row a preset
   has the rise of bits per byte in percent, the size of the file as a share of fp32's, the largest
@@ -34,6 +35,14 @@ MOST_RISE_PERCENT, MOST_SIZE = 0.2, 0.30
 LEAST_RECOVERED = 0.5
 """Share of the gap that training with rounding is to recover, in the median of the seeds."""
 PRESET, QAT = "8da4w", "quantization_aware_training"
+SMALL = (
+    *("model.dim=64", "model.layers=2", "model.heads=4", "model.ffn=192"),
+    *("data.vocab=512", "data.sequence_length=64"),
+)
+"""A model that two cores train in a minute until it has little more to learn: what rounding and
+pruning cost is then more than some steps of training are worth."""
+STEPS = {"presets": 300, "qat": 1500, "prune": 1500}
+"""Steps of the first training."""
 SHAPE = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
@@ -70,7 +79,7 @@ def trained(args: argparse.Namespace, name: str, seed: int, steps: int, *words: 
 
 def based(args: argparse.Namespace, seed: int) -> tuple[str, str]:
     """Return the model of a seed: its run, and the folder of its weights."""
-    name = trained(args, f"base-{seed}", seed, args.steps)
+    name = trained(args, f"small-{seed}", seed, args.steps, *SMALL)
     folder = f"weights-{seed}"
     if not (args.work / folder).exists():
         headrace(args.work, "export", name, "--to", "hf", "--output", folder)
@@ -79,7 +88,7 @@ def based(args: argparse.Namespace, seed: int) -> tuple[str, str]:
 
 def on_from(args: argparse.Namespace, folder: str) -> list[str]:
     """Return the words with which a run trains on the weights of a folder, at a smaller rate."""
-    start = (f"model.pretrained={folder}", f"data.tokenizer={folder}")
+    start = (f"model.pretrained={folder}", f"data.tokenizer={folder}", SMALL[-1])
     return [*start, f"optimizer.lr={args.rate}", "schedule.warmup_steps=10"]
 
 
@@ -156,7 +165,7 @@ def qat(args: argparse.Namespace) -> None:
         },
         results=args.results,
         kind=QAT,
-        shape="demo",
+        shape=" ".join(SMALL),
         preset=PRESET,
         group=args.group,
         n=args.seeds,
@@ -186,14 +195,19 @@ def prune(args: argparse.Namespace) -> None:
         config = json.loads((cut / "config.json").read_text())
         sizes = [f"model.{ours}={config[theirs]}" for ours, theirs in SHAPE.items()]
         scratch = trained(
-            args, f"scratch-{seed}", seed, args.more, f"data.tokenizer={folder}", *sizes
+            args,
+            f"scratch-{seed}",
+            seed,
+            args.more,
+            *(f"data.tokenizer={folder}", SMALL[0], SMALL[-1]),
+            *sizes,
         )
         readings["whole"].append(made["bits_per_byte"])
         readings["cut"].append(made["left_bits_per_byte"])
         for key, run in (("distilled", distilled), ("scratch", scratch)):
             loss = headrace(args.work, "eval", run, "--tokens", str(args.tokens))
             readings[key].append(loss["bits_per_byte"])
-        shape = f"demo, {made['left']:,} of {made['parameters']:,} weights"
+        shape = f"{made['left']:,} of {made['parameters']:,} weights"
         print(
             f"seed {seed}: { ({key: values[-1] for key, values in readings.items()}) }", flush=True
         )
@@ -222,15 +236,16 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=programs, default="presets")
     parser.add_argument("--work", type=Path, required=True, help="where runs go")
     parser.add_argument("--data", type=Path, help="a text; the standard library without it")
-    parser.add_argument("--steps", type=int, default=300, help="of the first training")
-    parser.add_argument("--more", type=int, default=100, help="steps of a training after it")
-    parser.add_argument("--rate", type=float, default=2e-3, help="largest rate of that one")
+    parser.add_argument("--steps", type=int, help="of the first training; 300, or 1500 for SMALL")
+    parser.add_argument("--more", type=int, default=400, help="steps of a training after it")
+    parser.add_argument("--rate", type=float, default=4e-3, help="largest rate of that one")
     parser.add_argument("--group", type=int, default=32, help="numbers under one scale")
     parser.add_argument("--by", default="30%", help="share of the weights that is pruned")
     parser.add_argument("--tokens", type=int, default=10**9, help="most of the validation text")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     args = parser.parse_args()
+    args.steps = args.steps or STEPS[args.what]
     args.work.mkdir(parents=True, exist_ok=True)
     programs[args.what](args)
 
