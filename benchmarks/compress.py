@@ -87,9 +87,13 @@ def based(args: argparse.Namespace, seed: int) -> tuple[str, str]:
 
 
 def on_from(args: argparse.Namespace, folder: str) -> list[str]:
-    """Return the words with which a run trains on the weights of a folder, at a smaller rate."""
+    """Return the words with which a run trains on the weights of a folder, by AdamW.
+
+    Muon reaches less from weights that are trained already, with rounding and without.
+    """
     start = (f"model.pretrained={folder}", f"data.tokenizer={folder}", SMALL[-1])
-    return [*start, f"optimizer.lr={args.rate}", "schedule.warmup_steps=10"]
+    rates = (f"optimizer.lr={args.rate}", "optimizer.lr_factors.embeddings=1")
+    return [*start, *rates, "schedule.warmup_steps=10", "--without", "muon"]
 
 
 def report_of(args: argparse.Namespace, name: str, *words: str) -> dict[str, Any]:
@@ -237,8 +241,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="where runs go")
     parser.add_argument("--data", type=Path, help="a text; the standard library without it")
     parser.add_argument("--steps", type=int, help="of the first training; 300, or 1500 for SMALL")
-    parser.add_argument("--more", type=int, default=400, help="steps of a training after it")
-    parser.add_argument("--rate", type=float, default=4e-3, help="largest rate of that one")
+    parser.add_argument("--more", type=int, default=800, help="steps of a training after it")
+    parser.add_argument("--rate", type=float, default=3e-3, help="largest rate of that one")
     parser.add_argument("--group", type=int, default=32, help="numbers under one scale")
     parser.add_argument("--by", default="30%", help="share of the weights that is pruned")
     parser.add_argument("--tokens", type=int, default=10**9, help="most of the validation text")
