@@ -250,7 +250,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     args = parser.parse_args()
     args.steps = args.steps or STEPS[args.what]
-    args.work.mkdir(parents=True, exist_ok=True)
+    text = None if args.data is None else str(args.data.resolve())
+    facts = {} if args.what == "presets" else {"more": args.more, "rate": args.rate}
+    receipts.claim(args.work, text=text, steps=args.steps, tokens=args.tokens, **facts)
     programs[args.what](args)
 
 

@@ -39,7 +39,7 @@ NEAR = 0.95
 """Least size of a shape, as a share of what is asked for; the largest, where none is near."""
 
 
-class Shape(NamedTuple):
+class PrunedShape(NamedTuple):
     """Hold how much of a model is left."""
 
     layers: int
@@ -79,12 +79,12 @@ class Kept:
     channels: tuple[tuple[int, ...], ...]
 
 
-def shape_of(config: ModelConfig) -> Shape:
+def shape_of(config: ModelConfig) -> PrunedShape:
     """Return the whole shape of a model."""
-    return Shape(config.layers, config.resolved_kv_heads, config.resolved_ffn)
+    return PrunedShape(config.layers, config.resolved_kv_heads, config.resolved_ffn)
 
 
-def config_of(config: ModelConfig, shape: Shape) -> ModelConfig:
+def config_of(config: ModelConfig, shape: PrunedShape) -> ModelConfig:
     """Return the config of a model that is cut to a shape."""
     queries = config.heads // config.resolved_kv_heads
     sizes = {
@@ -97,7 +97,7 @@ def config_of(config: ModelConfig, shape: Shape) -> ModelConfig:
     return ModelConfig.model_validate({**config.model_dump(), **sizes})
 
 
-def shapes_within(config: ModelConfig, share: float, axes: Sequence[str]) -> list[Shape]:
+def shapes_within(config: ModelConfig, share: float, axes: Sequence[str]) -> list[PrunedShape]:
     """Return the shapes of a model that is smaller by a share of its weights, the widest last.
 
     Args:
@@ -115,13 +115,13 @@ def shapes_within(config: ModelConfig, share: float, axes: Sequence[str]) -> lis
         _choices(whole.groups, 1, 0.5, "heads" in axes),
         _choices(whole.channels, _multiple(whole.channels), LEAST, "channels" in axes),
     )
-    within: dict[Shape, int] = {}
+    within: dict[PrunedShape, int] = {}
     smallest = size
     for count in layers:
         for group in groups:
             shapes = {
                 shape: total_parameters(config_of(config, shape))
-                for shape in (Shape(count, group, wide) for wide in channels)
+                for shape in (PrunedShape(count, group, wide) for wide in channels)
             }
             smallest = min(smallest, *shapes.values())
             fit = [shape for shape, numbers in shapes.items() if numbers <= most]
@@ -233,7 +233,7 @@ def loss_on(model: Decoder, ids_BT: Tensor) -> float:
     return sum(float(_loss(model, ids_T[None])) for ids_T in ids_BT) / len(ids_BT)
 
 
-def kept_of(importance: Importance, shape: Shape) -> Kept:
+def kept_of(importance: Importance, shape: PrunedShape) -> Kept:
     """Return the most important parts of a model, as many as a shape has."""
     ranked = sorted(range(len(importance.layers)), key=lambda n: -importance.layers[n])
     layers = tuple(sorted(ranked[: shape.layers]))
@@ -256,7 +256,9 @@ def cut(state: Mapping[str, Tensor], config: ModelConfig, kept: Kept) -> dict[st
         config: of the whole model.
         kept: what is left.
     """
-    small = config_of(config, Shape(len(kept.layers), len(kept.groups[0]), len(kept.channels[0])))
+    small = config_of(
+        config, PrunedShape(len(kept.layers), len(kept.groups[0]), len(kept.channels[0]))
+    )
     new_layer = {layer: number for number, layer in enumerate(kept.layers)}
     made: dict[str, Tensor] = {}
     for name, value in state.items():
@@ -311,14 +313,14 @@ def smaller(state: Mapping[str, Tensor], config: ModelConfig, device: torch.devi
 class Tried(NamedTuple):
     """Hold a shape that was cut, and its loss before any training."""
 
-    shape: Shape
+    shape: PrunedShape
     parameters: int
     loss_nats: float
 
 
 def try_shapes(
     model: Decoder,
-    shapes: Sequence[Shape],
+    shapes: Sequence[PrunedShape],
     importance: Importance,
     ids_BT: Tensor,
     progress: OnProgress = lambda description, done, total: None,

@@ -142,7 +142,8 @@ def prune_model(
     whole = finite(evaluate(build, tokens))
     made = make_build(build.plan.replaced(model=small), build.prepared, World(), build.device)
     with torch.no_grad():
-        fill_(made, cut(build.model.state_dict(), config, kept))
+        state = cut(build.model.state_dict(), config, kept)
+        fill_(made, state, source=model, remedy="another checkpoint of it")
         progress("evaluating both", 1, 2)
         left = finite(evaluate(made, tokens))
     pruning = Pruning(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace.compress.pruning import (
     Importance,
-    Shape,
+    PrunedShape,
     config_of,
     cut,
     importance_of,
@@ -38,7 +38,7 @@ def drawn(model: Decoder) -> Importance:
     )
 
 
-def without(model: Decoder, importance: Importance, shape: Shape) -> Tensor:
+def without(model: Decoder, importance: Importance, shape: PrunedShape) -> Tensor:
     """Return the logits of the whole model with what a shape leaves out at zero."""
     kept, config = kept_of(importance, shape), model.config
     with torch.no_grad():
@@ -60,9 +60,11 @@ def without(model: Decoder, importance: Importance, shape: Shape) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shape", [Shape(1, 1, 40), Shape(2, 1, 24), Shape(1, 2, 96)])
+@pytest.mark.parametrize(
+    "shape", [PrunedShape(1, 1, 40), PrunedShape(2, 1, 24), PrunedShape(1, 2, 96)]
+)
 def test_the_smaller_model_computes_the_whole_one_without_what_is_gone(
-    family: str, shape: Shape
+    family: str, shape: PrunedShape
 ) -> None:
     model = decoder(family)
     importance = drawn(model)
