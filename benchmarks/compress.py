@@ -96,6 +96,11 @@ def on_from(args: argparse.Namespace, folder: str) -> list[str]:
     return [*start, *rates, "schedule.warmup_steps=10", "--without", "muon"]
 
 
+def taught_by(folder: str) -> tuple[str, ...]:
+    """Return the words with which a run learns from what the model of a folder says."""
+    return "--with", "distillation", f"techniques.distillation.teacher={folder}"
+
+
 def report_of(args: argparse.Namespace, name: str, *words: str) -> dict[str, Any]:
     """Return the report of compressing a run."""
     report = args.work / "runs" / name / "compressed" / "report.json"
@@ -150,7 +155,8 @@ def qat(args: argparse.Namespace) -> None:
         on = on_from(args, folder)
         group = f"techniques.{QAT}.group={args.group}"
         plain = trained(args, f"plain-{seed}", seed, args.more, *on)
-        rounded = trained(args, f"rounded-{seed}", seed, args.more, *on, "--with", QAT, group)
+        words = [*on, "--with", QAT, group, *(taught_by(folder) if args.taught else ())]
+        rounded = trained(args, f"rounded-{seed}", seed, args.more, *words)
         to = ("--to", PRESET, "--group", str(args.group))
         whole, stored = (report_of(args, name, *to) for name in (plain, rounded))
         least = whole["whole"]["bits_per_byte"]
@@ -176,6 +182,7 @@ def qat(args: argparse.Namespace) -> None:
         seeds=[*range(args.seeds)],
         steps=[args.steps, args.more],
         rate=args.rate,
+        taught=args.taught,
         met=met,
     )
     print(f"{PRESET} recovers {recovered} of the gap, met: {met}", flush=True)
@@ -192,7 +199,7 @@ def prune(args: argparse.Namespace) -> None:
             words = ("prune", name, "--by", args.by, "--tokens", str(args.tokens))
             headrace(args.work, *words, "--output", cut.name)
         made = json.loads((cut / "pruning.json").read_text())
-        teacher = ("--with", "distillation", f"techniques.distillation.teacher={folder}")
+        teacher = taught_by(folder)
         distilled = trained(
             args, f"distilled-{seed}", seed, args.more, *on_from(args, cut.name), *teacher
         )
@@ -244,6 +251,7 @@ def main() -> None:
     parser.add_argument("--more", type=int, default=800, help="steps of a training after it")
     parser.add_argument("--rate", type=float, default=3e-3, help="largest rate of that one")
     parser.add_argument("--group", type=int, default=32, help="numbers under one scale")
+    parser.add_argument("--taught", action="store_true", help="qat learns from the first training")
     parser.add_argument("--by", default="30%", help="share of the weights that is pruned")
     parser.add_argument("--tokens", type=int, default=10**9, help="most of the validation text")
     parser.add_argument("--seeds", type=int, default=3)
@@ -251,7 +259,11 @@ def main() -> None:
     args = parser.parse_args()
     args.steps = args.steps or STEPS[args.what]
     text = None if args.data is None else str(args.data.resolve())
-    facts = {} if args.what == "presets" else {"more": args.more, "rate": args.rate}
+    facts = (
+        {}
+        if args.what == "presets"
+        else {"more": args.more, "rate": args.rate, "taught": args.taught}
+    )
     receipts.claim(args.work, text=text, steps=args.steps, tokens=args.tokens, **facts)
     programs[args.what](args)
 
