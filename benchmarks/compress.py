@@ -1,13 +1,24 @@
-"""Quantize a model that is trained here, and say what each way costs in loss and saves in size.
+"""Quantize and prune models that are trained here, and say what each way costs and saves.
 
     python benchmarks/compress.py --work FOLDER [--data FOLDER] [--seeds 3]
+    python benchmarks/compress.py qat --work FOLDER [--data FOLDER] [--seeds 3]
+    python benchmarks/compress.py prune --work FOLDER [--data FOLDER] [--seeds 3]
 
-The recipe demo is trained once a seed on a CPU, on the Python standard library or on `--data`, and
-`headrace compress` tries every preset on its validation text. For each preset a row of
-results/compress.jsonl is written, over the seeds: the rise of bits per byte in percent, the size of
-the file as a share of fp32's, the largest difference of a logit to the plain reference, and how
-fast it decodes as a share of fp32. INT8 weight-only is to rise by less than 0.2% at 0.30 times the
-size.
+A model is trained once a seed on a CPU, on the Python standard library or on `--data`: that of the
+recipe demo for presets, else a smaller one for longer. Rows of results/compress.jsonl are over the
+seeds.
+
+- Without a word, `headrace compress` tries every preset on its validation text, and a row a preset
+  has the rise of bits per byte in percent, the size of the file as a share of fp32's, the largest
+  difference of a logit to the plain reference, and how fast it decodes as a share of fp32. INT8
+  weight-only is to rise by less than 0.2% at 0.30 times the size.
+- `qat` trains the model on for `--more` steps twice, plainly and with rounding
+  (`quantization_aware_training`), on the same tokens, and quantizes both in groups of `--group`.
+  What rounding the plain one costs is the gap, of which the other is to recover half:
+  1 - (rounded - plain) / (quantized - plain).
+- `prune` leaves out `--by` of the weights and trains what is left for `--more` steps on the words
+  of the whole model. Its bits per byte are to be lower than those of a model of that very shape
+  which is trained from nothing on as many tokens, with the recipe's own rate.
 """
 
 import argparse
@@ -21,6 +32,25 @@ import receipts
 
 MOST_RISE_PERCENT, MOST_SIZE = 0.2, 0.30
 """What INT8 weight-only is to reach."""
+LEAST_RECOVERED = 0.5
+"""Share of the gap that training with rounding is to recover, in the median of the seeds."""
+PRESET, QAT = "8da4w", "quantization_aware_training"
+SMALL = (
+    *("model.dim=64", "model.layers=2", "model.heads=4", "model.ffn=192"),
+    *("data.vocab=512", "data.sequence_length=64"),
+)
+"""A model that two cores train in a minute until it has little more to learn: what rounding and
+pruning cost is then more than some steps of training are worth."""
+STEPS = {"presets": 300, "qat": 1500, "prune": 1500}
+"""Steps of the first training."""
+SHAPE = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+}
+"""Keys of a plan's model, and what config.json calls them."""
 
 
 def headrace(work: Path, *words: str) -> dict[str, Any]:
@@ -33,34 +63,56 @@ def headrace(work: Path, *words: str) -> dict[str, Any]:
     return document
 
 
-def compressed(args: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Train the model of a seed unless it is there, and return its report of compression."""
-    name = f"base-{seed}"
+def trained(args: argparse.Namespace, name: str, seed: int, steps: int, *words: str) -> str:
+    """Train the recipe for some steps unless that run is there, and return its name."""
     if not (args.work / "runs" / name).exists():
         text = [] if args.data is None else [f"data.sources={args.data.resolve()}"]
         headrace(
             args.work,
             *("train", "demo", "device=cpu", f"name={name}", f"seed={seed}", *text),
-            *(f"goal.steps={args.steps}", f"schedule.steps={args.steps}", "goal.minutes=1000"),
+            *(f"goal.steps={steps}", f"schedule.steps={steps}", "goal.minutes=1000"),
+            *("goal.bits_per_byte=0.01", "checkpoint.keep_best=false", f"eval.every_steps={steps}"),
+            *words,
         )
+    return name
+
+
+def based(args: argparse.Namespace, seed: int) -> tuple[str, str]:
+    """Return the model of a seed: its run, and the folder of its weights."""
+    name = trained(args, f"small-{seed}", seed, args.steps, *SMALL)
+    folder = f"weights-{seed}"
+    if not (args.work / folder).exists():
+        headrace(args.work, "export", name, "--to", "hf", "--output", folder)
+    return name, folder
+
+
+def on_from(args: argparse.Namespace, folder: str) -> list[str]:
+    """Return the words with which a run trains on the weights of a folder, by AdamW.
+
+    Muon reaches less from weights that are trained already, with rounding and without.
+    """
+    start = (f"model.pretrained={folder}", f"data.tokenizer={folder}", SMALL[-1])
+    rates = (f"optimizer.lr={args.rate}", "optimizer.lr_factors.embeddings=1")
+    return [*start, *rates, "schedule.warmup_steps=10", "--without", "muon"]
+
+
+def taught_by(folder: str) -> tuple[str, ...]:
+    """Return the words with which a run learns from what the model of a folder says."""
+    return "--with", "distillation", f"techniques.distillation.teacher={folder}"
+
+
+def report_of(args: argparse.Namespace, name: str, *words: str) -> dict[str, Any]:
+    """Return the report of compressing a run."""
     report = args.work / "runs" / name / "compressed" / "report.json"
     if not report.is_file():
-        headrace(args.work, "compress", name, "--tokens", str(args.tokens))
+        headrace(args.work, "compress", name, "--tokens", str(args.tokens), *words)
     return json.loads(report.read_text())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="where runs go")
-    parser.add_argument("--data", type=Path, help="a text; the standard library without it")
-    parser.add_argument("--steps", type=int, default=300, help="of each training")
-    parser.add_argument("--tokens", type=int, default=10**9, help="most of the validation text")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
-    args = parser.parse_args()
-    text = None if args.data is None else str(args.data.resolve())
-    receipts.claim(args.work, text=text, steps=args.steps, tokens=args.tokens)
-    reports = [compressed(args, seed) for seed in range(args.seeds)]
+def presets(args: argparse.Namespace) -> None:
+    """Measure every preset on the model of each seed."""
+    names = [trained(args, f"base-{seed}", seed, args.steps) for seed in range(args.seeds)]
+    reports = [report_of(args, name) for name in names]
     for name in [point["name"] for point in reports[0]["points"]]:
         pairs = [
             (report["whole"], next(p for p in report["points"] if p["name"] == name))
@@ -93,6 +145,127 @@ def main() -> None:
             **facts,
         )
         print(name, {key: values for key, (values, _) in readings.items()}, facts, flush=True)
+
+
+def qat(args: argparse.Namespace) -> None:
+    """Measure what share of the gap of rounding each seed's training recovers."""
+    recovered, gaps, costs = [], [], []
+    for seed in range(args.seeds):
+        _, folder = based(args, seed)
+        on = on_from(args, folder)
+        group = f"techniques.{QAT}.group={args.group}"
+        plain = trained(args, f"plain-{seed}", seed, args.more, *on)
+        words = [*on, "--with", QAT, group, *(taught_by(folder) if args.taught else ())]
+        rounded = trained(args, f"rounded-{seed}", seed, args.more, *words)
+        to = ("--to", PRESET, "--group", str(args.group))
+        whole, stored = (report_of(args, name, *to) for name in (plain, rounded))
+        least = whole["whole"]["bits_per_byte"]
+        gaps.append(whole["points"][0]["bits_per_byte"] - least)
+        costs.append(stored["points"][0]["bits_per_byte"] - least)
+        recovered.append(1 - costs[-1] / gaps[-1])
+        print(f"seed {seed}: gap {gaps[-1]:.5f}, left {costs[-1]:.5f}", flush=True)
+    share = receipts.spread(recovered, "of the gap")
+    met = share["value"] >= LEAST_RECOVERED
+    receipts.append(
+        "compress",
+        {
+            "recovered": share,
+            "gap": receipts.spread(gaps, "bits per byte"),
+            "left": receipts.spread(costs, "bits per byte"),
+        },
+        results=args.results,
+        kind=QAT,
+        shape=" ".join(SMALL),
+        preset=PRESET,
+        group=args.group,
+        n=args.seeds,
+        seeds=[*range(args.seeds)],
+        steps=[args.steps, args.more],
+        rate=args.rate,
+        taught=args.taught,
+        met=met,
+    )
+    print(f"{PRESET} recovers {recovered} of the gap, met: {met}", flush=True)
+
+
+def prune(args: argparse.Namespace) -> None:
+    """Measure a pruned model that learned from the whole one, and one of its shape from scratch."""
+    readings: dict[str, list[float]] = {"whole": [], "cut": [], "distilled": [], "scratch": []}
+    shape = ""
+    for seed in range(args.seeds):
+        name, folder = based(args, seed)
+        cut = args.work / f"cut-{seed}"
+        if not cut.exists():
+            words = ("prune", name, "--by", args.by, "--tokens", str(args.tokens))
+            headrace(args.work, *words, "--output", cut.name)
+        made = json.loads((cut / "pruning.json").read_text())
+        teacher = taught_by(folder)
+        distilled = trained(
+            args, f"distilled-{seed}", seed, args.more, *on_from(args, cut.name), *teacher
+        )
+        config = json.loads((cut / "config.json").read_text())
+        sizes = [f"model.{ours}={config[theirs]}" for ours, theirs in SHAPE.items()]
+        scratch = trained(
+            args,
+            f"scratch-{seed}",
+            seed,
+            args.more,
+            *(f"data.tokenizer={folder}", SMALL[0], SMALL[-1]),
+            *sizes,
+        )
+        readings["whole"].append(made["bits_per_byte"])
+        readings["cut"].append(made["left_bits_per_byte"])
+        for key, run in (("distilled", distilled), ("scratch", scratch)):
+            loss = headrace(args.work, "eval", run, "--tokens", str(args.tokens))
+            readings[key].append(loss["bits_per_byte"])
+        shape = f"{made['left']:,} of {made['parameters']:,} weights"
+        print(
+            f"seed {seed}: { ({key: values[-1] for key, values in readings.items()}) }", flush=True
+        )
+    pairs = zip(readings["scratch"], readings["distilled"], strict=True)
+    gains = [less - more for less, more in pairs]
+    receipts.append(
+        "compress",
+        {key: receipts.spread(values, "bits per byte") for key, values in readings.items()}
+        | {"gain": receipts.spread(gains, "bits per byte")},
+        results=args.results,
+        kind="pruning",
+        shape=shape,
+        by=args.by,
+        n=args.seeds,
+        seeds=[*range(args.seeds)],
+        steps=[args.steps, args.more],
+        rate=args.rate,
+        met=min(gains) > 0,
+    )
+    print(f"better than from scratch by {gains} bits per byte, met: {min(gains) > 0}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    programs = {"presets": presets, "qat": qat, "prune": prune}
+    parser.add_argument("what", nargs="?", choices=programs, default="presets")
+    parser.add_argument("--work", type=Path, required=True, help="where runs go")
+    parser.add_argument("--data", type=Path, help="a text; the standard library without it")
+    parser.add_argument("--steps", type=int, help="of the first training; 300, or 1500 for SMALL")
+    parser.add_argument("--more", type=int, default=800, help="steps of a training after it")
+    parser.add_argument("--rate", type=float, default=3e-3, help="largest rate of that one")
+    parser.add_argument("--group", type=int, default=32, help="numbers under one scale")
+    parser.add_argument("--taught", action="store_true", help="qat learns from the first training")
+    parser.add_argument("--by", default="30%", help="share of the weights that is pruned")
+    parser.add_argument("--tokens", type=int, default=10**9, help="most of the validation text")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
+    args = parser.parse_args()
+    args.steps = args.steps or STEPS[args.what]
+    text = None if args.data is None else str(args.data.resolve())
+    facts = (
+        {}
+        if args.what == "presets"
+        else {"more": args.more, "rate": args.rate, "taught": args.taught}
+    )
+    receipts.claim(args.work, text=text, steps=args.steps, tokens=args.tokens, **facts)
+    programs[args.what](args)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from headrace.assemble.filled import fillers, record
 from headrace.assemble.materialize import freeze, materialize
 from headrace.assemble.ordered import order_rows
 from headrace.assemble.sockets import Build, Pass, Route, auxiliary_loss, place
+from headrace.compress.fake import install
 from headrace.core.errors import ConfigError, Diverged
 from headrace.core.files import python
 from headrace.core.model_config import ModelConfig
@@ -356,6 +357,7 @@ def _linears(build: Build) -> None:
         linear = build.model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         setattr(build.model.get_submodule(parent), child, make(linear))
+    install(build.model, build.fake_quantized, lambda: build.rounds_now)
     _note_layouts(build)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from headrace.compress.fake import Rounding
 from headrace.core.model_config import ModelConfig
 from headrace.costs.ledger import Ledger, check_free
 from headrace.data.loader import Loader, Micro
@@ -30,6 +31,9 @@ from headrace.parallel.layout import Layout
 from headrace.parallel.world import World
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context, Technique
+
+FAKE = "fake_quantization"
+"""The name in `values` of whether a step fake-quantizes: 1 or 0."""
 
 
 class Forward(Protocol):
@@ -214,6 +218,9 @@ class Build:
     # Composed sockets, in stage order.
     linear: dict[str, tuple[str, Callable[[nn.Linear], nn.Linear]]] = field(default_factory=dict)
     """full name of a linear -> (the technique that replaces it, how); one owner per name"""
+    fake_quantized: dict[str, Rounding] = field(default_factory=dict)
+    """full name of a matrix -> how every matmul with it rounds, in the steps in which
+    `values["fake_quantization"]` is not 0"""
     mask: MaskSpec = field(default_factory=MaskSpec)
     storage: list[Callable[[str, Tensor], Tensor]] = field(default_factory=list)
     shard: list[Callable[[nn.Module], None]] = field(default_factory=list)
@@ -309,6 +316,15 @@ class Build:
         return None if any(acts) or "passes" in self.filled else self.before_change
 
     @property
+    def rounds_now(self) -> bool:
+        """Return whether the step that runs fake-quantizes."""
+        return self.now.get(FAKE, 1.0) > 0
+
+    def values_after(self, steps: int) -> dict[str, float]:
+        """Return the numbers of `values` at the last of so many steps; before any, at the first."""
+        return {name: value(max(0, steps - 1)) for name, value in self.values.items()}
+
+    @property
     def is_eager(self) -> bool:
         """Return whether dispatch modes see a whole step: no model or update is compiled."""
         updates = (route.compiled for route in self.routes if route.name in self.optimizers)
@@ -382,6 +398,7 @@ OWNED = (
 PARTS = tuple(f"parts.{f.name}" for f in fields(Parts))
 COMPOSED = (
     "linear",
+    "fake_quantized",
     "mask",
     "block_forward",
     "storage",

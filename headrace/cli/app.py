@@ -32,6 +32,11 @@ class Headrace(Verbs):
             "Quantize a model in several ways, and say what each costs and saves.",
         ),
         Verb(
+            "prune",
+            "prune.prune",
+            "Leave out what a model's text needs least: a smaller config, and smaller weights.",
+        ),
+        Verb(
             "distill",
             "distill.distill",
             "Let a small model learn from a larger one, in the loop or from what it said once.",

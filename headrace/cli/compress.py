@@ -92,8 +92,9 @@ def compress(
                 from headrace.export.folder import new_folder, write_json
                 from headrace.report.compression import compression_page
                 from headrace.report.page import write_page
-            opened, folder, source = _open(model, overrides or [], checkpoint, progress)
+            opened, folder, source, trained = open_with_text(model, overrides, checkpoint, progress)
             build = plain_build(opened)
+            specs = _as_trained(specs, group, trained, progress)
             if not asked:
                 specs = _fitting(specs, lambda spec: formats_of(build.model, spec), progress)
             budget = None if budget_mb is None else round(budget_mb * 1e6)
@@ -184,31 +185,68 @@ def _fitting(specs: list["QuantizationSpec"], check: Any, progress: "Progress") 
     return fits
 
 
-def _open(
-    model: Path, words: list[str], checkpoint: str | None, progress: "Progress"
-) -> tuple["Build", Path, str]:
+def _as_trained(
+    specs: list["QuantizationSpec"],
+    group: int | None,
+    trained: "QuantizationSpec | None",
+    progress: "Progress",
+) -> list["QuantizationSpec"]:
+    """Return the specs, the one that the run was trained for with the groups of its training.
+
+    Where the command names other groups, they hold, and the user is told.
+    """
+    if trained is None or trained in specs or trained.name not in {spec.name for spec in specs}:
+        return specs
+    in_groups = f"the run was trained for {trained.name} in groups of {trained.matrices.group}"
+    if group is not None:
+        progress.note(f"{in_groups}, and --group {group} stores it in others")
+        return specs
+    progress.note(f"{in_groups}, and is stored so")
+    return [trained if spec.name == trained.name else spec for spec in specs]
+
+
+def open_with_text(
+    model: Path,
+    overrides: list[str] | None,
+    checkpoint: str | None,
+    progress: "Progress",
+    verb: str = "compress",
+) -> tuple["Build", Path, str, "QuantizationSpec | None"]:
     """Return a model with its validation text, the folder that is made, and its weights' digest.
+
+    The last is the spec that it was trained for, where it was trained for one.
+
+    Args:
+        model: a run, or a folder of weights.
+        overrides: of the command line.
+        checkpoint: of the run; the best without it.
+        progress: is told where weights are written.
+        verb: that the command line names.
 
     Raises:
         ConfigError, UnsupportedError: it is no model, or there is no text for it.
     """
+    from headrace.export.point import trained_spec
     from headrace.export.start import beginning
     from headrace.inference.load import checkpoint_of, open_model, resolve_run
     from headrace.model.adapter import weights_digest
     from headrace.model.companions import CONFIG
     from headrace.train.checkpoint import Saved
 
+    words = overrides or []
     if not (model / CONFIG).is_file() and not words:
         run = resolve_run(model)
         path = checkpoint_of(run, checkpoint)
         build = open_model(run, catalogue(), checkpoint=checkpoint, with_data=True)
-        return build, run / FOLDER, str(Saved(path, verify=False).values["seal"])
+        seal = str(Saved(path, verify=False).values["seal"])
+        return build, run / FOLDER, seal, trained_spec(build.plan)
     weights, own = beginning(model, catalogue(), progress.note, checkpoint=checkpoint)
     out = Path(f"{model.name}-{FOLDER}") if own is None else resolve_run(model) / FOLDER
-    return _with_text(model, weights, words), out, weights_digest(weights)
+    trained = None if own is None else trained_spec(own)
+    return _with_text(model, weights, words, verb), out, weights_digest(weights), trained
 
 
-def _with_text(model: Path, weights: Path, words: list[str]) -> "Build":
+def _with_text(model: Path, weights: Path, words: list[str], verb: str) -> "Build":
     """Return a folder's model with the validation text of the command line.
 
     Raises:
@@ -224,7 +262,7 @@ def _with_text(model: Path, weights: Path, words: list[str]) -> "Build":
     given = {word.partition("=")[0].strip() for word in words}
     if "data.sources" not in given:
         raise ConfigError(
-            f"compress {model} takes text to evaluate on: a folder of weights brings none",
+            f"{verb} {model} takes text to evaluate on: a folder of weights brings none",
             "data.sources=PATH",
         )
     values = json_module.loads((weights / "config.json").read_text(encoding="utf-8-sig"))

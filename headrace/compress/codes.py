@@ -17,6 +17,8 @@ TINY = torch.finfo(torch.float32).smallest_normal
 """Least scale of a group, so that one of zeros divides by something; torchao's."""
 LEAST = torch.finfo(torch.float32).eps
 """Least scale of a token whose codes are symmetric; torchao has another one there."""
+TOKEN_INT8 = NumberFormat(dtype="int8", symmetric=False)
+"""Codes of what a matmul reads, each token of which has its own range."""
 
 
 class Codes(NamedTuple):
@@ -98,9 +100,8 @@ def fake_activations(x: Tensor) -> Tensor:
     Args:
         x: what a matmul reads, fp32 [..., C].
     """
-    kind = NumberFormat(dtype="int8", symmetric=False)
     tokens_N1C = x.reshape(-1, 1, x.size(-1))
-    scales_N1, zeros_N1 = grid_of(tokens_N1C, kind)
+    scales_N1, zeros_N1 = grid_of(tokens_N1C, TOKEN_INT8)
     codes_N1C = nearest_codes(tokens_N1C, scales_N1, zeros_N1, "int8")
     return ((codes_N1C - zeros_N1.unsqueeze(-1)) * scales_N1.unsqueeze(-1)).view_as(x)
 

@@ -11,7 +11,7 @@ Both leave the model as it was.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,6 +29,7 @@ from headrace.compress.codes import (
 )
 from headrace.compress.spec import CODE_RANGE, NumberFormat, QuantizationSpec
 from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.remedy import Remedy
 from headrace.core.units import divisors
 from headrace.kernels.quantized_weight import NF4Weight
 from headrace.model.decoder import Decoder
@@ -58,8 +59,20 @@ def is_tied(model: Decoder) -> bool:
     return model.head.weight is None
 
 
-def formats_of(model: Decoder, spec: QuantizationSpec) -> dict[str, NumberFormat]:
+def by_option(group: int) -> Remedy:
+    """Return the option of `headrace compress` that sets the size of groups."""
+    return Remedy(text=f"--group {group}")
+
+
+def formats_of(
+    model: Decoder, spec: QuantizationSpec, regroup: Callable[[int], Remedy] = by_option
+) -> dict[str, NumberFormat]:
     """Return the format of each matrix that a spec quantizes in this model, by name.
+
+    Args:
+        model: whose matrices they are.
+        spec: how they are stored.
+        regroup: (size of a group that fits) -> what sets it.
 
     Raises:
         ConfigError: the groups do not divide a matrix, or an exception names none.
@@ -79,7 +92,7 @@ def formats_of(model: Decoder, spec: QuantizationSpec) -> dict[str, NumberFormat
             raise ConfigError(
                 f"{spec.name} has groups of {kind.group} numbers, which do not divide the "
                 f"{columns} columns of {name}",
-                f"--group {fit}",
+                regroup(fit),
             )
     return quantized
 

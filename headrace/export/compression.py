@@ -273,7 +273,7 @@ class _Work:
     def __post_init__(self) -> None:
         length = self.build.plan.data.sequence_length
         rows = max(1, COMPARED // length)
-        self.ids_BT = _rows_of(self.build.prepared.validation, rows, length, self.build.device)
+        self.ids_BT = rows_of(self.build.prepared.validation, rows, length, self.build.device)
         self.logits = logits_on(self.build.model, self.ids_BT)
         self.bits_per_byte = 0.0
 
@@ -351,7 +351,7 @@ class _Work:
             length = self.build.plan.data.sequence_length
             rows = max(1, CALIBRATED // length)
             train = self.build.prepared.train[0]
-            ids_BT = _rows_of(train, rows, length, self.build.device)
+            ids_BT = rows_of(train, rows, length, self.build.device)
             filled = gptq_model(self.build.model, spec, ids_BT, self.progress)
         return quantize_model(self.build.model, spec, filled)
 
@@ -382,7 +382,7 @@ def _largest(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max())
 
 
-def _rows_of(shards: Any, rows: int, length: int, device: torch.device) -> Tensor:
+def rows_of(shards: Any, rows: int, length: int, device: torch.device) -> Tensor:
     """Return rows of a text, spread evenly over it, int64 [B, T]."""
     length = min(length, shards.tokens)
     rows = min(rows, shards.tokens // length)

@@ -38,21 +38,35 @@ from headrace.plan.plan import MeshConfig, Plan
 from headrace.plan.technique import Catalogue, Stage
 from headrace.train.run_folder import RunFolder
 
+FAKE_QUANTIZED = "fake_quantized"
+"""The socket of techniques that train what is quantized later."""
 WEIGHTS = "model.safetensors"
 FORMAT_VERSION = 1
 
 
 def point_plan(build: Build) -> Plan:
-    """Return the plan of a model alone: its resolved shape, without adapters, in fp32."""
+    """Return the plan of a model alone: its resolved shape, not adapted nor rounded, in fp32."""
     alone = {"pretrained": "", "adapter": "", "precision": "fp32"}
     kept = {
         name: one
         for name, one in build.plan.techniques.items()
-        if shapes_model(one, with_data=True) and not isinstance(one, AdapterTechnique)
+        if shapes_model(one, with_data=True)
+        and not isinstance(one, AdapterTechnique)
+        and FAKE_QUANTIZED not in one.composes
     }
     return build.plan.replaced(
         model={**build.config.model_dump(), **alone}, techniques=kept, mesh=MeshConfig()
     )
+
+
+def trained_spec(plan: Plan) -> QuantizationSpec | None:
+    """Return the spec whose rounding a plan trains with; None where it trains with none."""
+    specs = [
+        getattr(one, "spec", None)
+        for one in plan.techniques.values()
+        if FAKE_QUANTIZED in one.composes
+    ]
+    return specs[0] if specs else None
 
 
 def write_point(

@@ -63,7 +63,7 @@ def export_run(
         raise ConfigError(f"--to {to} is not a format", f"--to {nearest(to, FORMATS)}")
     if to == "gguf":
         gguf_package()
-    _refuse_parts(build, to, run)
+    refuse_parts(build, to, run)
     if to == "peft":
         export_peft(build, output, run=run, template=companions.texts.get(TEMPLATE_FILE, ""))
         return output
@@ -88,7 +88,7 @@ def export_run(
     return output
 
 
-def _refuse_parts(build: Build, to: str, run: Path) -> None:
+def refuse_parts(build: Build, to: str, run: Path) -> None:
     """Refuse a model with a part that no exported family has.
 
     Raises:

@@ -295,6 +295,7 @@ def _fill(build: Build, saved: Saved, plan: Plan) -> None:
     converts = any("storage" in t.composes for t in plan.techniques.values())
     for name, parameter in trained(build):
         saved.fill_(f"model/{name}", parameter, converts=converts)
+    build.now = build.values_after(int(saved.values["step"]))
     if averaged := [*build.weights_for_eval] or build.notes.get(AVERAGED, []):
         # Other optimizers than those of the run are made where none holds an average.
         on = plan.techniques.values()

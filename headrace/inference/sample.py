@@ -95,7 +95,7 @@ def generate(
         hidden_BTD = model.hidden(ids_BT[:, seen:], Rows(positions, None, prefix_B), cache)
         if cache:
             cache.length = ids_BT.size(1)
-        logits_BV = model.head.logits(hidden_BTD[:, -1], model.unembedding)[:, :entries]
+        logits_BV = model.head.logits(*model.head_inputs(hidden_BTD[:, -1]))[:, :entries]
         next_B = draw(logits_BV, temperature, top_k, top_p, generator)
         if stop is not None:
             next_B = next_B.where(~ended_B, stop)

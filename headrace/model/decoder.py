@@ -230,14 +230,18 @@ class Decoder(nn.Module):
         scale: Tensor | float = 1.0,
     ) -> Tensor:
         """Return the objective's sum over tokens, times `scale`; a scalar."""
-        return self.head(hidden_ND, self.unembedding, targets_N, extras, objective, scale)
+        return self.head(*self.head_inputs(hidden_ND), targets_N, extras, objective, scale)
 
     def logits(self, ids_BT: Tensor, rows: Rows, cache: KVCache | None = None) -> Tensor:
         """Return fp32 logits [B, T, V], for sampling and parity."""
         hidden = self.hidden(ids_BT, rows, cache)
         if cache is not None:
             cache.length += ids_BT.size(1)
-        return self.head.logits(hidden, self.unembedding)
+        return self.head.logits(*self.head_inputs(hidden))
+
+    def head_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the head multiplies: hidden states [..., D], and the output matrix [V, D]."""
+        return hidden, self.unembedding
 
     @property
     def unembedding(self) -> Tensor:

@@ -118,10 +118,21 @@ class LoraLinear(nn.Linear):
         kept = [state for one in optimizers if (state := one.state.get(self.lora_b))]
         return any(map(_has_moments, kept)) if kept else bool(local_of(self.lora_b).any())
 
+    def effective(self) -> Tensor:
+        """Return the plain weight [out, in] that computes the same, fp32; the adapter learns by it.
+
+        What the correction leaves out in a step is left out here too.
+        """
+        lora_a = self.lora_a
+        if self.kept is not None and torch.is_grad_enabled():
+            lora_a = lora_a * self.kept
+        with torch.autocast(self.weight.device.type, enabled=False):
+            return plain(self.weight) + self.scale * (self.lora_b.float() @ lora_a.float())
+
     @torch.no_grad()
     def merged(self) -> Tensor:
         """Return the plain weight [out, in] that computes the same; the sum is made in fp32."""
-        return plain(self.weight) + self.scale * (self.lora_b.float() @ self.lora_a.float())
+        return self.effective()
 
 
 class DoraLinear(LoraLinear):
@@ -158,11 +169,13 @@ class DoraLinear(LoraLinear):
             squares = squares + self.scale**2 * ((b @ (a @ a.t())) * b).sum(1)
             return self.add_up(squares).clamp(min=SHORTEST).sqrt()
 
-    @torch.no_grad()
-    def merged(self) -> Tensor:
-        """Return the plain weight [out, in] that computes the same; the sum is made in fp32."""
-        turned = super().merged()
-        lengths = torch.linalg.vector_norm(turned, dim=1).clamp(min=SHORTEST**0.5)
+    def effective(self) -> Tensor:
+        """Return the plain weight [out, in] that computes the same, fp32; the adapter learns by it.
+
+        No gradient goes through the lengths of rows.
+        """
+        turned = super().effective()
+        lengths = torch.linalg.vector_norm(turned.detach(), dim=1).clamp(min=SHORTEST**0.5)
         return turned * (self.lora_m.float() / lengths)[:, None]
 
 

@@ -108,6 +108,7 @@ def run(
         session = stack.enter_context(Session(build, files, progress, start))
         if resume:
             session.restore(checkpoint)
+        build.now = build.values_after(session.counters.step)
         for begin in build.begins:
             begin(build)
         session.evaluate_before()

@@ -4,6 +4,8 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from headrace.compress.quantized_model import check_finite, formats_of
 from headrace.compress.spec import NumberFormat, QuantizationSpec
 from headrace.core.model_config import ModelConfig
 from headrace.core.strict import read_table
+from headrace.export.pruned import allowed_axes
 from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.mask import MaskSpec
 
@@ -93,6 +96,9 @@ COMPRESS = {
     ),
     "inference/load:_quantized#1": Case("report runs/demo/compressed/int8", inside),
     "export/opened:open_any#1": Case("eval small/int8 --checkpoint best", small),
+    "cli/prune:_share#1": Case("prune demo --by 30"),
+    "cli/prune:_axes#1": Case("prune demo --only head"),
+    "compress/pruning:shapes_within#1": Case("prune demo --by 90%"),
     "compress/quantized_model:formats_of#2": Case("compress demo --to int4"),
     "compress/quantized_model:check_installed#1": Case(
         "compress demo --to int8",
@@ -142,6 +148,22 @@ def earlier(remedy: str) -> None:
     check_finite(NAMED, torch.zeros(2, 2))
 
 
+def without_heads(axis: str) -> None:
+    """Ask for a part of a model whose config.json has no width of a head."""
+    config = ModelConfig(
+        vocab=64,
+        dim=16,
+        heads=2,
+        norm="layer_norm",
+        position="learned",
+        activation="gelu",
+        bias=True,
+        tied_embeddings=True,
+    )
+    made: Any = SimpleNamespace(config=config)
+    assert allowed_axes(made, [axis]) == [axis]
+
+
 INT8, NF4 = {"dtype": "int8"}, {"dtype": "nf4", "group": 64}
 SPECS = {
     "compress/spec:NumberFormat._check#1": wrong(NumberFormat, dtype="nf4", group=32),
@@ -152,6 +174,10 @@ SPECS = {
     "compress/quantized_model:formats_of#1": Call(
         lambda _: excepted("blocks.9.mlp.down.weight"),
         lambda remedy: excepted(remedy.removeprefix("a name as ")),
+    ),
+    "export/pruned:allowed_axes#1": Call(
+        lambda _: without_heads("heads"),
+        lambda remedy: without_heads(remedy.removeprefix("--only ")),
     ),
     "compress/quantized_model:check_finite#1": Call(
         lambda _: check_finite(NAMED, torch.tensor([[float("inf")]])), earlier

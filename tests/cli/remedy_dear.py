@@ -30,7 +30,7 @@ DEAR = frozenset(
         "export/compression:check_reached#1",
         "export/point:_record#1",
         "export/point:open_point#1",
-        "export/run:_refuse_parts#3",
+        "export/run:refuse_parts#3",
         "export/start:beginning#1",
         "inference/branch:_check_continues#1",
         "inference/branch:_check_continues#1 technique",

@@ -152,14 +152,14 @@ FILES = {
         ),
         fills={"PATH of more text": "x.jsonl"},
     ),
-    "export/run:_refuse_parts#1": Case(
+    "export/run:refuse_parts#1": Case(
         "export other --to hf", trained("--with mixture_of_experts name=other")
     ),
-    "export/run:_refuse_parts#2": Case(
+    "export/run:refuse_parts#2": Case(
         "export other --to hf",
         trained("--with sliding_window techniques.sliding_window.window=4 name=other"),
     ),
-    "export/run:_refuse_parts#3": Case(
+    "export/run:refuse_parts#3": Case(
         "export other --to hf",
         trained("model.logit_cap=30 name=other"),
         through=("model/hf_config:architecture#1",),

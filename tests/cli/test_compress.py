@@ -7,12 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from headrace.assemble.sockets import FAKE, Build
+from headrace.compress.codes import Codes
+from headrace.compress.fake import fake_weight
+from headrace.compress.sensitivity import logits_on
 from headrace.export.point import open_point, read_point
+from headrace.inference.load import open_model
+from headrace.model.lora import merged_state
 from headrace.plan.technique import installed
 
 pytest.importorskip("torchao")
 Call = Callable[..., Any]
+QAT = "quantization_aware_training"
 KEYS = ("--group", "16", "--tokens", "512")
 
 
@@ -88,13 +96,54 @@ def test_a_folder_of_weights_takes_text(call: Call, corpus: Path, tmp_path: Path
     assert call("sample", f"{out}/int8", "--tokens", "2")["text"] is not None
 
 
-def test_a_run_with_adapters_is_quantized_with_them(call: Call, tmp_path: Path) -> None:
+def logits_of(build: Build) -> Tensor:
+    """Return the logits of some rows of tokens."""
+    ids_BT = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(2))
+    return logits_on(build.model, ids_BT.to(build.device))
+
+
+def assert_stored_as_trained(run: Path, folder: Path) -> None:
+    """The file's codes are those of the last step, and compute what the run computes."""
+    trained = open_model(run, installed())
+    _, stored, _ = read_point(folder)
+    assert {*stored} == {*trained.fake_quantized}
+    state = merged_state(trained.model)
+    for name, one in stored.items():
+        kind = trained.fake_quantized[name].kind
+        assert isinstance(one, Codes)
+        assert torch.equal(one.dequantize(), fake_weight(state[name], kind)), name
+    rounded = logits_of(trained)
+    assert float((logits_of(open_point(folder, installed())) - rounded).abs().max()) < 1e-4
+    trained.now = {FAKE: 0.0}
+    assert float((logits_of(trained) - rounded).abs().max()) > 1e-3, "rounding shows"
+
+
+def test_a_run_that_was_trained_for_few_bits_is_stored_as_it_was_trained(
+    call: Call, workshop: Path, tmp_path: Path, tiny_demo: list[str]
+) -> None:
+    call("train", *tiny_demo, "name=rounded", "--with", QAT, f"techniques.{QAT}.group=16")
+    few = ("--tokens", "512")
+    made = call("compress", "rounded", "--to", "8da4w", "--output", str(tmp_path / "small"), *few)
+    assert "in groups of 16, and is stored so" in " ".join(made["told"])
+    assert_stored_as_trained(workshop / "runs" / "rounded", tmp_path / "small" / "8da4w")
+    loss = call("eval", "rounded", *few)["bits_per_byte"]
+    assert loss == pytest.approx(made["points"][0]["bits_per_byte"], rel=1e-5)
+    assert loss != made["whole"]["bits_per_byte"]
+    words = ("--to", "8da4w", "--group", "8", "--output", str(tmp_path / "other"))
+    assert "--group 8 stores it in others" in " ".join(call("compress", "rounded", *words)["told"])
+
+
+def test_a_run_with_adapters_is_quantized_with_them(
+    call: Call, workshop: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "talk.jsonl"
     rows = [{"prompt": f"river {n} mill", "response": f"stone {n} level"} for n in range(400)]
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    call("finetune", "demo", str(file), "goal.steps=2", "name=tuned", "--with", "lora")
-    made = call("compress", "tuned", "--to", "int8", "--output", str(tmp_path / "small"))
+    words = ("--with", "lora", "--with", QAT, f"techniques.{QAT}.group=8")
+    call("finetune", "demo", str(file), "goal.steps=2", "name=tuned", *words)
+    made = call("compress", "tuned", "--to", "8da4w", "--output", str(tmp_path / "small"))
     loss = call("eval", "tuned")["bits_per_byte"]
-    assert made["whole"]["bits_per_byte"] == pytest.approx(loss, rel=1e-5)
-    small = call("eval", str(tmp_path / "small" / "int8"))["bits_per_byte"]
-    assert small == pytest.approx(made["points"][0]["bits_per_byte"], rel=1e-6)
+    assert made["points"][0]["bits_per_byte"] == pytest.approx(loss, rel=1e-5)
+    small = call("eval", str(tmp_path / "small" / "8da4w"))["bits_per_byte"]
+    assert small == pytest.approx(loss, rel=1e-5)
+    assert_stored_as_trained(workshop / "runs" / "tuned", tmp_path / "small" / "8da4w")

@@ -40,6 +40,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "finetune": (RUN, "TEXT", "goal.steps=1", "name=finetuned"),
     "extend": (RUN, "--to", "32", "goal.steps=1", "name=extended", "--questions", "1"),
     "compress": (RUN, "--to", "int8", "--tokens", "128", "--output", "OUT"),
+    "prune": (RUN, "--by", "10%", "--tokens", "128", "--output", "OUT"),
     "distill": (RUN, RUN, "TEXT", "goal.steps=1", "name=distilled"),
     "sample": (RUN, "--tokens", "2"),
     "list": (),

@@ -95,8 +95,9 @@ BESIDE: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
 }
 """(technique, device or "any") -> what its plan must have beside it, or there is nothing that it
 acts on: techniques, with knobs over their tiny ones, and keys of the model over any shape's."""
-BASELINE = {"adamw"}
-"""Techniques that make a part of the baseline explicit, and so are remedies for nothing."""
+BASELINE = {"adamw", "quantization_aware_training"}
+"""Techniques that are remedies for nothing: one makes a part of the baseline explicit, and one buys
+what a model keeps when it is stored, which no run shows."""
 TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("activation_offload", "any"): {"min_bytes": 1},
     ("batch_ramp", "any"): {"divide": 2, "until": 2.0},
@@ -112,6 +113,7 @@ TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("mixture_of_experts", "any"): {"experts": 4},
     ("mixture_of_experts", "cuda"): {"experts": 2},  # half precision flips what is chosen
     ("mup", "any"): {"base_dim": 48},
+    ("quantization_aware_training", "any"): {"group": 0},  # no size divides these shapes
     ("sequence_length_schedule", "any"): {"start": 2},
     ("shape_buckets", "any"): {"multiple": 4},
     ("short_convolution", "any"): {"between": 1},

@@ -3,6 +3,7 @@
 from places import Asked
 from refusal_cases_learning import LEARNING
 
+QAT = "techniques/precision/quantization_aware_training:QuantizationAwareTraining"
 CASES: dict[str, Asked] = {
     **LEARNING,
     "model/backend_needs:_lacks_mask#1": Asked(("model.window=4",), ("flash_attention",), "H200"),
@@ -351,6 +352,18 @@ CASES: dict[str, Asked] = {
     ),
     "techniques/precision/float8_linear:Float8Linear.supports#4": Asked(
         ("techniques.float8_linear.multiple_of=1",), ("float8_linear",), "H200"
+    ),
+    f"{QAT}._refuse_group#1": Asked(
+        ("techniques.quantization_aware_training.group=48",), ("quantization_aware_training",)
+    ),
+    f"{QAT}.supports#1": Asked(
+        ("techniques.fsdp.gather=bf16", "model.precision=bf16", "mesh.data=2"),
+        ("quantization_aware_training", "fsdp"),
+    ),
+    f"{QAT}.supports#2": Asked(
+        ("techniques.quantization_aware_training.start=0.5",),
+        ("quantization_aware_training", "cuda_graphs", "torch_compile"),
+        "H200",
     ),
     "techniques/precision/fp16_loss_scaling:Fp16LossScaling.supports#1": Asked(
         (), ("fp16_loss_scaling",), "H200"

@@ -6,6 +6,11 @@ ENDLESS = ("goal.minutes=1", "device=cpu", "model.vocab=512", "schedule.kind=con
 """A plan that does not say at which step it ends."""
 PAIRED = ("data.tokenizer=x", "data.chat.kind=preference")
 LEARNING: dict[str, Asked] = {
+    "techniques/precision/quantization_aware_training:QuantizationAwareTraining.supports#3": Asked(
+        ("techniques.quantization_aware_training.start=0.5",),
+        ("quantization_aware_training",),
+        base=ENDLESS,
+    ),
     "plan/until:unknown_end#1": Asked((), ("curriculum",), base=ENDLESS),
     "techniques/loss/example_loss:ExampleLoss.supports#1": Asked((), ("example_loss",)),
     "techniques/loss/example_loss:ExampleLoss.supports#2": Asked(

@@ -30,6 +30,7 @@ MUON: dict[str, Any] = {
     }
 }
 SOPHIA: dict[str, Any] = {"sophia": {"every": 2}}
+ROUNDED: dict[str, Any] = {"quantization_aware_training": {"group": 0}}
 TWICE: dict[str, Any] = {"steps": 3}
 """Steps of which Sophia sweeps before the first and the third."""
 EXPERTS: dict[str, Any] = {"mixture_of_experts": {"experts": 4}}
@@ -202,6 +203,9 @@ COMPOSITIONS = [
         data=2,
         shape="tied",
     ),
+    case("rounded-fsdp-checkpoint-compile", ROUNDED, FSDP, SAC, COMPILE, data=4),
+    case("rounded-lora-fsdp", ROUNDED, {"lora": {"rank": 2, "alpha": 4.0}}, FSDP, data=4),
+    case("rounded-pp-tied", ROUNDED, PP, pipeline=2, data=2, shape="tied", slow=True),
     case("lora-fsdp", {"lora": {"rank": 2, "alpha": 4.0}}, FSDP, data=4, slow=True),
     case(
         "qlora-nf4-fsdp-checkpoint",

@@ -1,0 +1,124 @@
+"""This module holds the verb `prune`: a model with fewer heads, hidden features and layers."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.arguments import Checkpoint, Json, Overrides
+from headrace.cli.compress import open_with_text
+from headrace.cli.terminal import (
+    exit_codes,
+    make_progress,
+    note,
+    show_json,
+    show_table,
+    started_as,
+)
+from headrace.core.errors import ConfigError, nearest
+from headrace.core.files import shell
+from headrace.core.limits import MOST
+from headrace.core.loading import loading
+from headrace.core.units import format_count
+
+FOLDER = "pruned"
+"""The folder that is made of a run."""
+SHOWN = 5
+"""Shapes that the table has at most."""
+
+
+def prune(
+    model: Annotated[Path, typer.Argument(help="A run, or a folder of safetensors and config.")],
+    overrides: Overrides = None,
+    *,
+    by: Annotated[str, typer.Option(help="Share of all weights that is left out, as 30%.")] = "30%",
+    only: Annotated[
+        str,
+        typer.Option(help="What may be left out, by commas: channels, heads, layers."),
+    ] = "channels,heads,layers",
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST, help="At most this many tokens of the validation text."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="A new folder; RUN/pruned without it.")
+    ] = None,
+    checkpoint: Checkpoint = None,
+    json: Json = False,
+) -> None:
+    """Leave out what a model's text needs least: its config and its weights get smaller.
+
+    Training on recovers what it lost: `headrace distill MODEL FOLDER DATA`, or `finetune`.
+    """
+    with exit_codes(json):
+        share, axes = _share(by), _axes(only)
+        progress = make_progress(json)
+        try:
+            with loading():
+                from headrace.export.compression import plain_build
+                from headrace.export.pruned import prune_model
+            opened, folder, _, _ = open_with_text(model, overrides, checkpoint, progress, "prune")
+            out = output or folder.with_name(folder.name.replace("compressed", FOLDER))
+            pruning = prune_model(
+                plain_build(opened),
+                share,
+                axes,
+                out,
+                model=model.name,
+                run=model,
+                tokens=tokens or opened.plan.eval.tokens,
+                progress=progress.task,
+            )
+        finally:
+            progress.close()
+        if json:
+            show_json({"folder": str(out), **pruning.to_dict(), "told": progress.notes})
+            return
+        show_table(
+            ["layers", "key-value heads", "hidden features", "weights", "loss, nats"],
+            [
+                [*map(str, one.shape), format_count(one.parameters), f"{one.loss_nats:.4f}"]
+                for one in pruning.tried[:SHOWN]
+            ],
+        )
+        note(
+            f"\n{format_count(pruning.left)} of {format_count(pruning.parameters)} weights are "
+            f"left, and bits per byte go from {pruning.bits_per_byte:.3f} to "
+            f"{pruning.left_bits_per_byte:.3f} before it is trained on"
+        )
+        note(f"weights: {out}")
+        note(f"next:    {started_as()} distill {shell(model)} {shell(out)} DATA")
+
+
+def _share(by: str) -> float:
+    """Return the share that a text such as 30% names.
+
+    Raises:
+        ConfigError: it names none from 1% to 90%.
+    """
+    try:
+        percent = float(by.strip().removesuffix("%"))
+    except ValueError:
+        percent = -1.0
+    if not 1 <= percent <= 90 or not by.strip().endswith("%"):
+        raise ConfigError(f"--by {by!r} is no share of the weights: it is 1% to 90%", "--by 30%")
+    return percent / 100
+
+
+def _axes(only: str) -> list[str]:
+    """Return what may be left out.
+
+    Raises:
+        ConfigError: a word is none of a model's parts.
+    """
+    from headrace.export.pruned import AXES
+
+    names = [name.strip() for name in only.split(",")]
+    for name in names:
+        if name not in AXES:
+            raise ConfigError(
+                f"--only {name} is no part of a model that can be left out; they are "
+                f"{', '.join(AXES)}",
+                f"--only {nearest(name, AXES)}",
+            )
+    return list(dict.fromkeys(names))
