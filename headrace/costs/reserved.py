@@ -208,7 +208,7 @@ class _Replay:
                 if line.layer is None:
                     self.whole[name] = line
         self.gradients: list[Tensor] = []
-        self._passes: dict[tuple[tuple[str, float], ...], list[Made]] = {}
+        self._passes: dict[tuple[tuple[str, float], ...], list[Lifetime]] = {}
         """what a block makes on its way forward, by its lines"""
 
     def run(self) -> None:
@@ -270,9 +270,9 @@ class _Replay:
         _let_go(stream)
         return kept
 
-    def _made_by(self, own: dict[str, Line]) -> "list[Made]":
+    def _made_by(self, own: dict[str, Line]) -> "list[Lifetime]":
         """Return what the forward pass of a block makes, in order; every micro-batch repeats it."""
-        made, linears = list[Made](), iter(self.linears.items())
+        made, linears = list[Lifetime](), iter(self.linears.items())
         lines, statistics = self._parted({name: line.bytes for name, line in own.items()})
         pieces = {name: self._pieces(name, bytes) for name, bytes in lines.items()}
         for name in ORDER:
@@ -491,7 +491,7 @@ class _Replay:
 
 Tensor = tuple[Allocator, MemoryBlock]
 """A tensor's memory, and what it lies in."""
-Made = tuple[str, list[float], list[float]]
+Lifetime = tuple[str, list[float], list[float]]
 """A line's name, bytes of the tensors that come and go while one of it is made, and its bytes."""
 
 
