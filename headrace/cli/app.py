@@ -91,6 +91,10 @@ class Headrace(Verbs):
             "tune.ablate",
             "Measure what each technique of a plan is worth: left out, alone, and in pairs.",
         ),
+        Verb("launch", "launch.launch", "Start a plan on this machine, or on a cluster's engine."),
+        Verb("status", "launch.status", "The state of what was launched, and how far it is."),
+        Verb("logs", "launch.logs", "What was printed by what was launched."),
+        Verb("stop", "launch.stop", "End what was launched, with a checkpoint saved."),
         Verb("check", "check.check", "Check whether what a plan relies on holds."),
         Verb("data", "data.data", "Prepare data."),
     )

@@ -18,7 +18,7 @@ from headrace.core.files import printable, shell
 CHANGES = ("--with", "--without")
 """Options that change a plan, as `key=value` does."""
 
-OF_PLANS = ("train", "plan", "tune", "ablate", "explain", "data")
+OF_PLANS = ("train", "launch", "plan", "tune", "ablate", "explain", "data")
 """Verbs that take a plan, and not a run."""
 
 

@@ -5,6 +5,8 @@ UNTIMED = "said inside of a prediction that goes on without a time: nothing can 
 SCALE = "tests/data/scale kills and damages it, and carries its remedy out"
 
 LISTED = {
+    "launch/": "tests/launch meets each and reads its remedy: what follows is an engine's",
+    "cli/launch": "tests/launch/test_local.py meets it: what follows becomes another process",
     "data/scale/local": SCALE,
     "predict/mesh:choose_mesh#1": "tests/predict/test_mesh_chosen.py: only more GPUs mend it",
     "data/remote": "tests/data/test_remote.py asks a store in memory, and reads each remedy",

@@ -70,6 +70,8 @@ def numbers() -> Iterator[str]:
         (("check", "mup", "demo"), "--widest"),
         (("ablate", "demo", "--with", "z_loss"), "--loss-steps"),
         (("ablate", "demo", "--with", "z_loss"), "--minutes"),
+        (("launch", "demo", "--dry-run"), "--nodes"),
+        (("launch", "demo", "--dry-run"), "--gpus"),
     ],
 )
 def test_a_number_beyond_every_bound_is_refused(

@@ -1,0 +1,33 @@
+"""A job to render, and a `headrace` that is asked about it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from headrace.cli.app import app
+from headrace.launch.job import Job
+
+
+def job(**given: Any) -> Job:
+    """Return a job of two nodes with four GPUs each, changed as given."""
+    usual: dict[str, Any] = {
+        "name": "large",
+        "directory": "runs",
+        "plan": "plans/large one.toml",
+        "text": 'name = "large"\n',
+        "words": ("mesh.data=8", "--with", "fsdp"),
+        "nodes": 2,
+        "processes": 4,
+        "gpus": True,
+        "cwd": Path("/home/anne/my work"),
+    }
+    return Job(**{**usual, **given})
+
+
+def ask(*argv: str, code: int = 0) -> Any:
+    """Run `headrace ARGV --json` in this process, check its code, and return the JSON value."""
+    ended = CliRunner().invoke(app, [*argv, "--json"], prog_name="headrace")
+    assert ended.exit_code == code, ended.output
+    return json.loads(ended.stdout)
