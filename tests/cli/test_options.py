@@ -213,6 +213,8 @@ def test_every_number_that_an_option_takes_is_looked_at() -> None:
         "eval limit",
         "finetune epochs",
         "distill epochs",
+        "launch nodes",
+        "launch gpus",
         "run max_tokens",
         "extend to",
         "extend questions",
