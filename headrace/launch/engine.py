@@ -103,7 +103,8 @@ def read_settings(table: type[Strict], words: Iterable[str], engine: str) -> Any
     except ConfigError as error:
         words = [word for change in error.remedy.changes[:1] for word in change if "=" in word]
         options = " ".join(f"--set {shlex.quote(word)}" for word in words)
-        remedy = options or f"--set key=value, of {known}"
+        rest = f"--set key=value, of {known}" if table.model_fields else "leave --set out"
+        remedy = options or rest
         raise ConfigError(f"--set: {error.message}", remedy) from None
 
 

@@ -62,7 +62,7 @@ def read_launch(name: str) -> tuple[Launch, Path]:
     except (ValueError, ConfigError) as error:
         raise RunError(
             f"{folder / RECORD} is damaged: {error}",
-            f"mv {shell(folder / RECORD)} {shell(folder / 'damaged.json')}, and ask the engine",
+            f"mv {shell(folder / RECORD)} {shell(folder / 'damaged.json')}",
         ) from None
 
 
