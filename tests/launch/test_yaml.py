@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.launch.yaml import to_yaml
@@ -17,6 +17,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=80, deadline=None)
 @given(st.dictionaries(WORDS, VALUES, max_size=4))
 def test_any_table_is_read_back(value: dict[str, Any]) -> None:
     assert yaml.safe_load(to_yaml(value)) == value
