@@ -285,11 +285,12 @@ class _Matmul(torch.autograd.Function):
         return x @ whole if y is None else torch.addmm(y, x, whole)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:  # type: ignore[override]
         (weight,) = ctx.saved_tensors
+        needs_x, _, needs_y = ctx.needs_input_grad
         repeat = torch.compiler.is_compiling()
-        added = grad if ctx.needs_input_grad[2] else None
-        return grad @ weight.dequantize(grad.dtype, repeat=repeat), None, added
+        grad_x = grad @ weight.dequantize(grad.dtype, repeat=repeat) if needs_x else None
+        return grad_x, None, grad if needs_y else None
 
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
