@@ -131,7 +131,7 @@ def command(words: Sequence[str]) -> str:
     kept = ["python", *words[:1]]
     for before, word in pairwise(words):
         if word not in SCRATCH and before not in SCRATCH:
-            kept.append("DIR" if before == "--data" else word)
+            kept.append("DIR" if before == "--data" or Path(word).is_absolute() else word)
     return " ".join(kept)
 
 
