@@ -169,12 +169,20 @@ def table(topic: str, kind: str, rows: list[dict[str, Any]]) -> str:
         if "refused" in row:
             why = " ".join(row["refused"].replace("|", "/").split())
             cells = [f"refused: {why}", *["" for _ in cells[1:]]]
-        if reached := row.get("reached"):
-            what += f" (target reached by {sum(reached)} of {len(reached)} seeds)"
+        what += _reached(row.get("reached") or [])
         facts = [what, row.get("shape") or "", row["hardware"], str(row.get("n", "")), *cells]
         facts.append(row["commit"] or "")
         lines.append(f"| {' | '.join(facts)} |")
     return "\n".join(lines)
+
+
+def _reached(by_seed: list[bool] | dict[str, list[bool]]) -> str:
+    """Return how many seeds reached a target, of each side where there are several."""
+    sides = by_seed if isinstance(by_seed, dict) else {"": by_seed}
+    said = [
+        f"{name} {sum(each)} of {len(each)} seeds".strip() for name, each in sides.items() if each
+    ]
+    return f" (target reached by X)" if said else ""
 
 
 def of_techniques(results: Path) -> dict[str, str]:
