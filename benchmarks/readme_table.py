@@ -179,10 +179,8 @@ def table(topic: str, kind: str, rows: list[dict[str, Any]]) -> str:
 def _reached(by_seed: list[bool] | dict[str, list[bool]]) -> str:
     """Return how many seeds reached a target, of each side where there are several."""
     sides = by_seed if isinstance(by_seed, dict) else {"": by_seed}
-    said = [
-        f"{name} {sum(each)} of {len(each)} seeds".strip() for name, each in sides.items() if each
-    ]
-    return f" (target reached by X)" if said else ""
+    parts = [f"{name} {sum(each)} of {len(each)} seeds" for name, each in sides.items() if each]
+    return f" (target reached by {', '.join(map(str.strip, parts))})" if parts else ""
 
 
 def of_techniques(results: Path) -> dict[str, str]:
