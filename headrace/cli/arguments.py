@@ -1,5 +1,6 @@
 """This module defines the types of the arguments and options that the verbs take."""
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +9,7 @@ import typer
 
 from headrace import __version__
 from headrace.core.errors import ConfigError, nearest
+from headrace.core.limits import MOST
 
 
 def _print_version(asked: bool) -> None:
@@ -30,6 +32,33 @@ def _check_name(checkpoint: str | None) -> str | None:
         f"--checkpoint {checkpoint!r} names none: they are step-N, latest and best",
         f"--checkpoint {f'step-{int(number[0])}' if number else near}",
     )
+
+
+def share_of(option: str, text: str, of: str, least: float, most: float) -> float:
+    """Return the share that a text such as 30% names, as a fraction.
+
+    Args:
+        option: the option that has it.
+        text: what the user gave.
+        of: what it is a share of.
+        least: the least percentage.
+        most: the most.
+
+    Raises:
+        ConfigError: it names none within these; the nearest that works is given.
+    """
+    number = text.strip().removesuffix("%")
+    try:
+        percent = float(number)
+    except ValueError:
+        percent = math.nan
+    if not least <= percent <= most or not text.strip().endswith("%"):
+        near = least if math.isnan(percent) else min(max(percent, least), most)
+        raise ConfigError(
+            f"{option} {text!r} is no share of {of}: it is {least:g}% to {most:g}%",
+            f"{option} {near:g}%",
+        )
+    return percent / 100
 
 
 Version = Annotated[
@@ -55,6 +84,10 @@ Epochs = Annotated[
 ]
 Checkpoint = Annotated[
     str | None, typer.Option(help="step-N, latest or best.", callback=_check_name)
+]
+TextTokens = Annotated[
+    int | None,
+    typer.Option(min=1, max=MOST, help="At most this many tokens of the validation text."),
 ]
 DeviceName = Annotated[
     str, typer.Option(help="A GPU that is not here, as NVIDIA H200; its rates are assumed.")

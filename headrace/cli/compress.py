@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tomli_w
 import typer
 
-from headrace.cli.arguments import Checkpoint, Json, Overrides
+from headrace.cli.arguments import Checkpoint, Json, Overrides, TextTokens, share_of
 from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import (
     exit_codes,
@@ -20,7 +20,7 @@ from headrace.cli.terminal import (
 from headrace.core.command import rerun_without
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.files import shell
-from headrace.core.limits import MOST, WIDEST
+from headrace.core.limits import WIDEST
 from headrace.core.loading import loading
 
 if TYPE_CHECKING:
@@ -56,10 +56,7 @@ def compress(
         str | None,
         typer.Option(help="Most rise of bits per byte, as 1%: choose the smallest within."),
     ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST, help="At most this many tokens of the validation text."),
-    ] = None,
+    tokens: TextTokens = None,
     output: Annotated[
         Path | None, typer.Option(help="A new folder; RUN/compressed without it.")
     ] = None,
@@ -73,7 +70,7 @@ def compress(
     """
     with exit_codes(json):
         specs, asked = _specs(to, group), to is not None
-        rise = _share(max_loss)
+        rise = None if max_loss is None else share_of("--max-loss", max_loss, "the loss", 0, 1000)
         if budget_mb is not None and rise is not None:
             raise ConfigError(
                 "--budget-mb and --max-loss are two goals, and a point is chosen by one",
@@ -92,7 +89,8 @@ def compress(
                 from headrace.export.folder import new_folder, write_json
                 from headrace.report.compression import compression_page
                 from headrace.report.page import write_page
-            opened, folder, source, trained = open_with_text(model, overrides, checkpoint, progress)
+            given = overrides, checkpoint
+            opened, folder, source, trained = open_with_text(model, *given, progress, FOLDER)
             build = plain_build(opened)
             specs = _as_trained(specs, group, trained, progress)
             if not asked:
@@ -146,26 +144,6 @@ def _specs(to: str | None, group: int | None) -> list["QuantizationSpec"]:
     return specs if group is None else [spec.with_group(group) for spec in specs]
 
 
-def _share(max_loss: str | None) -> float | None:
-    """Return the share that a text such as 1% names; None without one.
-
-    Raises:
-        ConfigError: it names none.
-    """
-    if max_loss is None:
-        return None
-    digits = max_loss.strip().removesuffix("%")
-    try:
-        percent = float(digits)
-    except ValueError:
-        percent = -1.0
-    if not 0 <= percent <= 1000 or not max_loss.strip().endswith("%"):
-        raise ConfigError(
-            f"--max-loss {max_loss!r} is no share of the loss: it is 0% to 1000%", "--max-loss 1%"
-        )
-    return percent / 100
-
-
 def _fitting(specs: list["QuantizationSpec"], check: Any, progress: "Progress") -> list[Any]:
     """Return the presets whose groups divide the model's widths, and tell of the others.
 
@@ -210,7 +188,7 @@ def open_with_text(
     overrides: list[str] | None,
     checkpoint: str | None,
     progress: "Progress",
-    verb: str = "compress",
+    made: str,
 ) -> tuple["Build", Path, str, "QuantizationSpec | None"]:
     """Return a model with its validation text, the folder that is made, and its weights' digest.
 
@@ -221,7 +199,7 @@ def open_with_text(
         overrides: of the command line.
         checkpoint: of the run; the best without it.
         progress: is told where weights are written.
-        verb: that the command line names.
+        made: the name of the folder that is made of a run; one of weights' ends with it.
 
     Raises:
         ConfigError, UnsupportedError: it is no model, or there is no text for it.
@@ -239,14 +217,14 @@ def open_with_text(
         path = checkpoint_of(run, checkpoint)
         build = open_model(run, catalogue(), checkpoint=checkpoint, with_data=True)
         seal = str(Saved(path, verify=False).values["seal"])
-        return build, run / FOLDER, seal, trained_spec(build.plan)
+        return build, run / made, seal, trained_spec(build.plan)
     weights, own = beginning(model, catalogue(), progress.note, checkpoint=checkpoint)
-    out = Path(f"{model.name}-{FOLDER}") if own is None else resolve_run(model) / FOLDER
+    out = Path(f"{model.name}-{made}") if own is None else resolve_run(model) / made
     trained = None if own is None else trained_spec(own)
-    return _with_text(model, weights, words, verb), out, weights_digest(weights), trained
+    return _with_text(model, weights, words), out, weights_digest(weights), trained
 
 
-def _with_text(model: Path, weights: Path, words: list[str], verb: str) -> "Build":
+def _with_text(model: Path, weights: Path, words: list[str]) -> "Build":
     """Return a folder's model with the validation text of the command line.
 
     Raises:
@@ -262,7 +240,7 @@ def _with_text(model: Path, weights: Path, words: list[str], verb: str) -> "Buil
     given = {word.partition("=")[0].strip() for word in words}
     if "data.sources" not in given:
         raise ConfigError(
-            f"{verb} {model} takes text to evaluate on: a folder of weights brings none",
+            f"{model} is a folder of weights, which brings no text to evaluate on",
             "data.sources=PATH",
         )
     values = json_module.loads((weights / "config.json").read_text(encoding="utf-8-sig"))

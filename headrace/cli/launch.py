@@ -2,12 +2,13 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.cli.arguments import Json, Overrides, PlanName, With, Without
 from headrace.cli.terminal import exit_codes, note, show_json, started_as
+from headrace.launch.engine import LauncherName
 
 if TYPE_CHECKING:
     from headrace.launch.engine import Launcher
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from headrace.launch.record import Launch
     from headrace.plan.plan import Plan
 
-On = Literal["local", "slurm", "kubernetes", "ray", "skypilot"]
 MOST_NODES, MOST_GPUS = 100_000, 1_024
 """Most machines, and most processes of one, that a launch may ask for: more is a slip."""
 Launched = Annotated[str, typer.Argument(help="What was launched: the name of its run.")]
@@ -26,7 +26,7 @@ def launch(
     plan: PlanName,
     overrides: Overrides = None,
     *,
-    on: Annotated[On, typer.Option(help="What starts the processes.")] = "local",
+    on: Annotated[LauncherName, typer.Option(help="What starts the processes.")] = "local",
     nodes: Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Machines.")] = 1,
     gpus: Annotated[
         int | None,

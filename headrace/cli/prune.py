@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.arguments import Checkpoint, Json, Overrides
+from headrace.cli.arguments import Checkpoint, Json, Overrides, TextTokens, share_of
 from headrace.cli.compress import open_with_text
 from headrace.cli.terminal import (
     exit_codes,
@@ -17,7 +17,6 @@ from headrace.cli.terminal import (
 )
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.files import shell
-from headrace.core.limits import MOST
 from headrace.core.loading import loading
 from headrace.core.units import format_count
 
@@ -36,10 +35,7 @@ def prune(
         str,
         typer.Option(help="What may be left out, by commas: channels, heads, layers."),
     ] = "channels,heads,layers",
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST, help="At most this many tokens of the validation text."),
-    ] = None,
+    tokens: TextTokens = None,
     output: Annotated[
         Path | None, typer.Option(help="A new folder; RUN/pruned without it.")
     ] = None,
@@ -51,14 +47,14 @@ def prune(
     Training on recovers what it lost: `headrace distill MODEL FOLDER DATA`, or `finetune`.
     """
     with exit_codes(json):
-        share, axes = _share(by), _axes(only)
+        share, axes = share_of("--by", by, "the weights", 1, 90), _axes(only)
         progress = make_progress(json)
         try:
             with loading():
                 from headrace.export.compression import plain_build
                 from headrace.export.pruned import prune_model
-            opened, folder, _, _ = open_with_text(model, overrides, checkpoint, progress, "prune")
-            out = output or folder.with_name(folder.name.replace("compressed", FOLDER))
+            opened, folder, _, _ = open_with_text(model, overrides, checkpoint, progress, FOLDER)
+            out = output or folder
             pruning = prune_model(
                 plain_build(opened),
                 share,
@@ -88,21 +84,6 @@ def prune(
         )
         note(f"weights: {out}")
         note(f"next:    {started_as()} distill {shell(model)} {shell(out)} DATA")
-
-
-def _share(by: str) -> float:
-    """Return the share that a text such as 30% names.
-
-    Raises:
-        ConfigError: it names none from 1% to 90%.
-    """
-    try:
-        percent = float(by.strip().removesuffix("%"))
-    except ValueError:
-        percent = -1.0
-    if not 1 <= percent <= 90 or not by.strip().endswith("%"):
-        raise ConfigError(f"--by {by!r} is no share of the weights: it is 1% to 90%", "--by 30%")
-    return percent / 100
 
 
 def _axes(only: str) -> list[str]:

@@ -1,9 +1,8 @@
 """Launch on Ray: a Ray job whose driver runs torchrun once on each of as many nodes.
 
 A Ray Train TorchTrainer would start one process a GPU and set up torch.distributed by itself, but
-needs a function in Python in place of a command, and took 53 s to begin where torchrun under a task
-of Ray takes the time of torchrun. So Ray places the nodes, and torchrun starts the processes. The
-folder in which the job is launched must be on a disk that all nodes share.
+needs a function in Python in place of a command. So Ray places the nodes, and torchrun starts the
+processes. The folder in which the job is launched must be on a disk that all nodes share.
 """
 
 import shlex

@@ -102,12 +102,14 @@ class LoraLinear(nn.Linear):
         rows = correction.to(dtype).flatten(0, -2), input.to(dtype).flatten(0, -2)
         return torch.addmm(*rows, self.weight.to(dtype).t()).unflatten(0, input.shape[:-1])
 
+    def first(self) -> Tensor:
+        """Return the first matrix, without the input features that a step leaves out."""
+        kept = self.kept if torch.is_grad_enabled() else None
+        return self.lora_a if kept is None else self.lora_a * kept
+
     def correction(self, input: Tensor) -> Tensor:
         """Return what is added to the frozen product."""
-        lora_a = self.lora_a
-        if self.kept is not None and torch.is_grad_enabled():
-            lora_a = lora_a * self.kept
-        return F.linear(F.linear(input, lora_a) * self.scale, self.lora_b)
+        return F.linear(F.linear(input, self.first()) * self.scale, self.lora_b)
 
     def has_learned(self, optimizers: Iterable[Any]) -> bool:
         """Return whether any step's gradient of the second matrix was other than zero.
@@ -123,11 +125,8 @@ class LoraLinear(nn.Linear):
 
         What the correction leaves out in a step is left out here too.
         """
-        lora_a = self.lora_a
-        if self.kept is not None and torch.is_grad_enabled():
-            lora_a = lora_a * self.kept
         with torch.autocast(self.weight.device.type, enabled=False):
-            return plain(self.weight) + self.scale * (self.lora_b.float() @ lora_a.float())
+            return plain(self.weight) + self.scale * (self.lora_b.float() @ self.first().float())
 
     @torch.no_grad()
     def merged(self) -> Tensor:

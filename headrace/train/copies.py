@@ -1,6 +1,6 @@
 """Copy what is saved to the host, beside the kernels that are launched meanwhile.
 
-A GPU sends page-locked memory some 50 GB/s while it computes. So the copies of a checkpoint go on a
+A GPU fills page-locked memory of the host while it computes. So the copies of a checkpoint go on a
 stream of their own, and what would change their sources is held back on the device until they are
 whole; the host goes on launching. torch keeps page-locked blocks, so only the first save of a run
 has to make them.

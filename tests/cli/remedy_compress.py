@@ -79,7 +79,7 @@ AGAIN = {"MODEL": "demo"}
 COMPRESS = {
     "cli/compress:compress#1": Case("compress demo --to int8 --budget-mb 1 --max-loss 50%"),
     "cli/compress:_specs#1": Case("compress demo --to int9"),
-    "cli/compress:_share#1": Case("compress demo --to int8 --max-loss 1"),
+    "cli/arguments:share_of#1": Case("compress demo --to int8 --max-loss 1"),
     "cli/compress:_with_text#1": Case(
         "compress hf --to int8", weights(texts), fills={"PATH": "x.jsonl"}
     ),
@@ -96,7 +96,7 @@ COMPRESS = {
     ),
     "inference/load:_quantized#1": Case("report runs/demo/compressed/int8", inside),
     "export/opened:open_any#1": Case("eval small/int8 --checkpoint best", small),
-    "cli/prune:_share#1": Case("prune demo --by 30"),
+    "cli/arguments:share_of#1 by": Case("prune demo --by 30"),
     "cli/prune:_axes#1": Case("prune demo --only head"),
     "compress/pruning:shapes_within#1": Case("prune demo --by 90%"),
     "compress/quantized_model:formats_of#2": Case("compress demo --to int4"),
