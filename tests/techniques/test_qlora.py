@@ -76,6 +76,7 @@ def test_it_is_lora_on_the_stored_numbers(make_tiny: Make, batch: Batch, base: s
     for name, parameter in stored.model.named_parameters():
         if parameter.requires_grad:
             wanted = right[name].grad
+            assert wanted is not None and parameter.grad is not None, name
             assert (parameter.grad - wanted).abs().max() <= 2e-6 * wanted.abs().max(), name
 
 
@@ -137,11 +138,12 @@ def test_tensor_ranks_store_the_numbers_of_one_process(
     house.put_data_in(str(corpus), str(prepared_folder))
     house.prepare(house.make_plan())
     wide = {"dim": 128, "heads": 4, "head_dim": 32, "kv_heads": 2, "ffn": 128, "vocab": 308}
+    calm = {**wide, "init_std": 0.05}  # 0.2 magnifies in such rows what sums in another order round
     knobs = {"rank": 2, "alpha": 4.0}
     cases = [
         {"shape": "biased", "beside": {"qlora": {**knobs, "base": "int8", "dropout": 0.3}}},
         {"shape": "grouped", "sequence": False, "beside": {"qlora": {**knobs, "base": "int8"}}},
-        {"shape": "grouped", "model": wide, "beside": {"qlora": {**knobs, "base": "nf4"}}},
+        {"shape": "grouped", "model": calm, "beside": {"qlora": {**knobs, "base": "nf4"}}},
     ]
     ranks = Path(__file__).with_name("tensor_parallel_ranks.py")
     data = {"corpus": str(corpus), "prepared": str(prepared_folder)}
