@@ -48,7 +48,7 @@ def by_loop(scores: Tensor, spec: SparsitySpec) -> Tensor:
 
 
 def test_by_hand() -> None:
-    """Of four neighbours two stay, of a row or a matrix half; an input's norm weighs its column."""
+    """Keep two of four neighbours, and half of a row or a matrix; an input's norm weighs its column."""
     assert pruned_of(scores_of(WEIGHT), TWO_OF_FOUR).tolist() == [
         [False, True, False, True],
         [True, False, False, True],
@@ -105,7 +105,7 @@ def test_bits_come_back_as_they_were(columns: int) -> None:
 
 
 def test_a_stored_matrix_is_the_dense_one_with_zeros() -> None:
-    """Of 2:4 it has 17/32 of fp32's bytes, half of the numbers and a bit for each."""
+    """Its bytes are 17/32 of those of fp32: half of the numbers, and a bit for each."""
     weight = drawn(6, 16)
     for spec in (TWO_OF_FOUR, HALF_OF_ALL):
         one = prune_matrix(weight, spec)

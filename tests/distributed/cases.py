@@ -209,7 +209,7 @@ COMPOSITIONS = [
     case("rounded-lora-fsdp", ROUNDED, {"lora": {"rank": 2, "alpha": 4.0}}, FSDP, data=4),
     case("pruned-tp-fsdp", PRUNED, TP, FSDP, tensor=2, data=2),
     case("pruned-pp-fsdp", BY_READING, PP, FSDP, pipeline=2, data=2, slow=True),
-    case("pruned-fsdp-cp", BY_READING, FSDP, CP, data=2, context=2, micro_rows=1),
+    case("pruned-fsdp-cp", BY_READING, FSDP, CP, data=2, context=2, length=16, micro_rows=1),
     case("rounded-pp-tied", ROUNDED, PP, pipeline=2, data=2, shape="tied", slow=True),
     case("lora-fsdp", {"lora": {"rank": 2, "alpha": 4.0}}, FSDP, data=4, slow=True),
     case(

@@ -193,7 +193,7 @@ def test_refuses_knobs_that_contradict_each_other(
         answer = technique.supports(make_context(own, torch.device("cpu")))
         return answer.remedy.text if isinstance(answer, Unsupported) else ""
 
-    some = {"pattern": "unstructured"}
+    some: dict[str, Any] = {"pattern": "unstructured"}
     assert not refused() and not refused(**some, share=0.3, start=0.2, end=0.4)
     assert f"{NAME}.share=0.5" in refused(share=0.4)
     assert f"{NAME}.end=0" in refused(end=0.5)
