@@ -204,10 +204,10 @@ def _check_text(plan: "Plan", to: int, progress: "Progress") -> None:
         )
 
 
-def _show_plan(plan: "Plan", told: list[str], *, as_json: bool) -> None:
+def _show_plan(plan: "Plan", notes: list[str], *, as_json: bool) -> None:
     """Print the plan as TOML or as JSON, there with the notes on it."""
     if as_json:
-        show_json({"plan": plan.dump(), "told": told})
+        show_json({"plan": plan.dump(), "told": notes})
     else:
         print(plan.to_toml())
 

@@ -31,6 +31,8 @@ MUON: dict[str, Any] = {
 }
 SOPHIA: dict[str, Any] = {"sophia": {"every": 2}}
 ROUNDED: dict[str, Any] = {"quantization_aware_training": {"group": 0}}
+PRUNED: dict[str, Any] = {"weight_pruning": {"pattern": "unstructured"}}
+BY_READING: dict[str, Any] = {"weight_pruning": {"pattern": "unstructured", "metric": "wanda"}}
 TWICE: dict[str, Any] = {"steps": 3}
 """Steps of which Sophia sweeps before the first and the third."""
 EXPERTS: dict[str, Any] = {"mixture_of_experts": {"experts": 4}}
@@ -210,6 +212,9 @@ COMPOSITIONS = [
     ),
     case("rounded-fsdp-checkpoint-compile", ROUNDED, FSDP, SAC, COMPILE, data=4, slow=True),
     case("rounded-lora-fsdp", ROUNDED, {"lora": {"rank": 2, "alpha": 4.0}}, FSDP, data=4),
+    case("pruned-tp-fsdp", PRUNED, TP, FSDP, tensor=2, data=2),
+    case("pruned-pp-fsdp", BY_READING, PP, FSDP, pipeline=2, data=2, slow=True),
+    case("pruned-fsdp-cp", BY_READING, FSDP, CP, data=2, context=2, length=16, micro_rows=1),
     case("rounded-pp-tied", ROUNDED, PP, pipeline=2, data=2, shape="tied", slow=True),
     case("lora-fsdp", {"lora": {"rank": 2, "alpha": 4.0}}, FSDP, data=4, slow=True),
     case(
