@@ -37,7 +37,7 @@ def one_run() -> Any:
 
 @pytest.mark.slow
 def test_the_constants_in_use_are_those_that_rows_ask_for(runs: list[Any]) -> None:
-    """When rows come, the constants follow: `natural_error.py`."""
+    """Check that the constants follow when rows come: `natural_error.py`."""
     gpus = [run for run in runs if not run.on_cpu]
     known = natural_error.fit(gpus)
     assert (known.eager_s, known.compiled_s) == pytest.approx(USUAL_LAUNCH, rel=0.01)
