@@ -324,8 +324,9 @@ def export(
     with exit_codes(json):
         with loading():
             from headrace.cli.companions import note_template
+            from headrace.core.folders import is_point
             from headrace.export.gguf import Origin, file_name, stored_as
-            from headrace.export.opened import open_chosen
+            from headrace.export.opened import open_exported
             from headrace.export.peft import stored_in
             from headrace.export.run import export_run
             from headrace.inference.load import checkpoint_of, read_plan
@@ -333,9 +334,9 @@ def export(
             from headrace.model.lora import storage_errors
             from headrace.train.checkpoint import Saved
         stored = stored_as(to, quantize)
-        opened = open_chosen(run, catalogue(), adapter=adapter, checkpoint=checkpoint)
+        opened = open_exported(run, catalogue(), adapter=adapter, checkpoint=checkpoint)
         build, folder = opened.build, opened.run
-        plan = read_plan(folder, catalogue())
+        plan = build.plan if is_point(folder) else read_plan(folder, catalogue())
         companions = read_companions(
             folder, plan.model.pretrained, lambda line: print(line, file=sys.stderr)
         )

@@ -103,9 +103,24 @@ def compression_page(compression: Compression) -> str:
                 "makes weights whole for each product, so it shows size and not the speed of a "
                 "runtime that multiplies codes."
             ),
+            _pruned(compression),
         ),
         _sensitivity(compression),
         _unquantized(compression),
+    )
+
+
+def _pruned(compression: Compression) -> Safe:
+    """Say what is left of pruned points, and what would multiply less for it."""
+    points = [point for point in compression.points if point.pruned]
+    if not points:
+        return join(())
+    shares = ", ".join(f"{point.name} {point.pruned:.1%}" for point in points)
+    return muted(
+        f"Pruned in the linears of blocks: {shares}. Their files hold the numbers that are left "
+        "and a bit a number. Here they are multiplied whole, zeros too, so that no CPU decodes "
+        "faster for them. NVIDIA GPUs from Ampere on multiply 2:4 in bf16 or fp16 by torch's "
+        "SparseSemiStructuredTensor."
     )
 
 

@@ -26,6 +26,8 @@ LISTED = {
     "gone or has changed: no command knows what was in it",
     "techniques/adapt/qlora:Qlora.apply#1": "tests/techniques/test_qlora.py meets it, of weights "
     "whose shape is not in the plan",
+    "techniques/precision/weight_pruning:WeightPruning.apply#1": "tests/techniques/"
+    "test_weight_pruning.py meets it, of weights whose shape is not in the plan",
     "assemble/references:_Reading._write#1": "tests/techniques/test_preference.py meets it",
 }
 """Modules, rooms that end with a slash, or sites of which some errors are no case of a table."""
