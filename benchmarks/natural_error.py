@@ -58,7 +58,7 @@ HOST_DECIDES = 1.25
 """Times as long as its device's part that a step takes at least where its host decides it."""
 SAME_BYTES = 0.02
 """How far a plan's predicted memory may lie from a row's for it to be the same plan."""
-ON_CPU_SAID = 0.0155, 0.06 + math.log(1.5)
+RECORDED_ON_CPU = 0.0155, 0.06 + math.log(1.5)
 """The half-width, in the logarithm, of a gain on a CPU as rows of 19a0850 have it: at least, and
 for each time the work that moves."""
 HALF = ("bf16", "fp16")
@@ -166,7 +166,7 @@ def natural_runs(results: Path) -> list[NaturalRun]:
     answers = {
         (row["id"], row["hardware"]): row for row in standing("natural_said", results, full=False)
     }
-    known, found = {run.id: run for run in RUNS}, list[NaturalRun]()
+    known, runs = {run.id: run for run in RUNS}, list[NaturalRun]()
     for row in standing("natural", results, full=False):
         answer = answers.get((row["id"], row["hardware"]))
         if answer is None or row["id"] not in known:
@@ -180,8 +180,8 @@ def natural_runs(results: Path) -> list[NaturalRun]:
         first = tuple(answer["first"]["change"]) if answer["first"] else None
         changes = tuple(_changes(asking, row["measured"], first))
         knew = _measured(answer)
-        found.append(NaturalRun(row["workload"], row["hardware"], knew, before, changes))
-    return found
+        runs.append(NaturalRun(row["workload"], row["hardware"], knew, before, changes))
+    return runs
 
 
 def _changes(
@@ -287,12 +287,12 @@ def wider_steps(runs: Sequence[NaturalRun]) -> dict[str, tuple[float, int]]:
         if not run.measured.by_host and run.measured.step_s and step_s:
             ratios.setdefault(run.hardware, []).append(run.measured.step_s / step_s)
     own = STEP["after_probes"]
-    found = {}
+    by_device = {}
     for hardware, those in ratios.items():
         beyond = sorted(max(ratio / own.high, own.low / ratio) for ratio in those)
         last = min(len(beyond), math.ceil(LEVEL * (len(beyond) + 1))) - 1
-        found[hardware] = (max(1.0, beyond[last]), len(those))
-    return found
+        by_device[hardware] = (max(1.0, beyond[last]), len(those))
+    return by_device
 
 
 # --- the score -------------------------------------------------------------------------------
@@ -318,11 +318,11 @@ def scores(runs: Sequence[NaturalRun], constants: Constants) -> Iterator[Score]:
 
 def left_out(runs: Sequence[NaturalRun]) -> list[Score]:
     """Return the scores of each workload by constants that are fitted to the others."""
-    found = list[Score]()
+    scored = list[Score]()
     for workload in dict.fromkeys(run.workload for run in runs):
         rest = [run for run in runs if run.workload != workload]
-        found += scores([run for run in runs if run.workload == workload], fit(rest))
-    return found
+        scored += scores([run for run in runs if run.workload == workload], fit(rest))
+    return scored
 
 
 # --- a CPU -----------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ class CpuPair:
 
     Args:
         workload, hardware: as its row has them.
-        said: the forecast's middle.
+        predicted: the logarithm of its ratio.
         size: the work that moves.
         came: the measured gain.
         first: whether it is the first remedy.
@@ -343,7 +343,7 @@ class CpuPair:
 
     workload: str
     hardware: str
-    said: float
+    predicted: float
     size: float
     came: float
     first: bool
@@ -352,7 +352,7 @@ class CpuPair:
     def score(self, widened: float) -> Score:
         """Return the score of an interval by rates that may be so far off."""
         half = ERROR.least + (ERROR.share + math.log(widened)) * self.size
-        low, value, high = (math.expm1(self.said + sign * half) for sign in (-1, 0, 1))
+        low, value, high = (math.expm1(self.predicted + sign * half) for sign in (-1, 0, 1))
         return Score.of(
             self.hardware, self.first, Interval(low, value, high, 0), math.expm1(self.came)
         )
@@ -364,10 +364,10 @@ def replayed_pairs(runs: Sequence[NaturalRun], constants: Constants) -> Iterator
         for change in run.changes:
             known = forecast(run, change, constants)
             if known is not None and change.after is not None and abs(known.value) > NOTHING:
-                said, came = math.log1p(known.value), math.log1p(change.gain)
+                predicted, came = math.log1p(known.value), math.log1p(change.gain)
                 work = moved(run.before.prediction, change.after.prediction)
-                size = max(abs(said), work)
-                yield CpuPair(run.workload, run.hardware, said, size, came, change.first)
+                size = max(abs(predicted), work)
+                yield CpuPair(run.workload, run.hardware, predicted, size, came, change.first)
 
 
 def recorded_pairs(results: Path) -> list[CpuPair]:
@@ -375,7 +375,7 @@ def recorded_pairs(results: Path) -> list[CpuPair]:
     answers = {
         (row["id"], row["hardware"]): row for row in standing("natural_said", results, full=False)
     }
-    found = list[CpuPair]()
+    pairs = list[CpuPair]()
     for row in standing("natural", results, full=False):
         answer = answers.get((row["id"], row["hardware"]))
         if row["device"] != "cpu" or answer is None or "machine" in answer:
@@ -385,20 +385,20 @@ def recorded_pairs(results: Path) -> list[CpuPair]:
             words = tuple(one["change"])
             if one["gain"] is None or words not in came:
                 continue
-            said, high = (math.log1p(one["gain"][end]) for end in ("value", "high"))
-            size = (high - said - ON_CPU_SAID[0]) / ON_CPU_SAID[1]
+            predicted, high = (math.log1p(one["gain"][end]) for end in ("value", "high"))
+            size = (high - predicted - RECORDED_ON_CPU[0]) / RECORDED_ON_CPU[1]
             first = bool(answer["first"]) and one == answer["first"]
             half = any(name in word for word in words for name in HALF)
             gain = math.log1p(came[words]["value"])
             place = row["workload"], row["hardware"]
-            found.append(CpuPair(*place, said, size, gain, first, half))
-    return found
+            pairs.append(CpuPair(*place, predicted, size, gain, first, half))
+    return pairs
 
 
 def fit_cpu(pairs: Sequence[CpuPair]) -> float:
     """Return how far off a CPU's rates are, so that `LEVEL` of gains lie inside."""
     shares = [
-        max(0.0, (abs(one.came - one.said) - ERROR.least) / one.size - ERROR.share)
+        max(0.0, (abs(one.came - one.predicted) - ERROR.least) / one.size - ERROR.share)
         for one in pairs
         if not one.half
     ]
@@ -407,24 +407,24 @@ def fit_cpu(pairs: Sequence[CpuPair]) -> float:
 
 def cpu_left_out(pairs: Sequence[CpuPair]) -> list[Score]:
     """Return the scores of each workload by a factor that is fitted to the others."""
-    found = list[Score]()
+    scored = list[Score]()
     for workload in dict.fromkeys(one.workload for one in pairs):
         widened = fit_cpu([one for one in pairs if one.workload != workload])
         own = [one for one in pairs if one.workload == workload and not one.half]
-        found += [one.score(widened) for one in own]
-    return found
+        scored += [one.score(widened) for one in own]
+    return scored
 
 
 # --- the program -----------------------------------------------------------------------------
 
 
-def show(title: str, found: Sequence[Score]) -> None:
+def show(title: str, scored: Sequence[Score]) -> None:
     """Print the share inside and the median error of each device, of first remedies and of all."""
     print(title)
-    for hardware in dict.fromkeys(one.hardware for one in found):
+    for hardware in dict.fromkeys(one.hardware for one in scored):
         for words, those in (
-            ("first remedies", [s for s in found if s.hardware == hardware and s.first]),
-            ("all", [s for s in found if s.hardware == hardware]),
+            ("first remedies", [s for s in scored if s.hardware == hardware and s.first]),
+            ("all", [s for s in scored if s.hardware == hardware]),
         ):
             if those:
                 inside = fmean(one.inside for one in those)

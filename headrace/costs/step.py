@@ -102,7 +102,7 @@ def step_time(
         device_s["backward", "wait"] = passes_s * idle / (1 - idle)
     launched = launches(work, micro_batches)
     graphs_s = launched.graphs * machine.graph_launch_s
-    host_s = HOST_S + (launched.eager + launched.compiled) * machine.launch_s + graphs_s
+    host_s = HOST_S + launched.every * machine.launch_s + graphs_s
     return StepTime(device_s, host_s, usual_launches_s=launched.usual_s(*USUAL_LAUNCH) + graphs_s)
 
 
@@ -111,14 +111,19 @@ class Launches:
     """Hold what a host launches in a step.
 
     Args:
-        eager: launches of eager code, in launches of an empty kernel.
-        compiled: the same of compiled code.
+        every: all launches that no graph replays, in launches of an empty kernel.
+        compiled: those of compiled code.
         graphs: how many recorded graphs are replayed.
     """
 
-    eager: float
+    every: float
     compiled: float
     graphs: float
+
+    @property
+    def eager(self) -> float:
+        """Return the launches of eager code."""
+        return self.every - self.compiled
 
     def usual_s(self, eager_s: float, compiled_s: float) -> float:
         """Return the seconds of all but the graphs by those of one launch of each kind."""
@@ -127,15 +132,14 @@ class Launches:
 
 def launches(work: Mapping[str, Work], micro_batches: float) -> Launches:
     """Return what the host launches in a step of so many micro-batches."""
-    eager, compiled, replayed = 0.0, 0.0, dict[Phase, float]()
+    every, compiled, replayed = 0.0, 0.0, dict[Phase, float]()
     for piece in work.values():
         if piece.recorded:
             replayed[piece.phase] = piece.times(micro_batches)
-        elif piece.by_compiler:
-            compiled += piece.launches(micro_batches)
-        else:
-            eager += piece.launches(micro_batches)
-    return Launches(eager, compiled, sum(replayed.values()))
+            continue
+        every += piece.launches(micro_batches)
+        compiled += piece.by_compiler * piece.launches(micro_batches)
+    return Launches(every, compiled, sum(replayed.values()))
 
 
 def _exposed_s(pieces: Mapping[str, Work], machine: Machine, micro_batches: float) -> float:

@@ -85,7 +85,8 @@ MEASURED_ON = "H200"
 FORECAST_ON = "H100"
 """Another GPU, of which natural runs were predicted by probed rates (natural.jsonl)."""
 SAME_CHIP, ASSUMED = number("wider_same_chip"), number("wider_assumed")
-PROBED, STEPPED, NATURAL = (number(f"wider_{name}") for name in ("probed", "measured", "natural"))
+PROBED, STEPPED = number("wider_probed"), number("wider_measured")
+NATURAL = number("wider_natural")
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def widening(machine: Machine, basis: Basis) -> Widening:
     if basis not in ("no_gpu", "after_probes"):
         return Widening(STEPPED, f"{known}; steps of {device} set this one right")
     if machine.source == "probes" and FORECAST_ON in device:
-        why = f"predictions were compared with measured steps on {MEASURED_ON}s, and with few here"
+        devices = f"{MEASURED_ON}s, and with fewer on {FORECAST_ON}s"
+        why = f"predictions were compared with measured steps on {devices}"
         return Widening(NATURAL, why, compared=True)
     if machine.source == "probes":
         why = f"{known}; what steps of {device} take beyond its kernels is assumed"
