@@ -219,7 +219,7 @@ def computing(model: Decoder, spec: QuantizationSpec, stored: Stored) -> Iterato
         UnsupportedError: torchao is not installed.
     """
     check_installed()
-    tensors = {name: _runtime_tensor(one, spec, name) for name, one in stored.items()}
+    tensors = {name: runtime_tensor(one, spec, name) for name, one in stored.items()}
     with _replaced(model, tensors):
         yield
 
@@ -243,7 +243,7 @@ def check_installed() -> None:
         logging.disable(before)
 
 
-def _runtime_tensor(one: StoredMatrix, spec: QuantizationSpec, name: str) -> Tensor:
+def runtime_tensor(one: StoredMatrix, spec: QuantizationSpec, name: str) -> Tensor:
     """Return the tensor whose matmuls a quantized matrix takes part in."""
     if isinstance(one, NF4Weight):
         return one

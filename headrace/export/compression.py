@@ -43,6 +43,7 @@ from headrace.export.point import WEIGHTS, fill_, point_plan, read_point, write_
 from headrace.inference.sample import generate
 from headrace.model.lora import merged_state
 from headrace.parallel.world import World
+from headrace.plan.technique import Stage
 from headrace.train.evaluate import evaluate, finite
 
 DECODED, DECODINGS = 24, 3
@@ -132,13 +133,17 @@ class Compression:
         return {**asdict(self), "chosen": chosen.name if chosen else None}
 
 
-def plain_build(build: Build) -> Build:
+def plain_build(build: Build, until: Stage = Stage.STEP) -> Build:
     """Return the model of an opened run as plain weights: adapters merged, frozen codes made whole.
+
+    Args:
+        build: the run, opened.
+        until: the last stage; a model alone, whose text is not open, is MATERIALIZE.
 
     Raises:
         ConfigError: a weight is not finite, or missing among the plain ones.
     """
-    made = make_build(point_plan(build), build.prepared, World(), build.device)
+    made = make_build(point_plan(build), build.prepared, World(), build.device, until=until)
     state = merged_state(build.model)
     for name, weight in state.items():
         check_finite(name, weight)

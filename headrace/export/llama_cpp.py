@@ -33,6 +33,27 @@ class Continued(NamedTuple):
     tokens_per_s: float
 
 
+def refuse_long(file: Path, context: int, prompt: int, tokens: int) -> None:
+    """Refuse a text that has no room in the rows of an exported model.
+
+    Args:
+        file: the file.
+        context: tokens of its longest row; 0 is no limit.
+        prompt: tokens of the prompt.
+        tokens: the most tokens to add.
+
+    Raises:
+        ConfigError: both together are longer.
+    """
+    if context and prompt + tokens > context:
+        room = context - prompt
+        raise ConfigError(
+            f"a prompt of {prompt} tokens and {tokens} new ones need {prompt + tokens} places, "
+            f"and {file} has {context}",
+            f"--max-tokens {room}" if room > 0 else "--prompt TEXT with a shorter text",
+        )
+
+
 class LlamaCpp:
     """llama.cpp has opened one GGUF file."""
 
@@ -91,13 +112,7 @@ class LlamaCpp:
         """
         answer = self._ask("/tokenize", content=text, add_special=True, parse_special=False)
         ids: list[int] = answer["tokens"]
-        if self._context and len(ids) + self._tokens > self._context:
-            room = self._context - len(ids)
-            raise ConfigError(
-                f"a prompt of {len(ids)} tokens and {self._tokens} new ones need "
-                f"{len(ids) + self._tokens} places, and {self._file} has {self._context}",
-                f"--max-tokens {room}" if room > 0 else "--prompt TEXT with a shorter text",
-            )
+        refuse_long(self._file, self._context, len(ids), self._tokens)
         return ids
 
     def continue_(self, ids: Sequence[int], tokens: int) -> Continued:
