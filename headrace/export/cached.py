@@ -43,9 +43,9 @@ class CachedAttend:
         hidden = torch.finfo(torch.float32).min
         return spec.soft_cap, (~seen_TS).to(torch.float32) * hidden
 
-    def __call__(self, q_BTHK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Any) -> Tensor:
-        """Return the mixed values [B, T, H, K]."""
-        cap, added_TS = mask
+    def __call__(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Any) -> Tensor:
+        """Return the mixed values [B, T, H, K]; the cache gives keys and values as [B, G, S, K]."""
+        (cap, added_TS), k_BGSK, v_BGSK = mask, k_BTGK, v_BTGK
         B, T, H, K = q_BTHK.shape
         G = k_BGSK.size(1)
         Q = H // G
@@ -135,7 +135,8 @@ def attending_by(model: Decoder, attend: CachedAttend) -> None:
         mixer: Any = block.mixer
         assert isinstance(mixer, SelfAttention), "refuse_parts lets no other pass"
         mixer.attend = attend
-    for position in (model.position, model.local_position):
+    positions: list[Any] = [model.position, model.local_position]
+    for position in positions:
         if hasattr(position, "frequencies"):
             angles = position.frequencies(torch.device("cpu"))
             position.frequencies = lambda device, angles=angles: angles

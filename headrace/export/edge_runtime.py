@@ -7,9 +7,10 @@ was read before costs its new tokens alone.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from headrace.data.tokenizer import Tokenizer
 from headrace.export.executorch_file import PIECE
 from headrace.export.executorch_file import check_installed as executorch_installed
 from headrace.export.gguf import Origin
-from headrace.export.llama_cpp import Continued, refuse_long
+from headrace.export.llama_cpp import Continued, TokenWork, refuse_long
 from headrace.export.onnx_file import check_installed as onnx_installed
 from headrace.export.onnx_file import quiet
 
@@ -62,6 +63,8 @@ class EdgeRuntime(ABC):
 
     name: str
     """its name and version"""
+    reads_all: ClassVar[bool] = False
+    """whether a token reads all places of the cache, filled or not"""
 
     def __init__(self, file: Path, prompt: str, tokens: int) -> None:
         """Open a file.
@@ -119,6 +122,33 @@ class EdgeRuntime(ABC):
         rates = len(ids) / (first - begin), max(0, len(added) - 1) / max(decoding_s, 1e-9)
         return Continued(added, self._tokenizer.decode(added), *rates)
 
+    @property
+    def context(self) -> int:
+        """Return the tokens of the longest text."""
+        return int(self.record["context"])
+
+    @property
+    def quantized(self) -> str:
+        """Return the preset that its matrices are stored in."""
+        return self.record["spec"]["name"]
+
+    def work(self, places: int) -> TokenWork:
+        """Return what a token reads and multiplies behind so many others."""
+        record = self.record
+        seen = record["context"] if self.reads_all else places
+        numbers = 2 * record["layers"] * record["kv_heads"] * record["head_dim"] * seen
+        return TokenWork(record["multiplied_bytes"], 4 * numbers, record["multiplied"])
+
+    def decode_s(self, prompt: int, tokens: int) -> float:
+        """Return the seconds that one token takes, over `tokens` of them behind a prompt."""
+        ids = np.random.default_rng(0).integers(0, self.record["vocab"], prompt + tokens).tolist()
+        self._seen = []
+        self.logits_after(ids[:prompt])
+        begin = time.perf_counter()
+        for end in range(prompt, prompt + tokens):
+            self.logits_after(ids[: end + 1])
+        return (time.perf_counter() - begin) / tokens
+
     def log_probabilities(self, ids: Sequence[int]) -> dict[int, float]:
         """Return the log-probability in nats of each token that may follow `ids`, by id."""
         logits = self.logits_after(ids).astype(np.float64)
@@ -147,8 +177,7 @@ class OnnxRuntime(EdgeRuntime):
 
     def _open(self, file: Path) -> None:
         onnx_installed()
-        import onnxruntime
-
+        onnxruntime = import_module("onnxruntime")
         self.name = f"ONNX Runtime {onnxruntime.__version__}"
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
@@ -176,15 +205,16 @@ class OnnxRuntime(EdgeRuntime):
 class Executorch(EdgeRuntime):
     """ExecuTorch has opened a program, in its Python runtime."""
 
+    reads_all: ClassVar[bool] = True
+
     def _open(self, file: Path) -> None:
         executorch_installed()
         with quiet():
-            from executorch.runtime import Runtime
-
+            runtime = import_module("executorch.runtime")
         self.name = f"ExecuTorch {version('executorch')}"
         try:
             with silent_library():
-                self._program = Runtime.get().load_program(file)
+                self._program = runtime.Runtime.get().load_program(file)
                 self._method: Any = self._program.load_method("forward")
         except RuntimeError as error:
             raise UnsupportedError(

@@ -12,12 +12,14 @@ looked up and made whole.
 Source: https://docs.pytorch.org/executorch/stable/backends/xnnpack/xnnpack-overview.html
 """
 
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._decomp import get_decompositions
 
 from headrace.compress.codes import Codes
 from headrace.compress.quantized_model import Stored, runtime_tensor
@@ -30,6 +32,8 @@ from headrace.model.decoder import Decoder
 
 INSTALL = "pip install 'headrace[executorch]'"
 """The command that installs the writer of ExecuTorch programs, and their runtime."""
+XNNPACK = "executorch.backends.xnnpack.partition"
+"""Where what picks XNNPACK's part of a graph is defined."""
 GROUP = 32
 """Numbers of a group of 4 bits: XNNPACK multiplies groups of a multiple of so many."""
 PIECE = 128
@@ -102,12 +106,8 @@ def write_executorch(step: StaticDecoder, file: Path) -> None:
         file: the new file.
     """
     with quiet():
-        from executorch.backends.xnnpack.partition.xnnpack_partitioner import (
-            XnnpackDynamicallyQuantizedPartitioner,
-            XnnpackPartitioner,
-        )
-        from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-
+        exir = import_module("executorch.exir")
+        xnnpack = import_module(f"{XNNPACK}.xnnpack_partitioner")
         most = min(PIECE, step.places)
         tokens = torch.export.Dim("tokens", min=1, max=most)
         given = torch.zeros(1, min(3, most), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
@@ -115,13 +115,16 @@ def write_executorch(step: StaticDecoder, file: Path) -> None:
             step.eval(), given, dynamic_shapes={"ids_1T": {1: tokens}, "seen_1": None}
         )
         # XNNPACK's own GELU is off by 1e-3.
-        plain = torch._decomp.get_decompositions([torch.ops.aten.gelu.default])
+        plain = get_decompositions([torch.ops.aten.gelu.default])
         if any(node.target == torch.ops.aten.gelu.default for node in program.graph.nodes):
             program = program.run_decompositions(dict(plain))
-        lowered = to_edge_transform_and_lower(
+        lowered = exir.to_edge_transform_and_lower(
             program,
-            partitioner=[XnnpackDynamicallyQuantizedPartitioner(), XnnpackPartitioner()],
-            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+            partitioner=[
+                xnnpack.XnnpackDynamicallyQuantizedPartitioner(),
+                xnnpack.XnnpackPartitioner(),
+            ],
+            compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
         )
         with file.open("wb") as opened:
             lowered.to_executorch().write_to_file(opened)

@@ -99,7 +99,12 @@ class BlockMatrix(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the matmul [..., R] with `x` [..., C]."""
-        sizes = {"K": self.columns, "N": self.rows, "bits": self.bits, "block_size": self.block}
+        sizes: dict[str, Any] = {
+            "K": self.columns,
+            "N": self.rows,
+            "bits": self.bits,
+            "block_size": self.block,
+        }
         y = torch.onnx.ops.symbolic(
             "com.microsoft::MatMulNBits",
             (x, self.codes, self.scales.flatten()),
@@ -185,7 +190,7 @@ def write_onnx(step: CachedDecoder, file: Path, facts: Mapping[str, str]) -> lis
         program.model.metadata_props.update(facts)
         for node in program.model.graph.all_nodes():  # where the code of each stood, on this disk
             node.metadata_props.clear()
-        size = sum(one.const_value.nbytes for one in program.model.graph.initializers.values())
+        size = sum(one.nbytes for one in step.state_dict().values())
         program.save(file, external_data=size > ONE_FILE)
     beside = file.with_name(f"{file.name}.data")
     return [file, beside] if beside.is_file() else [file]
