@@ -60,7 +60,7 @@ def test_a_run_is_exported_and_its_file_writes_the_same_text(
     package, _, name, preset = NEEDS[to]
     pytest.importorskip(package, reason=f"pip install 'headrace[{to}]'")
     train = ["--with", "quantization_aware_training"] if to == "executorch" else []
-    assert run_cli(tmp_path, "train", str(plan_file), *RUN, *train).code == 0
+    assert run_cli(tmp_path, "train", str(plan_file), *RUN, *train, timeout_s=600).code == 0
     words = ["export", "a", "--to", to, "--json"]
     words += [] if train else ["--quantize", preset]
     told = zygote.run(tmp_path, *words)
