@@ -261,7 +261,8 @@ def forecast(args: argparse.Namespace) -> None:
             "model.heads=4",
             f"model.ffn={3 * dim}",
         )
-        name = trained(args, f"wide-{dim}-{layers}", 0, args.steps, *words, *SMALL[-2:])
+        words = (*words, "schedule.warmup_steps=0", *SMALL[-2:])
+        name = trained(args, f"wide-{dim}-{layers}", 0, args.steps, *words)
         for point in report_of(args, name)["points"]:
             error = point["forecast_tokens_per_s"] / point["tokens_per_s"] - 1
             by_point[f"{dim}x{layers} {point['name']}"] = error
