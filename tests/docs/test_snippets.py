@@ -35,6 +35,8 @@ NOT_RUN = {
     "source .venv/bin/activate": "tests run in the environment that they are given",
     "python -m pytest -m gpu": "it needs a GPU, and is a test run of its own",
 }
+SLOW = ("many-gpus.md", "edge.md")
+"""Pages whose commands take minutes, or need what only `make test-full` installs."""
 SHORT = ("goal.steps=4", "eval.tokens=512")
 """What makes a fine-tuning short, where the page does not say how long it is."""
 NARROW = ("data.sequence_length=64", "batch.tokens=256")
@@ -99,7 +101,7 @@ def _run(line: str, world: Path, zygote: Any) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=[pytest.mark.slow] * p.endswith("many-gpus.md")) for p in PAGES],
+    [pytest.param(p, marks=[pytest.mark.slow] * p.endswith(SLOW)) for p in PAGES],
 )
 def test_every_command_of_a_page(
     page: str, world: Path, zygote: Any, request: pytest.FixtureRequest
