@@ -207,7 +207,7 @@ def test_compiled_with_ignored_targets(backend: str, how: dict[str, float], in_p
     """Liger's pull request 1338 has this case: it gave 61.7 in the place of 21.4."""
     if backend == "inductor" and not CUDA:
         pytest.skip("needs a CUDA device")
-    tokens, dim, vocab = (256, 32, 4096) if CUDA else (64, 32, 521)
+    tokens, dim, vocab = (256, 32, 4096) if CUDA else (16, 32, 521)
     torch.compiler.reset()
     torch.manual_seed(0)
     hidden = torch.randn(tokens, dim, device=DEVICE)
