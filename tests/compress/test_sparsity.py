@@ -48,7 +48,7 @@ def by_loop(scores: Tensor, spec: SparsitySpec) -> Tensor:
 
 
 def test_by_hand() -> None:
-    """Keep two of four neighbours, and half of a row or a matrix; an input's norm weighs its column."""
+    """Keep two of four neighbours, and half of a row or a matrix; inputs' norms weigh columns."""
     assert pruned_of(scores_of(WEIGHT), TWO_OF_FOUR).tolist() == [
         [False, True, False, True],
         [True, False, False, True],

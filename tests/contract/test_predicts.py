@@ -299,7 +299,7 @@ def test_a_compositions_memory(
 @knobs_are_slow
 def test_a_small_batch_peaks_elsewhere_and_is_predicted(variant: Variant) -> None:
     """With one row the optimizer or the backward pass is the peak, not the loss."""
-    plan = plan_of(variant, layers=2, rows=1, vocab=307, dim=96, ffn=160, kv_heads=2)
+    plan = plan_of(variant, layers=4, rows=1, vocab=307, dim=96, ffn=160, kv_heads=2)
     answer = variant.technique().supports(house.context_on("cpu", plan))
     if isinstance(answer, house.Unsupported):
         pytest.skip(answer.reason)
