@@ -134,18 +134,15 @@ class Launches:
 
 def launches(work: Mapping[str, Work], micro_batches: float) -> Launches:
     """Return what the host launches in a step of so many micro-batches."""
-    every, kinds, replayed = (
-        0.0,
-        {"eager": 0.0, "compiled": 0.0, "other": 0.0},
-        dict[Phase, float](),
-    )
+    every, replayed = 0.0, dict[Phase, float]()
+    counts = dict.fromkeys(("eager", "compiled", "other"), 0.0)
     for piece in work.values():
         if piece.recorded:
             replayed[piece.phase] = piece.times(micro_batches)
             continue
         every += piece.launches(micro_batches)
-        kinds[piece.launched_by] += piece.launches(micro_batches)
-    return Launches(every, kinds["eager"], kinds["compiled"], sum(replayed.values()))
+        counts[piece.launched_by] += piece.launches(micro_batches)
+    return Launches(every, counts["eager"], counts["compiled"], sum(replayed.values()))
 
 
 def _exposed_s(pieces: Mapping[str, Work], machine: Machine, micro_batches: float) -> float:
