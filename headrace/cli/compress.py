@@ -1,4 +1,4 @@
-"""This module holds the verb `compress`: quantized copies of a model, each measured on its file."""
+"""This module holds the verb `compress`: smaller copies of a model, each measured on its file."""
 
 import json as json_module
 from pathlib import Path
@@ -41,8 +41,8 @@ def compress(
     to: Annotated[
         str | None,
         typer.Option(
-            help="Presets, by commas: int8, int8-dynamic, 8da4w, int4, int4-gptq, nf4; all that "
-            "fit without it."
+            help="By commas: int8, int8-dynamic, 8da4w, int4, int4-gptq, nf4, and pruned: 2:4, "
+            "or a share as 50%; all of fewer bits that fit without it."
         ),
     ] = None,
     group: Annotated[
@@ -63,7 +63,7 @@ def compress(
     checkpoint: Checkpoint = None,
     json: Json = False,
 ) -> None:
-    """Quantize a model in several ways, and say what each costs in loss and saves in size.
+    """Quantize or prune a model's weights, and say what each way costs in loss and saves in size.
 
     A run is evaluated on its own validation text. With `data.sources=PATH` it is another text,
     which a folder of weights needs.
@@ -126,22 +126,38 @@ def compress(
 
 
 def _specs(to: str | None, group: int | None) -> list["QuantizationSpec"]:
-    """Return the specs that are named, or all.
+    """Return the specs that are named, or all presets.
 
     Raises:
-        ConfigError: there is no such preset.
+        ConfigError: there is no such preset, or a share that cannot be pruned.
     """
     from headrace.compress.spec import PRESETS
 
     names = [*PRESETS] if to is None else [name.strip() for name in to.split(",")]
-    for name in names:
-        if name not in PRESETS:
-            near = nearest(name, PRESETS)
-            raise ConfigError(
-                f"--to {name} is no preset; they are {', '.join(PRESETS)}", f"--to {near}"
-            )
-    specs = [PRESETS[name] for name in dict.fromkeys(names)]
-    return specs if group is None else [spec.with_group(group) for spec in specs]
+    specs = {spec.name: spec for spec in map(_spec, names)}.values()
+    return [spec if group is None else spec.with_group(group) for spec in specs]
+
+
+def _spec(name: str) -> "QuantizationSpec":
+    """Return a preset, or what prunes by Wanda: 2:4, or a share of the weights in percent.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    from headrace.compress.spec import PRESETS, SparsitySpec, sparse_spec
+
+    if name == "2:4":
+        return sparse_spec(SparsitySpec(metric="wanda"))
+    if name.endswith("%"):
+        share = share_of("--to", name, "the weights of blocks", 1, 99)
+        return sparse_spec(SparsitySpec(pattern="unstructured", share=share, metric="wanda"))
+    if name not in PRESETS:
+        known = [*PRESETS, "2:4"]
+        raise ConfigError(
+            f"--to {name} is no preset; they are {', '.join(known)}, and a share as 50%",
+            f"--to {nearest(name, known)}",
+        )
+    return PRESETS[name]
 
 
 def _fitting(specs: list["QuantizationSpec"], check: Any, progress: "Progress") -> list[Any]:

@@ -27,7 +27,8 @@ from headrace.compress.codes import (
     fake_activations,
     quantize_nearest,
 )
-from headrace.compress.spec import CODE_RANGE, NumberFormat, QuantizationSpec
+from headrace.compress.sparsity import SparseMatrix, prune_matrix
+from headrace.compress.spec import CODE_RANGE, GROUP, NumberFormat, QuantizationSpec
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.remedy import Remedy
 from headrace.core.units import divisors
@@ -35,7 +36,7 @@ from headrace.kernels.quantized_weight import NF4Weight
 from headrace.model.decoder import Decoder
 from headrace.optim.roles import Role, role_of
 
-StoredMatrix = Codes | NF4Weight
+StoredMatrix = Codes | NF4Weight | SparseMatrix
 Stored = Mapping[str, StoredMatrix]
 """Quantized matrices by the full names of their parameters."""
 
@@ -75,7 +76,7 @@ def formats_of(
         regroup: (size of a group that fits) -> what sets it.
 
     Raises:
-        ConfigError: the groups do not divide a matrix, or an exception names none.
+        ConfigError: the groups or 2:4 do not divide a matrix, or an exception names none.
     """
     roles = matrices_of(model)
     if unknown := sorted({*spec.exceptions} - {*roles}):
@@ -94,16 +95,24 @@ def formats_of(
                 f"{columns} columns of {name}",
                 regroup(fit),
             )
+        if kind.sparsity is not None and kind.sparsity.pattern == "2:4" and columns % GROUP:
+            raise ConfigError(
+                f"{spec.name} prunes two of every {GROUP} numbers of a row, and {name} has "
+                f"{columns} columns",
+                Remedy(text="--to 50%"),
+            )
     return quantized
 
 
 def quantize_matrix(name: str, weight_RC: Tensor, kind: NumberFormat) -> StoredMatrix:
-    """Return a matrix in a format, each number rounded to its nearest code.
+    """Return a matrix in a format: each number rounded to its nearest code, or pruned by magnitude.
 
     Raises:
         ConfigError: it has numbers that are not finite.
     """
     check_finite(name, weight_RC)
+    if kind.sparsity is not None:
+        return prune_matrix(weight_RC, kind.sparsity)
     if kind.dtype == "nf4":
         return NF4Weight.of(weight_RC.detach().float())
     return quantize_nearest(weight_RC, kind)
@@ -131,7 +140,7 @@ def quantize_model(
     Args:
         model: with its fp32 weights.
         spec: what to make of them.
-        fill: matrices that something else has quantized, as GPTQ; the others go to the nearest.
+        fill: matrices that something else has made, as GPTQ; the others go to the nearest.
 
     Raises:
         ConfigError: see `formats_of` and `quantize_matrix`.
@@ -213,13 +222,14 @@ def computing(model: Decoder, spec: QuantizationSpec, stored: Stored) -> Iterato
     """Let a model compute with its quantized matrices by torchao.
 
     NF4 is this package's own tensor, with which `qlora` trains: torchao's takes only matrices of a
-    multiple of 16,384 numbers.
+    multiple of 16,384 numbers. Pruned matrices need no torchao: they are made whole.
 
     Raises:
         UnsupportedError: torchao is not installed.
     """
-    check_installed()
-    tensors = {name: _runtime_tensor(one, spec, name) for name, one in stored.items()}
+    if not all(isinstance(one, SparseMatrix) for one in stored.values()):
+        check_installed()
+    tensors = {name: runtime_tensor(one, spec, name) for name, one in stored.items()}
     with _replaced(model, tensors):
         yield
 
@@ -243,10 +253,12 @@ def check_installed() -> None:
         logging.disable(before)
 
 
-def _runtime_tensor(one: StoredMatrix, spec: QuantizationSpec, name: str) -> Tensor:
+def runtime_tensor(one: StoredMatrix, spec: QuantizationSpec, name: str) -> Tensor:
     """Return the tensor whose matmuls a quantized matrix takes part in."""
     if isinstance(one, NF4Weight):
         return one
+    if isinstance(one, SparseMatrix):
+        return one.dequantize()
     columns = one.codes_RC.size(1)
     by_row = one.scales_RG.size(1) == 1 and not bool(one.zeros_RG.any())
     kind = spec.format_of(name, role_of(name, 2))

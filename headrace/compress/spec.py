@@ -3,7 +3,8 @@
 What quantizes a model, what fake-quantizes it in training and what writes it for a runtime read the
 same `QuantizationSpec`, so that the file which ships computes what was evaluated. Scales and zero
 points follow torchao (https://github.com/pytorch/ao): a symmetric scale is the largest magnitude
-over (most - least) / 2 of the codes, so that 127.5 and 7.5 are its divisors.
+over (most - least) / 2 of the codes, so that 127.5 and 7.5 are its divisors. In the place of fewer
+bits a matrix may have fewer numbers (`SparsitySpec`).
 
 Groups lie along rows. A permutation of rows, as exporters need it for fused projections, therefore
 moves codes and scales and changes no number.
@@ -24,6 +25,51 @@ CODE_RANGE = {"int8": (-128, 127), "int4": (-8, 7)}
 """The least and the most code of an integer type."""
 NF4_GROUP = 64
 """Numbers under one scale of NF4 (arXiv 2305.14314)."""
+GROUP, HALF = 4, 0.5
+"""Neighbours of a row among which the pattern 2:4 prunes, and the share that it prunes."""
+
+
+class SparsitySpec(Strict):
+    """Say which numbers of a matrix are pruned, that is zero, and by which measure."""
+
+    pattern: Literal["2:4", "unstructured"] = "2:4"
+    """2:4 prunes two of every four neighbours of a row, which sparse matrix units of NVIDIA GPUs
+    multiply (arXiv 2104.08378); unstructured prunes any."""
+    share: float = Field(default=0.5, gt=0, lt=1)
+    """Share of the numbers that is pruned; that of 2:4 is 0.5."""
+    metric: Literal["magnitude", "wanda"] = "magnitude"
+    """What is pruned first: the smallest magnitudes; or, wanda, the smallest products of magnitude
+    and the norm of the input feature over text, compared within each row (arXiv 2306.11695)."""
+
+    @model_validator(mode="after")
+    def _check_share(self) -> "SparsitySpec":
+        if self.pattern == "2:4" and self.share != HALF:
+            raise Wrong(
+                f"pattern = '2:4' prunes two of four, and share = {self.share:g} is not {HALF:g}",
+                mend(f"share={HALF:g}") | mend("pattern=unstructured"),
+            )
+        return self
+
+    @property
+    def name(self) -> str:
+        """Return the name of a point that is stored so: "2:4", or the share in percent."""
+        return self.pattern if self.pattern == "2:4" else f"{100 * self.share:g}%"
+
+    def groups_of(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return how many groups of numbers are compared with each other, and numbers of each.
+
+        Args:
+            rows: of the matrix.
+            columns: of the matrix; 2:4 needs a multiple of `GROUP`.
+        """
+        if self.pattern == "2:4":
+            return rows * columns // GROUP, GROUP
+        return (rows, columns) if self.metric == "wanda" else (1, rows * columns)
+
+    def pruned_numbers(self, rows: int, columns: int) -> int:
+        """Return how many numbers of a matrix of this shape are pruned."""
+        groups, numbers = self.groups_of(rows, columns)
+        return groups * round(self.share * numbers)
 
 
 class NumberFormat(Strict):
@@ -40,6 +86,9 @@ class NumberFormat(Strict):
     rounding: Literal["nearest", "gptq"] = "nearest"
     """Whether each number goes to its nearest code, or GPTQ corrects what is still to be rounded
     (arXiv 2210.17323), which needs text to calibrate on."""
+    sparsity: SparsitySpec | None = None
+    """Which numbers are zero and not stored: those that are left are fp32, with a bit a number that
+    says where they stand."""
 
     @model_validator(mode="after")
     def _check(self) -> "NumberFormat":
@@ -54,12 +103,17 @@ class NumberFormat(Strict):
                 f"rounding = 'gptq' makes whole numbers, and dtype = {self.dtype!r} has none",
                 mend("rounding=nearest"),
             )
+        if self.sparsity is not None and self.dtype != "fp32":
+            raise Wrong(
+                f"sparsity stores the numbers that are left as fp32, and dtype = {self.dtype!r}",
+                mend("dtype=fp32"),
+            )
         return self
 
     @property
     def is_quantized(self) -> bool:
-        """Return whether it changes the numbers."""
-        return self.dtype != "fp32"
+        """Return whether it changes the numbers: by fewer bits, or by pruning."""
+        return self.dtype != "fp32" or self.sparsity is not None
 
     def groups_of(self, columns: int) -> int:
         """Return how many scales a row of so many numbers has."""
@@ -67,6 +121,9 @@ class NumberFormat(Strict):
 
     def stored_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes of codes, scales and zero points of a matrix of this shape."""
+        if self.sparsity is not None:  # at a share of half 17/32 of fp32
+            left = rows * columns - self.sparsity.pruned_numbers(rows, columns)
+            return 4 * left + rows * -(-columns // 8)
         if self.dtype == "fp32":
             return 4 * rows * columns
         groups = self.groups_of(columns)
@@ -156,7 +213,7 @@ PRESETS = {
         ),
         QuantizationSpec(
             name="8da4w",
-            matrices=GROUP_INT4,
+            matrices=GROUP_INT4.model_copy(update={"scales": "bf16"}),
             embeddings=ROW_INT8,
             head=ROW_INT8,
             activations="int8_asymmetric",
@@ -178,3 +235,8 @@ PRESETS = {
 }
 """The specs that have names: int8 weight-only, int8 with dynamic activations, 4-bit weights with
 8-bit dynamic activations (8da4w), 4-bit weights in groups, and NF4."""
+
+
+def sparse_spec(sparsity: SparsitySpec) -> QuantizationSpec:
+    """Return the spec that stores the linears of blocks without their pruned numbers."""
+    return QuantizationSpec(name=sparsity.name, matrices=NumberFormat(sparsity=sparsity))

@@ -1,4 +1,4 @@
-"""Try quantization specs on a trained model, and measure each on the very file that it wrote.
+"""Try ways to store a trained model in less, and measure each on the very file that it wrote.
 
 A point is a folder of `export.point`. What is told of it is computed with the matrices that were
 read back from its file: bits per byte, the largest difference of logits to the fp32 model, the
@@ -20,7 +20,9 @@ from torch import Tensor
 from headrace.assemble.build import make_build
 from headrace.assemble.sockets import Build
 from headrace.compress.gptq import gptq_model
+from headrace.compress.latency import DecodeForecast
 from headrace.compress.quantized_model import (
+    StoredMatrix,
     check_finite,
     check_installed,
     computing,
@@ -36,13 +38,16 @@ from headrace.compress.sensitivity import (
     with_higher,
     within_budget,
 )
+from headrace.compress.sparsity import SparseMatrix
 from headrace.compress.spec import QuantizationSpec
+from headrace.compress.wanda import wanda_model
 from headrace.core.errors import UnsupportedError
 from headrace.core.progress import OnProgress
 from headrace.export.point import WEIGHTS, fill_, point_plan, read_point, write_point
 from headrace.inference.sample import generate
 from headrace.model.lora import merged_state
 from headrace.parallel.world import World
+from headrace.plan.technique import Stage
 from headrace.train.evaluate import evaluate, finite
 
 DECODED, DECODINGS = 24, 3
@@ -51,7 +56,7 @@ COMPARED = 512
 """Tokens of validation text on which logits are compared and sensitivity is measured, at least one
 row."""
 CALIBRATED = 8192
-"""Tokens of training text that GPTQ calibrates on."""
+"""Tokens of training text that GPTQ and Wanda calibrate on."""
 USUAL_RISE = 0.01
 """Most rise of bits per byte, as a share, at which a point is chosen where nothing is asked."""
 
@@ -99,8 +104,12 @@ class PointReading:
     """Largest difference of a logit to that of the fake-quantized reference."""
     tokens_per_s: float
     """Speed of decoding one sequence here, by torch and torchao without compilation."""
+    forecast_tokens_per_s: float
+    """What that speed was forecast to be before the point was made."""
     higher: tuple[str, ...] = ()
     """Matrices that are kept in 8 bits."""
+    pruned: float = 0.0
+    """Share of the numbers of the linears of blocks that are zero and not stored."""
 
 
 @dataclass(frozen=True)
@@ -132,13 +141,17 @@ class Compression:
         return {**asdict(self), "chosen": chosen.name if chosen else None}
 
 
-def plain_build(build: Build) -> Build:
+def plain_build(build: Build, until: Stage = Stage.STEP) -> Build:
     """Return the model of an opened run as plain weights: adapters merged, frozen codes made whole.
+
+    Args:
+        build: the run, opened.
+        until: the last stage; a model alone, whose text is not open, is MATERIALIZE.
 
     Raises:
         ConfigError: a weight is not finite, or missing among the plain ones.
     """
-    made = make_build(point_plan(build), build.prepared, World(), build.device)
+    made = make_build(point_plan(build), build.prepared, World(), build.device, until=until)
     state = merged_state(build.model)
     for name, weight in state.items():
         check_finite(name, weight)
@@ -177,7 +190,8 @@ def compress_model(
         UnsupportedError: torchao is not installed, or no point can be within the budget.
         Diverged: a loss is not finite.
     """
-    check_installed()
+    if any(spec.matrices.sparsity is None for spec in specs):
+        check_installed()
     sizes = {spec.name: stored_bytes(build.model, spec) for spec in specs}
     _check_budget(goal, sizes, _header_bytes(build))
     work = _Work(build, out, source, tokens, progress, len(specs) + 1)
@@ -283,14 +297,16 @@ class _Work:
         size = sum(4 * parameter.numel() for parameter in self.build.model.parameters())
         loss = finite(evaluate(self.build, self.tokens))
         self.targets, self.bits_per_byte = loss.tokens, loss.bits_per_byte
-        return PointReading(
-            "fp32", "", size, loss.loss_nats, loss.bits_per_byte, 0.0, 0.0, 0.0, self._decode()
-        )
+        speed = self._decode()
+        self.forecast = DecodeForecast(self.build.model, 1 / speed)
+        whole = loss.loss_nats, loss.bits_per_byte
+        return PointReading("fp32", "", size, *whole, 0.0, 0.0, 0.0, speed, speed)
 
     def measure(self, spec: QuantizationSpec) -> PointReading:
         """Write a point, read it back, and return what is measured of it."""
         self._step(spec.name)
         folder, model = self.out / spec.name, self.build.model
+        forecast = 1 / self.forecast.seconds(spec)
         write_point(folder, self.build, spec, self._quantize(spec), self.source)
         read, stored, _ = read_point(folder, self.build.device)
         with faking(model, read, stored):
@@ -309,7 +325,9 @@ class _Work:
             logits_from_whole=_largest(logits, self.logits),
             logits_from_reference=_largest(logits, reference),
             tokens_per_s=speed,
+            forecast_tokens_per_s=forecast,
             higher=tuple(spec.exceptions),
+            pruned=_pruned_share(stored),
         )
 
     def find_hybrid(
@@ -347,13 +365,18 @@ class _Work:
     def _quantize(self, spec: QuantizationSpec) -> dict[str, Any]:
         """Return the quantized matrices, calibrated on training text where the spec asks for it."""
         filled: Mapping[str, Any] = {}
-        if spec.matrices.rounding == "gptq":
-            length = self.build.plan.data.sequence_length
-            rows = max(1, CALIBRATED // length)
-            train = self.build.prepared.train[0]
-            ids_BT = rows_of(train, rows, length, self.build.device)
-            filled = gptq_model(self.build.model, spec, ids_BT, self.progress)
-        return quantize_model(self.build.model, spec, filled)
+        model, kind = self.build.model, spec.matrices
+        if kind.rounding == "gptq":
+            filled = gptq_model(model, spec, self._training_text(), self.progress)
+        if kind.sparsity is not None and kind.sparsity.metric == "wanda":
+            filled = wanda_model(model, spec, self._training_text(), self.progress)
+        return quantize_model(model, spec, filled)
+
+    def _training_text(self) -> Tensor:
+        """Return rows of training text to calibrate on, int64 [B, T]."""
+        length = self.build.plan.data.sequence_length
+        rows = max(1, CALIBRATED // length)
+        return rows_of(self.build.prepared.train[0], rows, length, self.build.device)
 
     def _decode(self) -> float:
         """Return the tokens a second of greedy decoding: the median of some runs after a first."""
@@ -380,6 +403,13 @@ def _clock(seconds: list[float]) -> Iterator[None]:
 
 def _largest(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max())
+
+
+def _pruned_share(stored: Mapping[str, StoredMatrix]) -> float:
+    """Return the share of the numbers of pruned matrices that is not stored; 0 without any."""
+    pruned = [one for one in stored.values() if isinstance(one, SparseMatrix)]
+    numbers = sum(one.shape.numel() for one in pruned)
+    return 1 - sum(one.values_N.numel() for one in pruned) / numbers if numbers else 0.0
 
 
 def rows_of(shards: Any, rows: int, length: int, device: torch.device) -> Tensor:

@@ -1,7 +1,8 @@
 """Open the model that a verb names: a run, a run's base with another adapter, or a point.
 
-A point is a quantized model that `headrace compress` wrote. Evaluation and sampling take all three;
-what needs a run refuses a point by its name (`inference.load.resolve_run`).
+A point is a quantized or pruned model that `headrace compress` wrote. Evaluation and sampling take
+all three, and an export takes a pruned point; what needs a run refuses a point by its name
+(`inference.load.resolve_run`).
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from headrace.core.command import rerun_without
 from headrace.core.errors import ConfigError
 from headrace.core.files import shell
 from headrace.core.folders import is_point
-from headrace.export.point import open_point
+from headrace.export.point import is_pruned_point, open_point
 from headrace.export.start import beginning
 from headrace.inference.adapted import open_adapted, resolve_adapter
 from headrace.inference.load import computed, open_model, read_plan, resolve_run
@@ -59,7 +60,7 @@ def open_any(
         RunError: a checkpoint is damaged.
         UnsupportedError: a quantized model is named, and torchao is not installed.
     """
-    folder = next((one for one in (name, Path("runs") / name) if is_point(one)), None)
+    folder = _point(name)
     if folder is None:
         return open_chosen(
             name, catalogue, adapter=adapter, checkpoint=checkpoint, with_data=with_data
@@ -71,6 +72,24 @@ def open_any(
         )
     build = open_point(folder, catalogue, with_data=with_data)
     return Opened(build, folder, folder, None, lambda work: work())
+
+
+def open_exported(
+    name: Path, catalogue: Catalogue, *, adapter: str = "", checkpoint: str | None = None
+) -> Opened:
+    """Return the model that an export writes: as `open_chosen`, or a pruned point with its zeros.
+
+    Raises:
+        ConfigError, RunError: see `open_any` and `open_chosen`; or it is a quantized point.
+    """
+    folder = _point(name)
+    opens = open_chosen if folder is None or not is_pruned_point(folder) else open_any
+    return opens(name, catalogue, adapter=adapter, checkpoint=checkpoint)
+
+
+def _point(name: Path) -> Path | None:
+    """Return the folder of the point of a name; None where it is none."""
+    return next((one for one in (name, Path("runs") / name) if is_point(one)), None)
 
 
 def open_chosen(

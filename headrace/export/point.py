@@ -1,7 +1,8 @@
 """Write a quantized model into a folder, and open it again: the very codes that are evaluated.
 
 A folder has the weights (`model.safetensors`: a matrix's codes, scales and zero points under its
-name, four-bit codes two a byte; whole weights in fp32), `quantization.json` (the spec, and what the
+name, four-bit codes two a byte; of a pruned matrix the numbers that are left and a bit a number;
+whole weights in fp32), `quantization.json` (the spec, and what the
 files are), `plan.toml` (the model, and the text that it is evaluated on) and `tokenizer.json`.
 """
 
@@ -21,6 +22,7 @@ from headrace.assemble.context import choose_device
 from headrace.assemble.sockets import Build
 from headrace.compress.codes import Codes, pack_int4, unpack_int4
 from headrace.compress.quantized_model import Stored, StoredMatrix, computing
+from headrace.compress.sparsity import SparseMatrix
 from headrace.compress.spec import QuantizationSpec
 from headrace.core.errors import ConfigError
 from headrace.core.files import parse_object, read_plan_text, sha256_of, shell, write_whole
@@ -98,7 +100,7 @@ def write_point(
     write_json(folder / "data.json", build.prepared.record())
     record = {
         "format": FORMAT_VERSION,
-        "spec": spec.model_dump(mode="json"),
+        "spec": spec.model_dump(mode="json", exclude_none=True),
         "shapes": shapes,
         "sha256": sha256_of(folder / WEIGHTS),
         "source": source,
@@ -127,6 +129,17 @@ def read_point(
     return spec, stored, tensors
 
 
+def is_pruned_point(folder: Path) -> bool:
+    """Return whether a point has weights left out and none in fewer bits, so that it can be whole.
+
+    Raises:
+        ConfigError: a file is damaged, or a later version wrote it.
+    """
+    spec = read_table(QuantizationSpec, _record(folder)["spec"], "spec")
+    formats = (spec.matrices, spec.embeddings, spec.head, *spec.exceptions.values())
+    return all(kind.dtype == "fp32" for kind in formats)
+
+
 def open_point(folder: Path, catalogue: Catalogue, *, with_data: bool = False) -> Build:
     """Return the quantized model of a folder; it computes by torchao on this machine's device.
 
@@ -139,9 +152,33 @@ def open_point(folder: Path, catalogue: Catalogue, *, with_data: bool = False) -
         ConfigError: a file is damaged or of another model than plan.toml, or the text is gone.
         UnsupportedError: torchao is not installed.
     """
-    plan = Plan.read(read_plan_text(folder / "plan.toml"), catalogue).replaced(device="auto")
-    device = choose_device(plan)
-    spec, stored, whole = read_point(folder, device)
+    build, spec, stored = closed_point(folder, catalogue, with_data=with_data, device="auto")
+    stack = ExitStack()  # it stays in the model as long as the build lives
+    stack.enter_context(computing(build.model, spec, stored))
+    build.notes.setdefault("standing", []).append(stack)
+    return build
+
+
+def closed_point(
+    folder: Path, catalogue: Catalogue, *, with_data: bool = False, device: str = "cpu"
+) -> tuple[Build, QuantizationSpec, dict[str, StoredMatrix]]:
+    """Return the model of a folder with its whole weights, its spec, and its quantized matrices.
+
+    The parameters that are quantized have no values.
+
+    Args:
+        folder: as `write_point` left it.
+        catalogue: the techniques and model families.
+        with_data: whether to open the validation text too.
+        device: where it goes, as a plan names it.
+
+    Raises:
+        ConfigError: a file is damaged or of another model than plan.toml, or the text is gone.
+    """
+    text = read_plan_text(folder / "plan.toml")
+    plan = Plan.read(text, catalogue).replaced(device=device)
+    where = choose_device(plan)
+    spec, stored, whole = read_point(folder, where)
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     if tokenizer.fingerprint != _record(folder)["tokenizer"]:
         raise ConfigError(
@@ -155,12 +192,27 @@ def open_point(folder: Path, catalogue: Catalogue, *, with_data: bool = False) -
         none: Any = None  # a model alone reads no text
         prepared = Prepared(folder, tokenizer, (), none, fingerprint={}, has_begun=True)
     until = Stage.STEP if with_data else Stage.MATERIALIZE
-    build = make_build(plan, prepared, World(), device, until=until)
+    build = make_build(plan, prepared, World(), where, until=until)
     _check_stored(folder, build, stored)
     fill_(build, whole, stored, source=folder, remedy=_remade(folder))
-    stack = ExitStack()  # it stays in the model as long as the build lives
-    stack.enter_context(computing(build.model, spec, stored))
-    build.notes.setdefault("standing", []).append(stack)
+    return build, spec, stored
+
+
+@torch.no_grad()
+def pruned_build(folder: Path, catalogue: Catalogue) -> Build:
+    """Return the model of a pruned point on the host, whole, with zeros.
+
+    Args:
+        folder: as `write_point` left it.
+        catalogue: the techniques and model families.
+
+    Raises:
+        ConfigError: see `closed_point`.
+    """
+    build, _, stored = closed_point(folder, catalogue)
+    for name, one in stored.items():
+        assert isinstance(one, SparseMatrix), "a pruned point has weights in no other form"
+        build.model.get_parameter(name).copy_(one.dequantize())
     return build
 
 
@@ -240,6 +292,8 @@ def _parts(one: StoredMatrix, *, four: bool, half: bool) -> dict[str, Tensor]:
     """Return what a file keeps of a quantized matrix."""
     if isinstance(one, NF4Weight):
         return {part: getattr(one, part) for part in one.by_row}
+    if isinstance(one, SparseMatrix):
+        return {"values": one.values_N, "bits": one.bits}
     parts = {
         "codes": pack_int4(one.codes_RC) if four else one.codes_RC,
         "scales": one.scales_RG.bfloat16() if half else one.scales_RG,
@@ -257,6 +311,8 @@ def _stored(
         for key in [key for key in tensors if key.startswith(prefix)]
     }
     kind = spec.format_of(name, role_of(name, 2))
+    if kind.sparsity is not None:
+        return SparseMatrix(parts["values"], parts["bits"], shape[1])
     if kind.dtype == "nf4":
         inner = {**parts, "levels": torch.tensor(NF4, device=parts["codes"].device)}
         return NF4Weight(inner, torch.Size(shape), torch.float32)

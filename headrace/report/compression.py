@@ -28,6 +28,7 @@ POINT_HEAD = (
     "logits from fp32",
     "from reference",
     "tokens/s here",
+    "forecast",
 )
 """What `point_rows` holds."""
 MOST_BARS = 24
@@ -47,6 +48,7 @@ def point_rows(compression: Compression) -> list[list[str]]:
             f"{point.logits_from_whole:.3g}",
             f"{point.logits_from_reference:.1e}",
             f"{point.tokens_per_s:.1f}",
+            f"{point.forecast_tokens_per_s:.1f}",
         ]
         for point in (whole, *compression.points)
     ]
@@ -103,9 +105,24 @@ def compression_page(compression: Compression) -> str:
                 "makes weights whole for each product, so it shows size and not the speed of a "
                 "runtime that multiplies codes."
             ),
+            _pruned(compression),
         ),
         _sensitivity(compression),
         _unquantized(compression),
+    )
+
+
+def _pruned(compression: Compression) -> Safe:
+    """Say what is left of pruned points, and what would multiply less for it."""
+    points = [point for point in compression.points if point.pruned]
+    if not points:
+        return join(())
+    shares = ", ".join(f"{point.name} {point.pruned:.1%}" for point in points)
+    return muted(
+        f"Pruned in the linears of blocks: {shares}. Their files hold the numbers that are left "
+        "and a bit a number. Here they are multiplied whole, zeros too, so that no CPU decodes "
+        "faster for them. NVIDIA GPUs from Ampere on multiply 2:4 in bf16 or fp16 by torch's "
+        "SparseSemiStructuredTensor."
     )
 
 

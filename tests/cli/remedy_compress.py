@@ -14,7 +14,7 @@ from remedy_python import Call, settings
 from shell import Case, run
 
 from headrace.compress.quantized_model import check_finite, formats_of
-from headrace.compress.spec import NumberFormat, QuantizationSpec
+from headrace.compress.spec import NumberFormat, QuantizationSpec, SparsitySpec, sparse_spec
 from headrace.core.model_config import ModelConfig
 from headrace.core.strict import read_table
 from headrace.export.pruned import allowed_axes
@@ -78,7 +78,8 @@ POINT = "small/int8 --tokens 2"
 AGAIN = {"MODEL": "demo"}
 COMPRESS = {
     "cli/compress:compress#1": Case("compress demo --to int8 --budget-mb 1 --max-loss 50%"),
-    "cli/compress:_specs#1": Case("compress demo --to int9"),
+    "cli/compress:_spec#1": Case("compress demo --to int9"),
+    "cli/arguments:share_of#1 to": Case("compress demo --to 100%"),
     "cli/arguments:share_of#1": Case("compress demo --to int8 --max-loss 1"),
     "cli/compress:_with_text#1": Case(
         "compress hf --to int8", weights(texts), fills={"PATH": "x.jsonl"}
@@ -109,7 +110,7 @@ COMPRESS = {
     "export/compression:check_reached#1": Case("compress demo --to int8 --budget-mb 0.0163"),
     "export/compression:check_reached#2": Case("compress demo --to int4 --group 16 --max-loss 0%"),
     "export/compression:_check_budget#1": Case("compress demo --to int8 --budget-mb 0.001"),
-    "export/point:open_point#1": Case(f"sample {POINT}", retokenized, fills=AGAIN),
+    "export/point:closed_point#1": Case(f"sample {POINT}", retokenized, fills=AGAIN),
     "export/point:fill_#1": Case(f"sample {POINT}", replanned("layers", 2), fills=AGAIN),
     "export/point:_check_stored#1": Case(f"sample {POINT}", replanned("ffn", 2), fills=AGAIN),
     "export/point:_record#1": Case(f"sample {POINT}", cut, fills=AGAIN),
@@ -117,7 +118,7 @@ COMPRESS = {
 """Each error by its site."""
 
 
-def wrong(table: type[NumberFormat | QuantizationSpec], **values: object) -> Call:
+def wrong(table: type[NumberFormat | QuantizationSpec | SparsitySpec], **values: object) -> Call:
     """A table that is refused, and read again with the values of its remedy."""
 
     def mended(remedy: str) -> None:
@@ -128,18 +129,27 @@ def wrong(table: type[NumberFormat | QuantizationSpec], **values: object) -> Cal
 
 
 def _value(text: str) -> object:
-    return int(text) if text.isdigit() else {"true": True}.get(text, text)
+    if text.replace(".", "", 1).isdigit():
+        return float(text) if "." in text else int(text)
+    return {"true": True}.get(text, text)
 
 
-def model() -> Decoder:
+def model(ffn: int = 32) -> Decoder:
     """Return a small model of random weights."""
-    config = ModelConfig(vocab=64, dim=16, layers=1, heads=2, ffn=32)
+    config = ModelConfig(vocab=64, dim=16, layers=1, heads=2, ffn=ffn)
     return Decoder(config, baseline_parts(config), MaskSpec())
 
 
 def excepted(name: str) -> None:
     """Look for the matrix of an exception."""
     formats_of(model(), QuantizationSpec(name="own", exceptions={name: NumberFormat()}))
+
+
+def pruned(to: str) -> None:
+    """Look for the matrices that are pruned of a model whose rows are no whole fours."""
+    pattern = "2:4" if to == "2:4" else "unstructured"
+    assert sparse_spec(spec := SparsitySpec(pattern=pattern)).name == to
+    assert formats_of(model(30), sparse_spec(spec))
 
 
 def earlier(remedy: str) -> None:
@@ -164,10 +174,16 @@ def without_heads(axis: str) -> None:
     assert allowed_axes(made, [axis]) == [axis]
 
 
+TWO_OF_FOUR = {"pattern": "2:4"}
 INT8, NF4 = {"dtype": "int8"}, {"dtype": "nf4", "group": 64}
 SPECS = {
     "compress/spec:NumberFormat._check#1": wrong(NumberFormat, dtype="nf4", group=32),
     "compress/spec:NumberFormat._check#2": wrong(NumberFormat, dtype="fp32", rounding="gptq"),
+    "compress/spec:NumberFormat._check#3": wrong(NumberFormat, dtype="int8", sparsity=TWO_OF_FOUR),
+    "compress/spec:SparsitySpec._check_share#1": wrong(SparsitySpec, pattern="2:4", share=0.3),
+    "compress/quantized_model:formats_of#3": Call(
+        lambda _: pruned("2:4"), lambda remedy: pruned(remedy.removeprefix("--to "))
+    ),
     "compress/spec:QuantizationSpec._check_activations#1": wrong(
         QuantizationSpec, name="own", matrices=NF4, activations="int8_asymmetric"
     ),

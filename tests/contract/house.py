@@ -95,9 +95,9 @@ BESIDE: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]] = {
 }
 """(technique, device or "any") -> what its plan must have beside it, or there is nothing that it
 acts on: techniques, with knobs over their tiny ones, and keys of the model over any shape's."""
-BASELINE = {"adamw", "quantization_aware_training"}
-"""Techniques that are remedies for nothing: one makes a part of the baseline explicit, and one buys
-what a model keeps when it is stored, which no run shows."""
+BASELINE = {"adamw", "quantization_aware_training", "weight_pruning"}
+"""Techniques that are remedies for nothing: one makes a part of the baseline explicit, and two buy
+what a model keeps or saves when it is stored, which no run shows."""
 TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("activation_offload", "any"): {"min_bytes": 1},
     ("batch_ramp", "any"): {"divide": 2, "until": 2.0},
@@ -131,6 +131,7 @@ TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("value_embeddings", "any"): {"tables": 1},
     ("warmup", "any"): {"steps": 2},
     ("weight_averaging", "any"): {"every": 1},
+    ("weight_pruning", "any"): {"pattern": "unstructured"},  # no four divides these shapes
     ("window_schedule", "any"): {"start": 2, "until": 9.0},
     ("yarn", "any"): {"factor": 2.0},
 }

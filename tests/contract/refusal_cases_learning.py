@@ -4,12 +4,27 @@ from places import Asked
 
 ENDLESS = ("goal.minutes=1", "device=cpu", "model.vocab=512", "schedule.kind=constant")
 """A plan that does not say at which step it ends."""
+PRUNING = "techniques/precision/weight_pruning:WeightPruning"
+KNOB = "techniques.weight_pruning"
 PAIRED = ("data.tokenizer=x", "data.chat.kind=preference")
 LEARNING: dict[str, Asked] = {
     "techniques/precision/quantization_aware_training:QuantizationAwareTraining.supports#3": Asked(
         ("techniques.quantization_aware_training.start=0.5",),
         ("quantization_aware_training",),
         base=ENDLESS,
+    ),
+    f"{PRUNING}.supports#1": Asked(
+        (f"{KNOB}.pattern=unstructured", f"{KNOB}.end=0.5"), ("weight_pruning",), base=ENDLESS
+    ),
+    f"{PRUNING}.supports#2": Asked(
+        (f"{KNOB}.metric=wanda", "mesh.tensor=2"), ("weight_pruning", "tensor_parallel")
+    ),
+    f"{PRUNING}.supports#3": Asked(("model.ffn=30",), ("weight_pruning",)),
+    f"{PRUNING}._refuse_knobs#1": Asked((f"{KNOB}.share=0.4",), ("weight_pruning",)),
+    f"{PRUNING}._refuse_knobs#2": Asked((f"{KNOB}.end=0.4",), ("weight_pruning",)),
+    f"{PRUNING}._refuse_knobs#3": Asked(
+        (f"{KNOB}.pattern=unstructured", f"{KNOB}.end=0.2", f"{KNOB}.start=0.4"),
+        ("weight_pruning",),
     ),
     "plan/until:unknown_end#1": Asked((), ("curriculum",), base=ENDLESS),
     "techniques/loss/example_loss:ExampleLoss.supports#1": Asked((), ("example_loss",)),

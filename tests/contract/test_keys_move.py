@@ -90,6 +90,9 @@ ASKED: Mapping[str, Mapping[str, Any]] = {
     "sparse_attention.stride": {"stride": 3},
     "warmup_stable_decay.decay_fraction": {"decay_fraction": 0.75},
     "warmup_stable_decay.final_fraction": {"final_fraction": 0.5},
+    "weight_pruning.end": {"end": 0.9},
+    "weight_pruning.every": {"every": 1},
+    "weight_pruning.start": {"start": 0.5},
     "yarn.beta_fast": {"beta_fast": 2.0},
     "yarn.beta_slow": {"beta_slow": 0.1},
     "yarn.factor": {"factor": 8.0},
@@ -109,6 +112,7 @@ BASE: Mapping[str, Mapping[str, Any]] = {
     "warmup_stable_decay.shape": {"decay_fraction": 0.75},
     "sequence_length_schedule.until": {"until": 9.0},
     "sparse_attention.stride": {"random": 0},
+    "weight_pruning.every": {"end": 1.0},
     "yarn.beta_fast": {"original_length": 4096},
     "yarn.beta_slow": {"original_length": 4096},
     "yarn.factor": {"original_length": 32},
@@ -122,6 +126,7 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
     "selective_checkpoint.wide_every": {"model": {"ffn": 80}},
     "short_convolution.between": {"model": {"layers": 3}},
     "sophia.share": {"micro_rows": 1},
+    "weight_pruning.pattern": {"model": {"ffn": 24}},
 }
 """Keys of the plan that both sides have."""
 GPU, RUN = "needs a GPU", "what it changes is not in a step"
