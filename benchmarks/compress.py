@@ -4,6 +4,7 @@
     python benchmarks/compress.py qat --work FOLDER [--data FOLDER] [--seeds 3]
     python benchmarks/compress.py prune --work FOLDER [--data FOLDER] [--seeds 3]
     python benchmarks/compress.py forecast --work FOLDER [--data FOLDER]
+    python benchmarks/compress.py files --work FOLDER [--data FOLDER]
 
 A model is trained once a seed on a CPU, on the Python standard library or on `--data`: that of the
 recipe demo for presets, else a smaller one for longer. Rows of results/compress.jsonl are over the
@@ -22,8 +23,9 @@ seeds.
   which is trained from nothing on as many tokens, with the recipe's own rate.
 - `forecast` makes every preset of models of several widths and depths, which are hardly trained,
   and compares the decoding speed that was forecast before each point was made with what was
-  measured.
-  The median of the errors is to be within 20% over at least 20 points.
+  measured. The median of the errors is to be within 20% over at least 20 points.
+- `files` exports a model to every format and lets `headrace doctor` decode with each file. The
+  fastest is to decode three times as fast as fp32 in eager torch with a cache.
 """
 
 import argparse
@@ -46,11 +48,23 @@ SMALL = (
 )
 """A model that two cores train in a minute until it has little more to learn: what rounding and
 pruning cost is then more than some steps of training are worth."""
+FILES = (
+    ("onnx", "fp32"),
+    ("onnx", "int8"),
+    ("onnx", "int4"),
+    ("executorch", "fp32"),
+    ("executorch", "8da4w"),
+    ("gguf", "q8_0"),
+    ("gguf", "q4_0"),
+)
+"""Formats of exported files, and how each stores matrices."""
+LEAST_SPEED = 3.0
+"""How many times as fast as fp32 in eager torch with a cache the fastest file is to decode."""
 MOST_ERROR, LEAST_POINTS = 0.2, 20
 """Median error of forecasts, as a share of what was measured, and over how many points."""
 WIDTHS = ((64, 2), (128, 4), (256, 4), (512, 6))
 """Features and layers of the models whose points are forecast."""
-STEPS = {"forecast": 2, "presets": 300, "qat": 1500, "prune": 1500}
+STEPS = {"forecast": 2, "files": 2, "presets": 300, "qat": 1500, "prune": 1500}
 """Steps of the first training."""
 SHAPE = {
     "layers": "num_hidden_layers",
@@ -70,6 +84,13 @@ def headrace(work: Path, *words: str) -> dict[str, Any]:
     if ended.returncode:
         raise SystemExit(f"{' '.join(words)}: {document['error']}; try: {document['remedy']}")
     return document
+
+
+def headrace_rows(work: Path, *words: str) -> list[dict[str, Any]]:
+    """Run a verb with --json that prints an array, and return it."""
+    command = [sys.executable, "-m", "headrace", *words, "--json"]
+    ended = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(ended.stdout)
 
 
 def trained(args: argparse.Namespace, name: str, seed: int, steps: int, *words: str) -> str:
@@ -282,9 +303,53 @@ def forecast(args: argparse.Namespace) -> None:
     print(f"median error {row['value']:.1%} of {len(errors)} points, met: {met}")
 
 
+def files(args: argparse.Namespace) -> None:
+    """Measure how fast every file decodes, and how far its logits are from the evaluated model."""
+    words = ("schedule.warmup_steps=0", "data.tokenizer_pattern=gpt4")
+    name = trained(args, "shipped", 0, args.steps, *words)
+    whole = report_of(args, name, "--to", "int8")["whole"]
+    speeds: dict[str, float] = {}
+    drifts: dict[str, float | None] = {}
+    bound: dict[str, str] = {}
+    for to, preset in FILES:
+        out, kind = args.work / f"{to}-{preset}", f"{to} {preset}"
+        file = f"{out.name}/model.gguf" if to == "gguf" else out.name
+        made = {"file": file, "drift": None}
+        if not out.exists():
+            export = ("export", name, "--to", to, "--quantize", preset, "--output", file)
+            made = headrace(args.work, *export)
+        record = args.work / out.name / "headrace.json"
+        known = json.loads(record.read_text()) if record.is_file() else {}
+        end = {"onnx": "model.onnx", "executorch": "model.pte", "gguf": "model.gguf"}[to]
+        (told,) = headrace_rows(args.work, "doctor", f"{out.name}/{end}")
+        speeds[kind] = told["tokens_per_s"] / whole["tokens_per_s"]
+        drifts[kind], bound[kind] = known.get("drift", made["drift"]), told["bottleneck"]
+        print(kind, speeds[kind], drifts[kind], bound[kind], flush=True)
+    best = max(speeds.values())
+    receipts.append(
+        "compress",
+        {"decoding": receipts.spread([*speeds.values()], "of eager fp32 with a cache")},
+        results=args.results,
+        kind="file",
+        shape=f"demo, {whole['bytes'] // 4:,} weights",
+        files=speeds,
+        drift=drifts,
+        binds=bound,
+        n=1,
+        met=best >= LEAST_SPEED,
+    )
+    print(f"fastest {best:.2f} times eager fp32, met: {best >= LEAST_SPEED}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    programs = {"presets": presets, "qat": qat, "prune": prune, "forecast": forecast}
+    programs = {
+        "presets": presets,
+        "qat": qat,
+        "prune": prune,
+        "forecast": forecast,
+        "files": files,
+    }
     parser.add_argument("what", nargs="?", choices=programs, default="presets")
     parser.add_argument("--work", type=Path, required=True, help="where runs go")
     parser.add_argument("--data", type=Path, help="a text; the standard library without it")
@@ -302,7 +367,7 @@ def main() -> None:
     text = None if args.data is None else str(args.data.resolve())
     facts = (
         {}
-        if args.what == "presets"
+        if args.what in ("presets", "forecast", "files")
         else {"more": args.more, "rate": args.rate, "taught": args.taught}
     )
     receipts.claim(args.work, text=text, steps=args.steps, tokens=args.tokens, **facts)
