@@ -242,8 +242,8 @@ class WeightPruning(Technique[Build]):
         matrices = [m for n, m in ledger.updates().items() if n.startswith("blocks.")]
         numbers = sum(matrix.numbers for matrix in matrices) / ledger.sizes.get("slices", 1.0)
         ledger = ledger.with_line("pruning_masks", Line(numbers, ("always",)))
-        held = Stream("optimizer", 1.0, MASKED * numbers, len(matrices))
-        return replace(ledger, work={**ledger.work, "pruning/optimizer": held})
+        masked = Stream("optimizer", 1.0, MASKED * numbers, len(matrices))
+        return replace(ledger, work={**ledger.work, "pruning/optimizer": masked})
 
     def apply(self, build: Build) -> None:
         """Make masks that prune nothing yet, and hold what they prune after each update.
@@ -269,23 +269,23 @@ class WeightPruning(Technique[Build]):
     def active(self, build: Build) -> Evidence:
         """Count the zeros in the weights as they are now, and of what is pruned."""
         state: PrunedWeights = build.notes[self.name()]
-        numbers = zeros = pruned = held = 0
+        numbers = zeros = pruned = intact = 0
         for name, mask in state.masks.items():
             is_pruned = local_of(mask)
             is_zero = local_of(build.model.get_parameter(name).detach()) == 0
             numbers += is_zero.numel()
             zeros += int(is_zero.sum())
             pruned += int(is_pruned.sum())
-            held += int((is_zero & is_pruned).sum())
+            intact += int((is_zero & is_pruned).sum())
         if not numbers:
             return Evidence(None, "this rank holds no linear of a block")
         prunes = pruned > 0 if state.share else not pruned
         still = "" if state.share else f", which the first {self.start:.0%} of the steps leave so"
         return Evidence(
-            active=state.steps > 0 and held == pruned and prunes,
+            active=state.steps > 0 and intact == pruned and prunes,
             detail=f"{zeros} of {numbers} numbers of {len(state.masks)} linears are zero{still}; "
-            f"{held} of {pruned} that are pruned are held at zero",
-            numbers={"numbers": numbers, "zeros": zeros, "pruned": pruned, "held": held},
+            f"{intact} of {pruned} that are pruned are among them",
+            numbers={"numbers": numbers, "zeros": zeros, "pruned": pruned, "intact": intact},
         )
 
 
