@@ -82,7 +82,7 @@ class PrunedWeights:
 
     def read(self, build: Build, micros: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Sum what the linears read of a step's text, in a step that is to prune."""
-        if self.share < build.now[SHARE] and not self.squares:
+        if self.share < build.now.get(SHARE, 0.0) and not self.squares:
             one = torch.ones((), device=build.device)
             eager = torch.compiler.set_stance("force_eager")
             with torch.no_grad(), eager, input_squares(self.linears) as squares:
