@@ -4,6 +4,7 @@
     python benchmarks/compress.py qat --work FOLDER [--data FOLDER] [--seeds 3]
     python benchmarks/compress.py sparse --work FOLDER [--data FOLDER] [--seeds 3]
     python benchmarks/compress.py prune --work FOLDER [--data FOLDER] [--seeds 3]
+    python benchmarks/compress.py forecast --work FOLDER [--data FOLDER]
 
 A model is trained once a seed on a CPU, on the Python standard library or on `--data`: that of the
 recipe demo for presets, else a smaller one for longer. Rows of results/compress.jsonl are over the
@@ -23,6 +24,10 @@ seeds.
 - `prune` leaves out `--by` of the weights and trains what is left for `--more` steps on the words
   of the whole model. Its bits per byte are to be lower than those of a model of that very shape
   which is trained from nothing on as many tokens, with the recipe's own rate.
+- `forecast` makes every preset of models of several widths and depths, which are hardly trained,
+  and compares the decoding speed that was forecast before each point was made with what was
+  measured.
+  The median of the errors is to be within 20% over at least 20 points.
 """
 
 import argparse
@@ -45,7 +50,11 @@ SMALL = (
 )
 """A model that two cores train in a minute until it has little more to learn: what rounding and
 pruning cost is then more than some steps of training are worth."""
-STEPS = {"presets": 300, "qat": 1500, "sparse": 1500, "prune": 1500}
+MOST_ERROR, LEAST_POINTS = 0.2, 20
+"""Median error of forecasts, as a share of what was measured, and over how many points."""
+WIDTHS = ((64, 2), (128, 4), (256, 4), (512, 6))
+"""Features and layers of the models whose points are forecast."""
+STEPS = {"forecast": 2, "presets": 300, "qat": 1500, "sparse": 1500, "prune": 1500}
 """Steps of the first training."""
 SHAPE = {
     "layers": "num_hidden_layers",
@@ -285,9 +294,47 @@ def prune(args: argparse.Namespace) -> None:
     print(f"better than from scratch by {gains} bits per byte, met: {min(gains) > 0}", flush=True)
 
 
+def forecast(args: argparse.Namespace) -> None:
+    """Compare the speeds that were forecast with those that were measured."""
+    errors: list[float] = []
+    by_point: dict[str, float] = {}
+    for dim, layers in WIDTHS:
+        words = (
+            f"model.dim={dim}",
+            f"model.layers={layers}",
+            "model.heads=4",
+            f"model.ffn={3 * dim}",
+        )
+        words = (*words, "schedule.warmup_steps=0", *SMALL[-2:])
+        name = trained(args, f"wide-{dim}-{layers}", 0, args.steps, *words)
+        for point in report_of(args, name)["points"]:
+            error = point["forecast_tokens_per_s"] / point["tokens_per_s"] - 1
+            by_point[f"{dim}x{layers} {point['name']}"] = error
+            errors.append(abs(error))
+    row = receipts.spread(errors, "of what was measured")
+    met = len(errors) >= LEAST_POINTS and row["value"] <= MOST_ERROR
+    receipts.append(
+        "compress",
+        {"error": row},
+        results=args.results,
+        kind="forecast",
+        shape=" ".join(f"{dim}x{layers}" for dim, layers in WIDTHS),
+        points=by_point,
+        n=len(errors),
+        met=met,
+    )
+    print(f"median error {row['value']:.1%} of {len(errors)} points, met: {met}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    programs = {"presets": presets, "qat": qat, "sparse": sparse, "prune": prune}
+    programs = {
+        "presets": presets,
+        "qat": qat,
+        "sparse": sparse,
+        "prune": prune,
+        "forecast": forecast,
+    }
     parser.add_argument("what", nargs="?", choices=programs, default="presets")
     parser.add_argument("--work", type=Path, required=True, help="where runs go")
     parser.add_argument("--data", type=Path, help="a text; the standard library without it")

@@ -27,6 +27,7 @@ Text is Python's standard library, prepared once under `--work`, with the tokeni
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -47,6 +48,7 @@ from natural_times import BEGUN, STAGE, STAYS, Wanted, awake, measure
 
 from headrace.assemble.context import choose_device, find_device, make_context
 from headrace.cli.plans import rates_here
+from headrace.costs.machine import Machine
 from headrace.data.ingest import prepare
 from headrace.predict.prediction import predict
 from headrace.tuner.worker import Worker
@@ -361,6 +363,15 @@ def prepare_text(runs: list[Run], work: Path) -> None:
         print(f"text with {vocab} entries ({time.monotonic() - began_s:.0f} s)", flush=True)
 
 
+def keep_rates(machine: Machine, results: Path) -> str:
+    """Write the rates that a call's doctor has beside its rows; return the file's name."""
+    words = re.sub(r"[^a-z0-9]+", "-", machine.name.lower()).strip("-")
+    name = f"{words}-{time.strftime('%Y-%m-%d-%H%M', time.gmtime())}.json"
+    (results / "machines").mkdir(exist_ok=True)
+    machine.write(results / "machines" / name)
+    return name
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("say", "measure", "all"))
@@ -411,6 +422,7 @@ def go(runs: list[Run], args: argparse.Namespace, cores: int) -> int:
     if args.what != "measure" and call.unsaid():  # as the doctor does, before anything else runs
         machine = rates_here(find_device(args.device), sure=True)
         print(f"rates of {machine.name} by {machine.source}", flush=True)
+        how["machine"] = keep_rates(machine, args.results)
     with call.crew(room_bytes) as crew:
         if call.unsaid() or call.unmeasured():
             prepare_text(runs, args.work)

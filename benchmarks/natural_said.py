@@ -8,7 +8,7 @@ graphs, and the changes that promise most of all that keep what is learned. The 
 used for that choice alone, and with a wide margin.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,10 +25,12 @@ from headrace.assemble.context import choose_device
 from headrace.cli.catalogue import catalogue
 from headrace.cli.plans import rates_here
 from headrace.core.errors import HeadraceError
+from headrace.costs.machine import Machine
 from headrace.doctor.advice import Advice, advise
 from headrace.doctor.findings import ABSTAINED
+from headrace.doctor.forecast import MeasuredRun
 from headrace.doctor.observation import WARM_STEPS, observe
-from headrace.doctor.run import place_of, rows_of
+from headrace.doctor.run import examined_run, place_of, rows_of, use_of
 from headrace.doctor.words import describe
 from headrace.doctor.words.answer import SHOWN, render_rates, why_no_remedy
 from headrace.inference.load import resolve_run
@@ -127,10 +129,20 @@ def _say(
         "step_s": median(spent_s) if spent_s else None,
         "threads": torch.get_num_threads(),
         **answer,
+        "knew": knew(folder, report, measured_rates),
         "rates": render_rates(advice.rates),
         "unknown": why_no_remedy(advice),
         **to_measure(asking, remedies, most, room_bytes),
     }
+
+
+def knew(
+    folder: Path, report: dict[str, Any], measured_rates: Callable[[torch.device], Machine]
+) -> dict[str, Any]:
+    """Return what a forecast takes from a run's signals, so that it can be made again."""
+    use = use_of(folder, report, catalogue(), measured_rates)
+    run = MeasuredRun.of(examined_run(folder, use)[0])
+    return {key: getattr(run, key) for key in ("step_s", "waits_s", "slack_s", "by_host")}
 
 
 @contextmanager

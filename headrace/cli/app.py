@@ -59,7 +59,7 @@ class Headrace(Verbs):
             "runs.report",
             "Write a run's page again, or lay runs side by side on one page.",
         ),
-        Verb("export", "runs.export", "Write a run's model in another tool's format."),
+        Verb("export", "export.export", "Write a run's model in another tool's format."),
         Verb("run", "run_file.run_file", "Run an exported file by its own runtime."),
         Verb(
             "plan",

@@ -1,6 +1,8 @@
 """This module holds the verb `chat`."""
 
 import sys
+from collections.abc import Callable
+from itertools import count
 from typing import Annotated
 
 import typer
@@ -31,7 +33,10 @@ def chat(
     adapter: Adapter = "",
     json: Json = False,
 ) -> None:
-    """Answer what you say by a run that was trained on conversations; an empty line ends it."""
+    """Answer what you say by a run that was trained on conversations; an empty line ends it.
+
+    In a terminal Ctrl+C ends an answer that is being written, and Ctrl+D the conversation.
+    """
     with exit_codes(json):
         if prompt is None and (json or not sys.stdin.isatty()):
             raise ConfigError(
@@ -44,10 +49,12 @@ def chat(
         opened = open_chosen(run, catalogue(), adapter=adapter, checkpoint=checkpoint)
         talk = Chat.of(opened.build, opened.talks, system)
         note_template(opened.talks, opened.build.plan)
-        how = {"temperature": temperature, "top_k": top_k, "seed": seed, "new_tokens": tokens}
+        how = {"temperature": temperature, "top_k": top_k, "new_tokens": tokens}
+        seeds = count(seed)  # another one for every answer
 
-        def answer(text: str) -> str:
-            return opened.compute(lambda: talk.reply(text, **how))
+        def answer(text: str, show: Callable[[str], None] = lambda piece: None) -> str:
+            drawn = next(seeds)
+            return opened.compute(lambda: talk.reply(text, seed=drawn, show=show, **how))
 
         if prompt is not None:
             answers = [answer(text) for text in prompt]
@@ -57,8 +64,27 @@ def chat(
                 print("\n".join(answers))
             return
         note("an empty line ends the conversation")
+        _converse(lambda text: answer(text, _show))
+
+
+def _converse(answer: Callable[[str], str]) -> None:
+    """Answer each line of the terminal until an empty one, or the end of the input."""
+    while True:
         try:
-            while text := input("> ").strip():
-                print(answer(text))
-        except EOFError:
+            text = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
             return
+        if not text:
+            return
+        try:
+            answer(text)
+        except KeyboardInterrupt:
+            note(" (cut off, and not remembered)")
+        else:
+            print()
+
+
+def _show(piece: str) -> None:
+    """Print a piece of an answer at once."""
+    print(piece, end="", flush=True)

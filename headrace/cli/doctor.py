@@ -14,15 +14,18 @@ from headrace.core.errors import ConfigError
 from headrace.core.files import shell
 from headrace.core.loading import loading
 
+EXPORTED = (".gguf", ".onnx", ".pte")
+"""How the names of files end that `headrace export` writes for a runtime."""
+
 
 def doctor(
     what: Annotated[
         list[Path],
         typer.Argument(
             help="A run: runs/NAME, or its NAME; a plan that was not run; what headrace.watch "
-            "saved; or torch.profiler traces, one of each rank. After a plan key=value, as in "
-            "batch.tokens=16384.",
-            metavar="RUN|PLAN|WATCHED|TRACE...",
+            "saved; torch.profiler traces, one of each rank; or an exported file. After a plan "
+            "key=value, as in batch.tokens=16384.",
+            metavar="RUN|PLAN|WATCHED|TRACE...|FILE",
         ),
     ],
     *,
@@ -40,6 +43,9 @@ def doctor(
             from headrace.doctor.trace.facts import HEAD, kernel_lines
             from headrace.doctor.words.answer import findings_json, render_advice
         first, kernels = what[0], []
+        if first.suffix in EXPORTED:
+            _decode(first, json)
+            return
         if _is_plan(first):
             words = [str(word) for word in what[1:]]
             wanted = named_plan(str(first), words, with_, without, verb="doctor")
@@ -61,6 +67,19 @@ def doctor(
         print(render_advice(advice))
         if kernels:
             show_table(HEAD, kernels)
+
+
+def _decode(file: Path, json: bool) -> None:
+    """Decode with an exported file, and print what binds it; see `doctor`."""
+    from headrace.export.decoding import examine_file
+
+    decoding = examine_file(file)
+    if json:
+        show_json([decoding.to_dict()])
+        return
+    print(decoding.sentence)
+    print(f"  {decoding.evidence}")
+    print(f"  try: {decoding.remedy}")
 
 
 def _judged_run(what: Path) -> Path:

@@ -79,7 +79,7 @@ def extend(
                 plan = _plan(model, to, overrides or [], adds, drops, progress)
                 _check_text(plan, to, progress)
                 if dry_run:
-                    _show_plan(plan, as_json=json)
+                    _show_plan(plan, progress.notes, as_json=json)
                     return
                 result = training_of(plan, progress)()
                 if not result.first:
@@ -178,15 +178,24 @@ def _check_text(plan: "Plan", to: int, progress: "Progress") -> None:
     from headrace.data.ingest import prepare
 
     prepared = prepare(plan, progress=progress.task)
-    longest = max(int(np.diff(s.bounds(0, s.documents)).max()) for s in prepared.train)
-    trained = plan.data.sequence_length / float(plan.dump()["techniques"]["yarn"]["factor"])
-    if "document_packing" in plan.techniques and longest < to:
-        shorter = f"--to {longest}, or " if longest > trained else ""
-        raise ConfigError(
-            f"no document of {', '.join(plan.source_list)} fills a row of {to:,} tokens, so that "
-            f"far places would not be learned: the longest has {longest:,}",
-            f"{shorter}data.sources=PATH of longer texts",
+    trained = int(plan.data.sequence_length / plan.dump()["techniques"]["yarn"]["factor"])
+    if "document_packing" in plan.techniques:
+        longest, known = (
+            max(int(np.diff(s.bounds(0, s.documents)).max(initial=0)) for s in texts)
+            for texts in (prepared.train, [prepared.validation])
         )
+        if longest < to:
+            shorter = f"--to {longest}, or " if longest > trained else ""
+            raise ConfigError(
+                f"no document of {', '.join(plan.source_list)} fills a row of {to:,} tokens, so "
+                f"that far places would not be learned: the longest has {longest:,}",
+                f"{shorter}data.sources=PATH of longer texts",
+            )
+        if known < to:
+            progress.note(
+                f"the longest document of the validation text has {known:,} tokens: no loss is "
+                "known of places beyond; data.validation=PATH of longer texts measures them"
+            )
     if prepared.validation.tokens <= to:
         raise ConfigError(
             f"the validation text has {prepared.validation.tokens:,} tokens, which is no row of "
@@ -195,10 +204,10 @@ def _check_text(plan: "Plan", to: int, progress: "Progress") -> None:
         )
 
 
-def _show_plan(plan: "Plan", *, as_json: bool) -> None:
-    """Print the plan as TOML or as JSON."""
+def _show_plan(plan: "Plan", notes: list[str], *, as_json: bool) -> None:
+    """Print the plan as TOML or as JSON, there with the notes on it."""
     if as_json:
-        show_json({"plan": plan.dump()})
+        show_json({"plan": plan.dump(), "told": notes})
     else:
         print(plan.to_toml())
 

@@ -1,4 +1,4 @@
-"""This module holds the verbs that use a run: eval, sample, report and export."""
+"""This module holds the verbs that use a run: eval, sample and report."""
 
 import os
 import shlex
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -18,9 +18,6 @@ from headrace.core.command import rerun, rerun_without
 from headrace.core.errors import ConfigError
 from headrace.core.limits import MOST, WIDEST
 from headrace.core.loading import loading
-
-if TYPE_CHECKING:
-    from headrace.model.lora import StorageErrors
 
 LENGTH = "data.sequence_length"
 """The one key that an evaluation may set."""
@@ -285,93 +282,3 @@ def report(
             show_json({"page": str(page)})
         else:
             print(page)
-
-
-def _storage_words(to: str, base: str, errors: "StorageErrors") -> str:
-    """Return what storage in few bits costs where adapters are used elsewhere."""
-    learned = f"the adapters moved them by {errors.learned:.2%}"
-    if to == "peft":
-        return (
-            f"the adapters learned beside weights in {base}, which are {errors.stored:.2%} off the "
-            f"whole ones (of their norm); {learned}. Beside whole weights logits are off by that"
-        )
-    return (
-        f"the adapters are in the weights as they were stored in {base}, and nothing is lost; "
-        f"stored in {base} again these would be {errors.requantized:.2%} off (of their norm), and "
-        f"{learned}"
-    )
-
-
-def export(
-    run: RunName,
-    *,
-    to: Annotated[
-        str,
-        typer.Option(help="hf: a whole model; peft: adapters alone; gguf: llama.cpp's file."),
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(help="A new folder, or file of gguf; RUN/FORMAT without it."),
-    ] = None,
-    quantize: Annotated[
-        str | None, typer.Option(help="How gguf stores matrices: f32, f16, q8_0 or q4_0.")
-    ] = None,
-    checkpoint: Checkpoint = None,
-    adapter: Adapter = "",
-    json: Json = False,
-) -> None:
-    """Write a run's model in another tool's format; with --adapter, its base with that merged."""
-    with exit_codes(json):
-        with loading():
-            from headrace.cli.companions import note_template
-            from headrace.core.folders import is_point
-            from headrace.export.gguf import Origin, file_name, stored_as
-            from headrace.export.opened import open_exported
-            from headrace.export.peft import stored_in
-            from headrace.export.run import export_run
-            from headrace.inference.load import checkpoint_of, read_plan
-            from headrace.model.companions import LOST, Companions, read_companions
-            from headrace.model.lora import storage_errors
-            from headrace.train.checkpoint import Saved
-        stored = stored_as(to, quantize)
-        opened = open_exported(run, catalogue(), adapter=adapter, checkpoint=checkpoint)
-        build, folder = opened.build, opened.run
-        plan = build.plan if is_point(folder) else read_plan(folder, catalogue())
-        companions = read_companions(
-            folder, plan.model.pretrained, lambda line: print(line, file=sys.stderr)
-        )
-        talked = note_template(opened.talks, plan)
-        if talked is not None:
-            companions = (companions or Companions()).with_template(talked.template)
-        name = f"{plan.name}-{Path(adapter).name}" if adapter else plan.name
-        file = file_name(name, stored) if to == "gguf" else ""
-        origin = None
-        if (source := opened.made_of) is not None:
-            saved = Saved(checkpoint_of(source, checkpoint), verify=False)
-            origin = Origin.of(read_plan(source, catalogue()).name, saved.values)
-        written = export_run(
-            build,
-            to,
-            output or folder / (f"{to}-{Path(adapter).name}" if adapter else to) / file,
-            run=folder,
-            sequence_length=plan.data.sequence_length,
-            companions=companions or Companions(),
-            quantize=stored,
-            name=name,
-            origin=origin,
-            note=lambda line: print(line, file=sys.stderr),
-        )
-        errors = storage_errors(build.model, build.source)
-        if errors is not None:
-            print(_storage_words(to, stored_in(build), errors), file=sys.stderr)
-        loss_fields = build.prepared.loss_fields
-        if json:
-            values = {"to": to, "file" if to == "gguf" else "folder": str(written)}
-            values |= {"not_kept": [*LOST] if companions is None else []}
-            values |= {} if errors is None else {"storage": errors._asdict()}
-            values |= {} if talked is None else {"chat_template_sha256": talked.template_sha256}
-            show_json({**values, **loss_fields})
-        else:
-            print(written)
-            for loses in loss_fields.values():
-                print(f"the tokenizer loses text: {loses}", file=sys.stderr)

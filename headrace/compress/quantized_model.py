@@ -229,7 +229,7 @@ def computing(model: Decoder, spec: QuantizationSpec, stored: Stored) -> Iterato
     """
     if not all(isinstance(one, SparseMatrix) for one in stored.values()):
         check_installed()
-    tensors = {name: _runtime_tensor(one, spec, name) for name, one in stored.items()}
+    tensors = {name: runtime_tensor(one, spec, name) for name, one in stored.items()}
     with _replaced(model, tensors):
         yield
 
@@ -253,7 +253,7 @@ def check_installed() -> None:
         logging.disable(before)
 
 
-def _runtime_tensor(one: StoredMatrix, spec: QuantizationSpec, name: str) -> Tensor:
+def runtime_tensor(one: StoredMatrix, spec: QuantizationSpec, name: str) -> Tensor:
     """Return the tensor whose matmuls a quantized matrix takes part in."""
     if isinstance(one, NF4Weight):
         return one

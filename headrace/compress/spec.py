@@ -213,7 +213,7 @@ PRESETS = {
         ),
         QuantizationSpec(
             name="8da4w",
-            matrices=GROUP_INT4,
+            matrices=GROUP_INT4.model_copy(update={"scales": "bf16"}),
             embeddings=ROW_INT8,
             head=ROW_INT8,
             activations="int8_asymmetric",

@@ -92,3 +92,23 @@ def silent_panics() -> Iterator[None]:
             capture_file.seek(0)
             if not explained and (output := capture_file.read()):
                 os.write(2, output)
+
+
+@contextmanager
+def silent_library() -> Iterator[None]:
+    """Drop what a library writes on standard error by itself, as of files of other machines.
+
+    For short calls: Python's own lines are dropped too.
+    """
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is no standard error
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

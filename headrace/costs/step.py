@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from headrace.costs.constants import numbers
 from headrace.costs.machine import Machine
 from headrace.costs.work import (
     AROUND,
@@ -20,6 +21,9 @@ from headrace.costs.work import (
     WorkKind,
 )
 
+USUAL_LAUNCH = numbers("usual_launch")
+"""Seconds that hosts took in runs for what counts as one launch, of eager and of compiled code."""
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -31,11 +35,13 @@ class StepTime:
         host_s: seconds that the host takes to launch the step, and does besides; 0 where the host
             is the device.
         edge_s: seconds between two steps, in which nothing runs.
+        usual_launches_s: seconds that hosts took for the launches of such steps in runs.
     """
 
     device_s: Mapping[tuple[Phase, WorkKind], float]
     host_s: float
     edge_s: float = EDGE_S
+    usual_launches_s: float = 0.0
 
     @property
     def by_host(self) -> bool:
@@ -77,16 +83,11 @@ def step_time(
         idle: share of both passes in which a rank has nothing to do.
     """
     device_s: dict[tuple[Phase, WorkKind], float] = {}
-    launches, replayed = 0.0, dict[Phase, float]()
     for piece in work.values():
         if not isinstance(piece, HostWork | Collective):
             key = (piece.phase, piece.kind)
             spent_s = piece.times(micro_batches) * piece.seconds(machine)
             device_s[key] = device_s.get(key, 0.0) + spent_s
-        if piece.recorded:
-            replayed[piece.phase] = piece.times(micro_batches)
-        else:
-            launches += piece.launches(micro_batches)
     for phase, kind in list(device_s):
         if kind == "host link":
             others = sum(s for (p, k), s in device_s.items() if p == phase and k != kind)
@@ -99,9 +100,46 @@ def step_time(
     if idle:
         passes_s = sum(s for (phase, _), s in device_s.items() if phase != "optimizer")
         device_s["backward", "wait"] = passes_s * idle / (1 - idle)
-    graphs = sum(replayed.values())
-    host_s = HOST_S + launches * machine.launch_s + graphs * machine.graph_launch_s
-    return StepTime(device_s, host_s)
+    launched = launches(work, micro_batches)
+    graphs_s = launched.graphs * machine.graph_launch_s
+    host_s = HOST_S + launched.every * machine.launch_s + graphs_s
+    return StepTime(device_s, host_s, usual_launches_s=launched.usual_s(*USUAL_LAUNCH) + graphs_s)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Hold what a host launches in a step.
+
+    Args:
+        every: all launches that no graph replays, in launches of an empty kernel.
+        compiled: those of compiled code.
+        graphs: how many recorded graphs are replayed.
+    """
+
+    every: float
+    compiled: float
+    graphs: float
+
+    @property
+    def eager(self) -> float:
+        """Return the launches of eager code."""
+        return self.every - self.compiled
+
+    def usual_s(self, eager_s: float, compiled_s: float) -> float:
+        """Return the seconds of all but the graphs by those of one launch of each kind."""
+        return self.eager * eager_s + self.compiled * compiled_s
+
+
+def launches(work: Mapping[str, Work], micro_batches: float) -> Launches:
+    """Return what the host launches in a step of so many micro-batches."""
+    every, compiled, replayed = 0.0, 0.0, dict[Phase, float]()
+    for piece in work.values():
+        if piece.recorded:
+            replayed[piece.phase] = piece.times(micro_batches)
+            continue
+        every += piece.launches(micro_batches)
+        compiled += piece.by_compiler * piece.launches(micro_batches)
+    return Launches(every, compiled, sum(replayed.values()))
 
 
 def _exposed_s(pieces: Mapping[str, Work], machine: Machine, micro_batches: float) -> float:

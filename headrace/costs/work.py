@@ -123,6 +123,11 @@ class Work:
         """Return what the host takes in a step, in launches of an empty kernel."""
         return self.times(micro_batches) * self.count * self.launch
 
+    @property
+    def by_compiler(self) -> bool:
+        """Return whether compiled code launches it."""
+        return self.launch == COMPILED
+
     def _compiled_launch(self) -> float:
         """Return what a compiler makes of the launch of one kernel."""
         if self.phase == "optimizer":  # no compiler sees it
@@ -232,6 +237,11 @@ class HostWork(Work):
     """The host does this between operations, as long as `launch` each."""
 
     kind = "host"
+
+    @property
+    def by_compiler(self) -> bool:
+        """Return whether it is a call of compiled code."""
+        return self.launch == REGION
 
     def compiled(self) -> Self:
         """Return nothing of it: a compiler leaves no Python between operations."""

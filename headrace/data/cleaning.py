@@ -48,7 +48,7 @@ from headrace.plan.plan import Plan
 
 RULE = 2
 """Version of what the cleaners do; other prepared data belongs to another version."""
-METHOD_RULES = {"bloom": 3}
+METHOD_RULES = {"bloom": 4, "minhash": 3}
 """Versions of the methods of deduplication whose results changed after `RULE` was the last."""
 FILE = "cleaning.json"
 """What prepared data keeps of its cleaning lies in this file."""

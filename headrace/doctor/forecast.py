@@ -23,10 +23,15 @@ as hard to predict as both, though they nearly cancel. `python benchmarks/foreca
 it to what was forecast before and measured then (the least mean interval score: width, and distance
 outside of it). On a device that no forecast was compared on, the rate of the work that is moved
 may be off as far as the ends of a step's interval are widened there (predict/intervals.py), and the
-interval is so much wider. It is around what would be gained on a host of
-the ledger's, and on one as slow as such hosts were seen. A host that is slow at one plan's code may
-be so at the other's or not: compiled code did not slow down with eager code (400m naive,
-forecasts.jsonl). The interval is around both, as far as the host's parts of the plans differ.
+interval is so much wider.
+
+A host launches no plan at the pace that it launched another at. Natural runs (natural.jsonl) say
+what launches of eager and of compiled code usually take (`usual_launch`), how far single plans lie
+from that, and how far the same plan does some minutes later. Where the host decides this run, its
+own pace counts for both plans; where the device does, the usual one, up to the pace at which the
+host ran ahead. The interval is around the gains by each of these paces. They come from
+`python benchmarks/natural_error.py`, which also shows how many gains of workloads that it left out
+lie inside.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,6 +40,7 @@ from math import exp, isfinite, log, nan, prod, sqrt
 from typing import Literal
 
 from headrace.core.statistics import Interval
+from headrace.costs.constants import number
 from headrace.costs.work import HOST_S, SLOW_HOST
 from headrace.data.packing.ledger import PackingLedger
 from headrace.doctor.observation import Observation
@@ -46,23 +52,11 @@ APART = 2.0
 """How many times the prediction of a step may be too long or too short for this run."""
 HOST_APART = 4.0
 """How many times too long or too short the host's part may be, where the device waits for it."""
-DRIFT = 1.5
-"""Times as long as minutes before that a host takes for the same launches. On an H100's host eleven
-natural runs that wait for launches took 0.7 to 1.7 times as long when their remedies were timed
-(natural_said.jsonl, natural.jsonl); on an H200's two plans took 0.9 and 1.16 times as long."""
-LATER = 1.15
-"""Times as long as minutes before that a host takes for the same launches where it was not the
-slower one. It multiplies the run's own pace, which counts up to `SLOW_HOST`, the slowest seen."""
-USUAL_HOST = 1.3
-"""Times as long as predicted that a host takes for the launches of a plan that it never ran, where
-the run's own device was the slower one: 1.1 to 1.6 where fp32 became bf16 on an H100
-(natural.jsonl), 1.25 to 1.7 in eager steps on an H200 (techniques.jsonl)."""
 REST = 0.6
 """Share of `HOST_S` that a host takes beside launching a step. Nine small plans whose launches were
 recorded took 5.0 to 8.6 ms a step on an H100, 8.5 predicted (natural.jsonl)."""
-ON_CPU = 1.5
-"""How far off a probed CPU's rates of the work that a change moves may be: compiled steps were 0.80
-to 1.08 times as fast as forecast in eight natural runs on two cores (natural.jsonl)."""
+ON_CPU = number("gain_on_cpu")
+"""How far off a probed CPU's rates of the work that a change moves may be."""
 SHORTEST_S = 2.5e-3
 """Least seconds that a host's part is divided by: a shorter part decides no step, and a CPU, whose
 host is the device, has none."""
@@ -84,6 +78,25 @@ class Error:
 
 ERROR = Error(0.0095, 0.1, 93, "results/forecasts.jsonl: NVIDIA H200, 15 workloads")
 """Error in the logarithm of 85% of workloads outside of the fit and of 90% of receipts."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hold how far a host's pace lies from what is known of it, both as factors.
+
+    Args:
+        drift: from the pace at the same launches minutes before.
+        spread: from the usual pace at another plan's launches (`usual_launch`).
+    """
+
+    drift: float
+    spread: float
+
+
+HOSTS = Hosts(number("host_drift"), number("host_spread"))
+"""What 80% of natural runs on GPUs show."""
+_Steps = list[tuple[float, float]]
+"""Seconds of a step before and after a change, as it may be."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +184,9 @@ def moved(before: Prediction, after: Prediction) -> float:
     return sum(abs(a - b) for a, b in zip(*works, strict=True)) / sqrt(steps) if steps else 0.0
 
 
-def by_ledger(before: Prediction, after: Prediction, measured: MeasuredRun) -> Forecast:
+def by_ledger(
+    before: Prediction, after: Prediction, measured: MeasuredRun, hosts: Hosts = HOSTS
+) -> Forecast:
     """Return what the ledger says of a change on this run."""
     if before.time.step_s is None or after.time.step_s is None:
         return Forecast(None, "none", after.time.unknown or before.time.unknown)
@@ -182,38 +197,20 @@ def by_ledger(before: Prediction, after: Prediction, measured: MeasuredRun) -> F
         return Forecast(None, "none", NoInterval.FEW)
     if measured.step_s is None:
         return _of_a_plan(before, after)
-    left_s, edge_s = measured.step_s - measured.waits_s, _edge_s(before)
+    left_s = measured.step_s - measured.waits_s
     if measured.by_host and before.time.host_s:
-        whole = (left_s - edge_s) / before.time.host_s
+        whole = (left_s - _edge_s(before)) / before.time.host_s
         if unlike := _unlike(whole, HOST_APART, "of what this run's host takes"):
             return unlike
-        quick = min(1.0, (left_s - edge_s) / before.time.device_s)  # it was done when the host was
-        pace, base = _pace(before, left_s)
-        paces = [(one, one, base) for one in (pace, DRIFT * pace, pace / DRIFT)]
-        paces += [(pace, _differing(before, after, pace, 1.0), base), (whole, whole, whole)]
-        steps_s = [
-            (_paced(before, one, quick, rest), _paced(after, other, quick, rest))
-            for one, other, rest in paces
-        ]
+        steps_s = _where_the_host_decides(before, after, left_s, hosts)
     else:
         # Launches that nobody waits for say nothing; a device that decides says how fast it is.
         known = not before.time.waits_for_launches or after.time.waits_for_launches
         scale = left_s / before.time.step_s if known else 1.0
         if unlike := _unlike(scale, APART, "of this run's step"):
             return unlike
-        alike = before.time.waits_for_launches == after.time.waits_for_launches
-        after_s = scale * after.time.step_s if alike else _paced(after, 1.0, scale)
-        # No host is slower than any that was seen, or takes longer than it ran ahead.
-        pace = (left_s - measured.slack_s - edge_s) / max(before.time.host_s, SHORTEST_S)
-        slow = LATER * min(SLOW_HOST, pace)
-        usual_s = max(after_s, _paced(after, min(USUAL_HOST, pace), 0.0, min(REST, pace)))
-        steps_s = [(left_s, usual_s), (left_s, after_s)] + [
-            (
-                max(left_s, slow * before.time.host_s + edge_s),
-                max(after_s, one * after.time.host_s + edge_s),
-            )
-            for one in (slow, _differing(before, after, slow, 1.0))
-        ]
+        host_s = left_s - measured.slack_s
+        steps_s = _where_the_device_decides(before, after, left_s, host_s, scale, hosts)
     waits_s = measured.waits_s
     ratios = [log((one_s + waits_s) / (other_s + waits_s)) for one_s, other_s in steps_s]
     work = moved(before, after) * left_s / measured.step_s
@@ -223,11 +220,12 @@ def by_ledger(before: Prediction, after: Prediction, measured: MeasuredRun) -> F
 
 def _of_a_plan(before: Prediction, after: Prediction) -> Forecast:
     """Forecast a plan that nobody ran, on a host as it is predicted, and on a slow one."""
+    hosts_s = before.time.host_s, after.time.host_s
     paces = (
         (1.0, 1.0),
         (SLOW_HOST, SLOW_HOST),
-        (SLOW_HOST, _differing(before, after, SLOW_HOST, 1.0)),
-        (1.0, _differing(before, after, 1.0, SLOW_HOST)),
+        (SLOW_HOST, _differing(*hosts_s, SLOW_HOST, 1.0)),
+        (1.0, _differing(*hosts_s, 1.0, SLOW_HOST)),
     )
     ratios = [log(_paced(before, one) / _paced(after, other)) for one, other in paces]
     work = moved(before, after)
@@ -239,28 +237,88 @@ def _widened(before: Prediction) -> float:
     return ON_CPU if before.rates.basis == "on_cpu" else before.rates.widening.of_gains
 
 
-def _pace(before: Prediction, left_s: float) -> tuple[float, float]:
-    """Return how many times as long as predicted launches took, and what the host does besides.
+def _where_the_host_decides(
+    before: Prediction, after: Prediction, left_s: float, hosts: Hosts
+) -> _Steps:
+    """Return what both steps may take where the first waited for launches, the likeliest first."""
+    host_s = left_s - _edge_s(before)
+    quick = min(1.0, host_s / before.time.device_s)  # it was done when the host was
+    launches_s = before.time.usual_launches_s, after.time.usual_launches_s
+    whole = host_s / (HOST_S + launches_s[0])
+    pace = (host_s - REST * HOST_S) / launches_s[0] if launches_s[0] > REST * HOST_S else 0.0
+    pace, rest = (pace, REST) if pace > 0 else (whole, whole)
+    paces = [(one * pace, one * pace, rest) for one in (1.0, hosts.drift, 1 / hosts.drift)]
+    paces += [
+        (pace, _differing(*launches_s, pace, one * pace), rest)
+        for one in (hosts.spread, 1 / hosts.spread)
+    ]
+    paces += [(whole, whole, whole)]
+    return [
+        (_launched(before, one, quick, rest), _launched(after, other, quick, rest))
+        for one, other, rest in paces
+    ]
 
-    What it does besides does not grow with a host's eager launches (`REST`). Where launches are
-    few, both are at one pace.
+
+def _where_the_device_decides(
+    before: Prediction, after: Prediction, left_s: float, host_s: float, scale: float, hosts: Hosts
+) -> _Steps:
+    """Return what both steps may take where the device decides the first, the likeliest first.
+
+    Args:
+        before: the prediction of the run's plan.
+        after: the prediction of the changed plan.
+        left_s: seconds of the measured step without waits.
+        host_s: the part of them in which the host did not wait for the device.
+        scale: how many times as long as predicted the device takes.
+        hosts: how far paces of hosts lie from what is known of them.
     """
-    launches_s, left_s = before.time.host_s - HOST_S, left_s - _edge_s(before)
-    pace = (left_s - REST * HOST_S) / launches_s if launches_s > REST * HOST_S else 0.0
-    whole = left_s / before.time.host_s
-    return (pace, REST) if pace > 0 else (whole, whole)
+    # No host is slower than any that was seen, or takes longer than it ran ahead.
+    limit = max(0.0, host_s - _edge_s(before) - REST * HOST_S)
+    limit /= max(before.time.usual_launches_s, SHORTEST_S)
+    slow = min(hosts.spread, hosts.drift * limit)
+    launches_s = before.time.usual_launches_s, after.time.usual_launches_s
+    alike = before.time.waits_for_launches == after.time.waits_for_launches
+    after_s = (
+        scale * (after.time.step_s or 0.0)
+        if alike
+        else scale * after.time.device_s + _edge_s(after)
+    )
+
+    def steps(pace: float, other: float) -> tuple[float, float]:
+        rest = min(REST, pace)
+        first_s = left_s if pace <= limit else max(left_s, _launched(before, pace, 0.0, rest))
+        return first_s, max(after_s, _launched(after, other, 0.0, rest))
+
+    usual = min(1.0, limit)
+    return [
+        steps(usual, usual),
+        steps(usual, usual / hosts.spread),
+        steps(slow, slow),
+        steps(slow, _differing(*launches_s, slow, 1 / hosts.spread)),
+    ]
 
 
-def _paced(one: Prediction, pace: float, device: float = 1.0, base: float | None = None) -> float:
-    """Return the seconds of a step whose launches, device and rest of the host are scaled."""
-    rest_s = min(HOST_S, one.time.host_s)
-    host_s = (pace if base is None else base) * rest_s + pace * (one.time.host_s - rest_s)
+def _launched(one: Prediction, pace: float, device: float, rest: float) -> float:
+    """Return the seconds of a step by how its launches, its device and the rest of its host run."""
+    host_s = rest * min(HOST_S, one.time.host_s) + pace * one.time.usual_launches_s
     return max(device * one.time.device_s, host_s) + _edge_s(one)
 
 
-def _differing(before: Prediction, after: Prediction, pace: float, other: float) -> float:
-    """Return the host's pace at the second plan, if what the first lacks is at another pace."""
-    least, most = sorted((before.time.host_s, after.time.host_s))
+def _paced(one: Prediction, pace: float) -> float:
+    """Return the seconds of a step whose host takes so many times as long as predicted."""
+    return max(one.time.device_s, pace * one.time.host_s) + _edge_s(one)
+
+
+def _differing(first_s: float, second_s: float, pace: float, other: float) -> float:
+    """Return the host's pace at the second plan, if what the first lacks is at another pace.
+
+    Args:
+        first_s: seconds of the host for the first plan.
+        second_s: seconds of it for the second plan.
+        pace: the pace at what both have.
+        other: the pace at what one of them lacks.
+    """
+    least, most = sorted((first_s, second_s))
     return pace + (1 - least / max(most, SHORTEST_S)) * (other - pace)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from headrace.assemble.build import make_build
 from headrace.assemble.sockets import Build
 from headrace.compress.gptq import gptq_model
+from headrace.compress.latency import DecodeForecast
 from headrace.compress.quantized_model import (
     StoredMatrix,
     check_finite,
@@ -46,6 +47,7 @@ from headrace.export.point import WEIGHTS, fill_, point_plan, read_point, write_
 from headrace.inference.sample import generate
 from headrace.model.lora import merged_state
 from headrace.parallel.world import World
+from headrace.plan.technique import Stage
 from headrace.train.evaluate import evaluate, finite
 
 DECODED, DECODINGS = 24, 3
@@ -102,6 +104,8 @@ class PointReading:
     """Largest difference of a logit to that of the fake-quantized reference."""
     tokens_per_s: float
     """Speed of decoding one sequence here, by torch and torchao without compilation."""
+    forecast_tokens_per_s: float
+    """What that speed was forecast to be before the point was made."""
     higher: tuple[str, ...] = ()
     """Matrices that are kept in 8 bits."""
     pruned: float = 0.0
@@ -137,13 +141,17 @@ class Compression:
         return {**asdict(self), "chosen": chosen.name if chosen else None}
 
 
-def plain_build(build: Build) -> Build:
+def plain_build(build: Build, until: Stage = Stage.STEP) -> Build:
     """Return the model of an opened run as plain weights: adapters merged, frozen codes made whole.
+
+    Args:
+        build: the run, opened.
+        until: the last stage; a model alone, whose text is not open, is MATERIALIZE.
 
     Raises:
         ConfigError: a weight is not finite, or missing among the plain ones.
     """
-    made = make_build(point_plan(build), build.prepared, World(), build.device)
+    made = make_build(point_plan(build), build.prepared, World(), build.device, until=until)
     state = merged_state(build.model)
     for name, weight in state.items():
         check_finite(name, weight)
@@ -289,14 +297,16 @@ class _Work:
         size = sum(4 * parameter.numel() for parameter in self.build.model.parameters())
         loss = finite(evaluate(self.build, self.tokens))
         self.targets, self.bits_per_byte = loss.tokens, loss.bits_per_byte
-        return PointReading(
-            "fp32", "", size, loss.loss_nats, loss.bits_per_byte, 0.0, 0.0, 0.0, self._decode()
-        )
+        speed = self._decode()
+        self.forecast = DecodeForecast(self.build.model, 1 / speed)
+        whole = loss.loss_nats, loss.bits_per_byte
+        return PointReading("fp32", "", size, *whole, 0.0, 0.0, 0.0, speed, speed)
 
     def measure(self, spec: QuantizationSpec) -> PointReading:
         """Write a point, read it back, and return what is measured of it."""
         self._step(spec.name)
         folder, model = self.out / spec.name, self.build.model
+        forecast = 1 / self.forecast.seconds(spec)
         write_point(folder, self.build, spec, self._quantize(spec), self.source)
         read, stored, _ = read_point(folder, self.build.device)
         with faking(model, read, stored):
@@ -315,6 +325,7 @@ class _Work:
             logits_from_whole=_largest(logits, self.logits),
             logits_from_reference=_largest(logits, reference),
             tokens_per_s=speed,
+            forecast_tokens_per_s=forecast,
             higher=tuple(spec.exceptions),
             pruned=_pruned_share(stored),
         )

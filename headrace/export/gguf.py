@@ -88,7 +88,8 @@ def stored_as(to: str, quantize: str | None) -> Quantized:
     """
     if quantize is not None and to != "gguf":
         raise ConfigError(
-            f"--quantize {quantize} is of gguf alone", rerun_without("--quantize", verb="export")
+            f"--quantize {quantize} is of files for a runtime, and {to} stores 32 bits",
+            rerun_without("--quantize", verb="export"),
         )
     if quantize is not None and quantize not in QUANTIZED:
         raise ConfigError(

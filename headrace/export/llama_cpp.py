@@ -33,6 +33,36 @@ class Continued(NamedTuple):
     tokens_per_s: float
 
 
+class TokenWork(NamedTuple):
+    """Hold what one token takes."""
+
+    weight_bytes: int
+    cache_bytes: int
+    multiplied: int
+    """weights that it is multiplied with"""
+
+
+def refuse_long(file: Path, context: int, prompt: int, tokens: int) -> None:
+    """Refuse a text that has no room in the rows of an exported model.
+
+    Args:
+        file: the file.
+        context: tokens of its longest row; 0 is no limit.
+        prompt: tokens of the prompt.
+        tokens: the most tokens to add.
+
+    Raises:
+        ConfigError: both together are longer.
+    """
+    if context and prompt + tokens > context:
+        room = context - prompt
+        raise ConfigError(
+            f"a prompt of {prompt} tokens and {tokens} new ones need {prompt + tokens} places, "
+            f"and {file} has {context}",
+            f"--max-tokens {room}" if room > 0 else "--prompt TEXT with a shorter text",
+        )
+
+
 class LlamaCpp:
     """llama.cpp has opened one GGUF file."""
 
@@ -60,6 +90,7 @@ class LlamaCpp:
         self._context = int(fields.get(f"{kind}.context_length", 0))
         self.name = f"llama.cpp (xllamacpp {xllamacpp.__version__})"
         self.origin = _origin(fields)
+        self.quantized = _quantized(fields)
         room = len(prompt.encode()) + 2 + tokens
         self._key = secrets.token_hex(16)
         self._server = call_native(lambda: self._open(xllamacpp, kind, room))
@@ -91,13 +122,7 @@ class LlamaCpp:
         """
         answer = self._ask("/tokenize", content=text, add_special=True, parse_special=False)
         ids: list[int] = answer["tokens"]
-        if self._context and len(ids) + self._tokens > self._context:
-            room = self._context - len(ids)
-            raise ConfigError(
-                f"a prompt of {len(ids)} tokens and {self._tokens} new ones need "
-                f"{len(ids) + self._tokens} places, and {self._file} has {self._context}",
-                f"--max-tokens {room}" if room > 0 else "--prompt TEXT with a shorter text",
-            )
+        refuse_long(self._file, self._context, len(ids), self._tokens)
         return ids
 
     def continue_(self, ids: Sequence[int], tokens: int) -> Continued:
@@ -121,6 +146,33 @@ class LlamaCpp:
         )
         every = answer["completion_probabilities"][0]["top_logprobs"]
         return {one["id"]: one["logprob"] for one in every}
+
+    @property
+    def context(self) -> int:
+        """Return the tokens of the longest text; 0 where the file says none."""
+        return self._context
+
+    def work(self, places: int) -> TokenWork:
+        """Return what a token reads and multiplies behind so many others."""
+        reader = gguf_package().GGUFReader(self._file)
+        sizes = {one.name: (int(one.n_bytes), int(one.n_elements)) for one in reader.tensors}
+        if "output.weight" in sizes:  # else the embedding is the output matrix too
+            sizes.pop("token_embd.weight")
+        fields = _fields(self._file)
+        kind = fields["general.architecture"]
+        heads, layers = fields[f"{kind}.attention.head_count"], fields[f"{kind}.block_count"]
+        groups = fields.get(f"{kind}.attention.head_count_kv", heads)
+        width = fields[f"{kind}.embedding_length"] // heads
+        features = groups * fields.get(f"{kind}.attention.key_length", width)
+        weights = sum(size for size, _ in sizes.values())
+        return TokenWork(weights, 8 * layers * features * places, sum(n for _, n in sizes.values()))
+
+    def decode_s(self, prompt: int, tokens: int) -> float:
+        """Return the seconds that one token takes, over `tokens` of them behind a prompt."""
+        ids = [self._letter] * prompt
+        values = {"n_predict": tokens, "temperature": 0.0, "ignore_eos": True}
+        times = self._ask("/completion", prompt=ids, **values)["timings"]
+        return 1 / times["predicted_per_second"]
 
     def _ask(self, path: str, **values: Any) -> dict[str, Any]:
         """Return what the server answers.
@@ -178,3 +230,9 @@ def _origin(fields: dict[str, Any]) -> Origin | None:
     digests = {k.removeprefix(begins): v for k, v in fields.items() if k.startswith(begins)}
     seal = fields["headrace.checkpoint"]
     return Origin(fields["headrace.run"], int(fields["headrace.step"]), seal, digests)
+
+
+def _quantized(fields: dict[str, Any]) -> str:
+    """Return how most matrices of a file are stored, as `headrace export --quantize` says it."""
+    names = {0: "f32", 1: "f16", 2: "q4_0", 7: "q8_0"}
+    return names.get(int(fields.get("general.file_type", -1)), "")

@@ -152,9 +152,33 @@ def open_point(folder: Path, catalogue: Catalogue, *, with_data: bool = False) -
         ConfigError: a file is damaged or of another model than plan.toml, or the text is gone.
         UnsupportedError: torchao is not installed.
     """
-    plan = Plan.read(read_plan_text(folder / "plan.toml"), catalogue).replaced(device="auto")
-    device = choose_device(plan)
-    spec, stored, whole = read_point(folder, device)
+    build, spec, stored = closed_point(folder, catalogue, with_data=with_data, device="auto")
+    stack = ExitStack()  # it stays in the model as long as the build lives
+    stack.enter_context(computing(build.model, spec, stored))
+    build.notes.setdefault("standing", []).append(stack)
+    return build
+
+
+def closed_point(
+    folder: Path, catalogue: Catalogue, *, with_data: bool = False, device: str = "cpu"
+) -> tuple[Build, QuantizationSpec, dict[str, StoredMatrix]]:
+    """Return the model of a folder with its whole weights, its spec, and its quantized matrices.
+
+    The parameters that are quantized have no values.
+
+    Args:
+        folder: as `write_point` left it.
+        catalogue: the techniques and model families.
+        with_data: whether to open the validation text too.
+        device: where it goes, as a plan names it.
+
+    Raises:
+        ConfigError: a file is damaged or of another model than plan.toml, or the text is gone.
+    """
+    text = read_plan_text(folder / "plan.toml")
+    plan = Plan.read(text, catalogue).replaced(device=device)
+    where = choose_device(plan)
+    spec, stored, whole = read_point(folder, where)
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     if tokenizer.fingerprint != _record(folder)["tokenizer"]:
         raise ConfigError(
@@ -168,12 +192,27 @@ def open_point(folder: Path, catalogue: Catalogue, *, with_data: bool = False) -
         none: Any = None  # a model alone reads no text
         prepared = Prepared(folder, tokenizer, (), none, fingerprint={}, has_begun=True)
     until = Stage.STEP if with_data else Stage.MATERIALIZE
-    build = make_build(plan, prepared, World(), device, until=until)
+    build = make_build(plan, prepared, World(), where, until=until)
     _check_stored(folder, build, stored)
     fill_(build, whole, stored, source=folder, remedy=_remade(folder))
-    stack = ExitStack()  # it stays in the model as long as the build lives
-    stack.enter_context(computing(build.model, spec, stored))
-    build.notes.setdefault("standing", []).append(stack)
+    return build, spec, stored
+
+
+@torch.no_grad()
+def pruned_build(folder: Path, catalogue: Catalogue) -> Build:
+    """Return the model of a pruned point on the host, whole, with zeros.
+
+    Args:
+        folder: as `write_point` left it.
+        catalogue: the techniques and model families.
+
+    Raises:
+        ConfigError: see `closed_point`.
+    """
+    build, _, stored = closed_point(folder, catalogue)
+    for name, one in stored.items():
+        assert isinstance(one, SparseMatrix), "a pruned point has weights in no other form"
+        build.model.get_parameter(name).copy_(one.dequantize())
     return build
 
 

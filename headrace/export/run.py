@@ -22,8 +22,9 @@ from headrace.model.mask import mask_of
 from headrace.model.mlp import GeGLU, PlainMLP, SwiGLU
 
 FORMATS = ("hf", "peft", "gguf")
-"""The formats that `headrace export --to` knows: Hugging Face's, its adapters' (PEFT), and the one
-file of llama.cpp."""
+"""Formats of `headrace export --to`: Hugging Face's, its adapters' (PEFT), and llama.cpp's file."""
+FOR_DEVICES = ("onnx", "executorch")
+"""Its other formats, which `edge` writes."""
 
 
 def export_run(
@@ -60,7 +61,9 @@ def export_run(
         UnsupportedError: the format cannot describe what this model computes.
     """
     if to not in FORMATS:
-        raise ConfigError(f"--to {to} is not a format", f"--to {nearest(to, FORMATS)}")
+        raise ConfigError(
+            f"--to {to} is not a format", f"--to {nearest(to, (*FORMATS, *FOR_DEVICES))}"
+        )
     if to == "gguf":
         gguf_package()
     refuse_parts(build, to, run)

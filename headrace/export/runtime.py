@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from headrace.core.errors import ConfigError, RunError, UnsupportedError
+from headrace.export.edge_runtime import RUNTIMES as EDGE
 from headrace.export.gguf import Origin
 from headrace.export.llama_cpp import Continued, LlamaCpp
 from headrace.inference.load import open_model
@@ -45,7 +46,7 @@ class Runtime(Protocol):
         ...
 
 
-RUNTIMES: dict[str, Callable[[Path, str, int], Runtime]] = {".gguf": LlamaCpp}
+RUNTIMES: dict[str, Callable[[Path, str, int], Runtime]] = {".gguf": LlamaCpp, **EDGE}
 """What opens a file, by the end of its name: from the file, the prompt, and the tokens to add."""
 
 

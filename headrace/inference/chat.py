@@ -5,6 +5,7 @@ model writes what the template puts behind an answer. What ends an answer is fou
 so it holds for every template.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -23,6 +24,8 @@ from headrace.inference.sample import generate
 
 PROBE = "\N{WHITE SMILING FACE}answer\N{WHITE SMILING FACE}"
 """A text that no template writes by itself."""
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+"""What stands for bytes that are no character, or not yet."""
 
 
 @dataclass
@@ -66,12 +69,20 @@ class Chat:
         system = system or config.system
         return cls(build, template, [{"role": "system", "content": system}] if system else [])
 
-    def reply(self, text: str, *, new_tokens: int, **how: Any) -> str:
+    def reply(
+        self,
+        text: str,
+        *,
+        new_tokens: int,
+        show: Callable[[str], None] = lambda piece: None,
+        **how: Any,
+    ) -> str:
         """Return the answer to a message, and remember both.
 
         Args:
             text: what the user says.
             new_tokens: the most tokens of the answer.
+            show: takes the pieces of the answer while it is written; they add up to it.
             **how: further arguments of `generate`.
 
         Raises:
@@ -86,7 +97,18 @@ class Chat:
             ) from None
         ids = self._encoder.encode(prompt, add_special_tokens=False).ids
         ids_BT = torch.tensor([ids], device=self.build.device)
-        tokenizer = self.build.prepared.tokenizer
+        tokenizer, shown = self.build.prepared.tokenizer, 0
+
+        def ends(new: list[int]) -> bool:
+            nonlocal shown
+            begun = self._text(new)
+            if self.end and self.end in begun:
+                return True
+            certain = self._certain(begun)
+            show(certain[shown:])
+            shown = max(shown, len(certain))
+            return False
+
         with self.build.autocast():
             rows_BT = generate(
                 self.build.model,
@@ -94,13 +116,24 @@ class Chat:
                 new_tokens=new_tokens,
                 stop=tokenizer.document_token,
                 entries=tokenizer.vocab,
-                until=lambda new: bool(self.end) and self.end in self._text(new),
+                until=ends,
                 **how,
             )
         answer = self._text(rows_BT[0, len(ids) :].tolist())
-        answer = answer.partition(self.end)[0] if self.end else answer
-        self.messages = [*messages, {"role": ASSISTANT, "content": answer.strip()}]
-        return answer.strip()
+        answer = (answer.partition(self.end)[0] if self.end else answer).strip()
+        show(answer[shown:])
+        self.messages = [*messages, {"role": ASSISTANT, "content": answer}]
+        return answer
+
+    def _certain(self, begun: str) -> str:
+        """Return what of an answer stays as it is, whatever the next tokens are.
+
+        Its last characters may be blanks behind the answer, a part of a character, or a part of
+        what ends it.
+        """
+        whole = begun.rstrip(UNKNOWN)
+        part = next((n for n in range(len(self.end), 0, -1) if whole.endswith(self.end[:n])), 0)
+        return whole[: len(whole) - part].strip()
 
     def _text(self, ids: list[int]) -> str:
         """Return tokens as text, with special tokens, but without the one that ends documents."""

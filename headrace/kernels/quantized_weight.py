@@ -271,39 +271,78 @@ class NF4Weight(QuantizedWeight):
 
 
 class _Matmul(torch.autograd.Function):
-    """It computes y + x W^T, keeps the quantized weight, and gives it no gradient.
+    """It computes x W^T, keeps the quantized weight, and gives it no gradient.
 
-    Shapes: x [N, C], y [N, R] or None, the weight [R, C].
+    Shapes: x [N, C], the weight [R, C].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedWeight) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(weight)
+        return x @ weight.dequantize(x.dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None
+        repeat = torch.compiler.is_compiling()
+        return grad @ weight.dequantize(grad.dtype, repeat=repeat), None
+
+
+class _AdaptedMatmul(torch.autograd.Function):
+    """It computes x W^T + s (x A^T) B^T, and the gradients of x, A and B.
+
+    A sum of two matmuls moves its result several times: torch's addmm copies what it adds to, then
+    reads it. Here the matrix that W is made whole into gets B as more columns, or A as more rows,
+    so that one matmul makes the sum. What it multiplies is copied for it with as many columns
+    more, so it is done where that moves less: forward but for long rows, backward but for many.
+
+    Shapes: x [N, C], the weight [R, C], A [L, C], B [R, L].
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: QuantizedWeight, y: Tensor | None
+        ctx: Any, x: Tensor, weight: QuantizedWeight, a: Tensor, b: Tensor, scale: float
     ) -> Tensor:
-        ctx.save_for_backward(weight)
-        whole = weight.dequantize(x.dtype).t()
-        return x @ whole if y is None else torch.addmm(y, x, whole)
+        low = (x @ a.t()) * scale
+        ctx.save_for_backward(x, weight, a, b, low)
+        ctx.scale = scale
+        whole = weight.dequantize(x.dtype)
+        if 2 * whole.size(0) > whole.size(1):  # x twice, or the result four times
+            return torch.cat([x, low], 1) @ torch.cat([whole, b], 1).t()
+        return torch.addmm(low @ b.t(), x, whole.t())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:  # type: ignore[override]
-        (weight,) = ctx.saved_tensors
-        needs_x, _, needs_y = ctx.needs_input_grad
-        repeat = torch.compiler.is_compiling()
-        grad_x = grad @ weight.dequantize(grad.dtype, repeat=repeat) if needs_x else None
-        return grad_x, None, grad if needs_y else None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, a, b, low = ctx.saved_tensors
+        needs_x, _, needs_a, needs_b, _ = ctx.needs_input_grad
+        grad_low, grad_x = (grad @ b) * ctx.scale, None
+        if needs_x:
+            whole = weight.dequantize(grad.dtype, repeat=torch.compiler.is_compiling())
+            if whole.size(0) <= whole.size(1):
+                grad_x = torch.cat([grad, grad_low], 1) @ torch.cat([whole, a])
+            else:
+                grad_x = (grad @ whole).addmm_(grad_low, a)
+        grad_a = grad_low.t() @ x if needs_a else None
+        grad_b = grad.t() @ low if needs_b else None
+        return grad_x, None, grad_a, grad_b, None
 
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """Compute F.linear with a quantized weight, under autocast too."""
-    y = _Matmul.apply(x.to(compute_dtype(x)), weight, None)
+    y = _Matmul.apply(x.to(compute_dtype(x)), weight)
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def added_matmul(y: Tensor, x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """Return y + x W^T [..., R] of y [..., R] and x [..., C], under autocast too."""
+def adapted_matmul(
+    x: Tensor, weight: QuantizedWeight, a_LC: Tensor, b_RL: Tensor, scale: float
+) -> Tensor:
+    """Return x W^T + scale (x A^T) B^T [..., R] of x [..., C], under autocast too."""
     dtype = compute_dtype(x)
-    rows = x.to(dtype).flatten(0, -2), weight, y.to(dtype).flatten(0, -2)
-    return _Matmul.apply(*rows).unflatten(0, x.shape[:-1])
+    rows = x.to(dtype).flatten(0, -2)
+    y = _AdaptedMatmul.apply(rows, weight, a_LC.to(dtype), b_RL.to(dtype), scale)
+    return y.unflatten(0, x.shape[:-1])
 
 
 # --- what autograd, modules and FSDP2 do with a weight ---------------------------------------

@@ -32,7 +32,7 @@ from headrace.core.remedy import Remedy, mend
 from headrace.costs.adapters import ADAPTERS, LENT, AdapterSizes, targeted
 from headrace.kernels.autocast import compute_dtype
 from headrace.kernels.blockwise_8bit import LEAST_SCALE
-from headrace.kernels.quantized_weight import QuantizedWeight, added_matmul
+from headrace.kernels.quantized_weight import QuantizedWeight, adapted_matmul
 from headrace.model.mask import mixed
 from headrace.parallel.layout import local_of
 from headrace.plan.technique import Doubt
@@ -78,6 +78,9 @@ class LoraLinear(nn.Linear):
         """Map [..., in] to [..., out]."""
         if self.is_off:
             return super().forward(input)
+        if isinstance(self.weight, QuantizedWeight):
+            y = self.matmul(input)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
         correction = self.correction(input)
         return self.added(input, correction if self.bias is None else correction + self.bias)
 
@@ -85,17 +88,17 @@ class LoraLinear(nn.Linear):
         """Map [..., in] to [..., out] without the bias, which is added where ranks' parts are."""
         if self.is_off:
             return F.linear(input, self.weight)
+        if isinstance(self.weight, QuantizedWeight):
+            return adapted_matmul(input, self.weight, self.first(), self.lora_b, self.scale)
         return self.added(input, self.correction(input))
 
     def added(self, input: Tensor, correction: Tensor) -> Tensor:
         """Add the frozen product to a correction [..., out], in one operation where there is one.
 
-        The product's sum begins at the correction, so that nothing reads and writes both again, and
-        what a checkpoint keeps is the whole result. The correction comes first: a block that runs
-        again stops where it has all that it keeps.
+        The product's sum begins at the correction, so that what a checkpoint keeps is the whole
+        result. The correction comes first: a block that runs again stops where it has all that it
+        keeps.
         """
-        if isinstance(self.weight, QuantizedWeight):
-            return added_matmul(correction, input, self.weight)
         if type(self.weight) not in (Tensor, nn.Parameter):  # one that multiplies in its own way
             return F.linear(input, self.weight) + correction
         dtype = compute_dtype(input)

@@ -273,21 +273,41 @@ def memory_tracker(
     It sees every operation, and `seen` counts each. Tensors that were made before are unknown to
     it, but for those of the model and of `optimizers`, among which may be tensors.
     """
-    from torch.distributed._tools.mem_tracker import MemTracker
+    from torch._guards import active_fake_mode
+    from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType, _ModState
+    from torch.distributed.tensor import DTensor
+
+    waits = torch.ops._c10d_functional.wait_tensor.default
 
     class LenientTracker(MemTracker):
         """Take second forwards and frozen parameters, which MemTracker refuses.
 
-        MemTracker also looks at every module at every operation, whose peaks nobody here reads.
+        MemTracker also looks at every module at every operation, whose peaks nobody here reads,
+        and builds the result of an operation anew to see its tensors.
         """
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if DTensor in types or func is waits:
+                out = super().__torch_dispatch__(func, types, args, kwargs)
+            else:
+                out = func(*args, **kwargs or {})
+                if active_fake_mode() is getattr(self, "_fake_mode_on_entry", None):
+                    self._note_memory(out)
             if seen is not None and out is not NotImplemented:
                 seen.note(func, args, out, updates=self._in_opt)
             return out
+
+        def _note_memory(self, out: Any) -> None:
+            backward = self._mod_tracker.is_bw
+            made_by = _MemRefType.TEMP if backward and not self._in_ac else _MemRefType.ACT
+            if self._in_opt:
+                made_by = _MemRefType.OPT
+            for tensor in (out,) if isinstance(out, Tensor) else tree_iter(out):
+                if isinstance(tensor, Tensor):
+                    self._track(made_by, tensor)
+            self._update_peak_stats(_ModState.PEAK_BW if backward else _ModState.PEAK_FW)
 
         def _update_peak_stats(self, peak_state: Any) -> None:
             for device, sizes in self._curr_mem_snap.items():

@@ -9,8 +9,9 @@ them and leaves out one shape at a time, so that they hold for a shape that was 
 are ratios of measured to predicted time, and not symmetric: what a model leaves out takes time. All
 of a GPU's rows are of one kind. `python benchmarks/foresight_cpu.py` computes the width of a CPU.
 
-On any other GPU each end lies some times as far (`widening`). Those factors rest on no steps, but
-on how far apart the numbers are that are assumed there, and every answer says so.
+On an H100 each end lies as far as natural runs ask for (`python benchmarks/natural_error.py`). On
+any other GPU it lies some times as far (`widening`). Those factors rest on no steps, but on how far
+apart the numbers are that are assumed there, and every answer says so.
 """
 
 from collections.abc import Mapping
@@ -82,9 +83,10 @@ STEP: dict[Basis, Width] = {
 MEASURED_ON = "H200"
 """The GPU whose measured steps the widths come from."""
 FORECAST_ON = "H100"
-"""Another GPU, on which 24 gains were forecast by probed rates and measured (natural.jsonl)."""
+"""Another GPU, of which natural runs were predicted by probed rates (natural.jsonl)."""
 SAME_CHIP, ASSUMED = number("wider_same_chip"), number("wider_assumed")
 PROBED, STEPPED = number("wider_probed"), number("wider_measured")
+NATURAL = number("wider_natural")
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,13 @@ def widening(machine: Machine, basis: Basis) -> Widening:
     known = f"predictions were compared with measured steps on {MEASURED_ON}s only"
     if basis not in ("no_gpu", "after_probes"):
         return Widening(STEPPED, f"{known}; steps of {device} set this one right")
+    if machine.source == "probes" and FORECAST_ON in device:
+        devices = f"{MEASURED_ON}s, and with fewer on {FORECAST_ON}s"
+        why = f"predictions were compared with measured steps on {devices}"
+        return Widening(NATURAL, why, compared=True)
     if machine.source == "probes":
         why = f"{known}; what steps of {device} take beyond its kernels is assumed"
-        return Widening(PROBED, why, compared=FORECAST_ON in device)
+        return Widening(PROBED, why)
     if lookup(device).family == "hopper":
         return Widening(SAME_CHIP, f"{known}, which have the chip of {device}")
     return Widening(ASSUMED, f"{known}; what {device} reaches of its datasheet's peaks is assumed")

@@ -145,6 +145,7 @@ class TimePrediction:
             are apart.
         host_s: seconds that the host takes to launch the step and for what else it does; 0 without
             a time.
+        usual_launches_s: seconds that hosts took for the launches of such steps in runs.
         step_between: the 80% interval of `step_s`; None where there is none.
         rate_between: the 80% interval of `tokens_per_s`; None where there is none.
         unknown: why no time is predicted; "" where one is.
@@ -156,6 +157,7 @@ class TimePrediction:
     parts_s: dict[str, float] = field(default_factory=dict)
     work_s: dict[str, float] = field(default_factory=dict)
     host_s: float = 0.0
+    usual_launches_s: float = 0.0
     step_between: Between | None = None
     rate_between: Between | None = None
     unknown: str = ""
@@ -223,6 +225,7 @@ class Prediction:
             "hours": run.pop("hours_between"),
             "dollars": run.pop("dollars_between"),
         }
+        del time["usual_launches_s"]  # the doctor's alone
         between = {name: ends for name, ends in intervals.items() if ends is not None}
         return {**rates, **table["memory"], **time, **run, "between": between}
 
@@ -304,6 +307,7 @@ def _taken(
         parts_s=_parts(time, step_s),
         work_s=time.work_s,
         host_s=time.host_s,
+        usual_launches_s=time.usual_launches_s,
         step_between=ends,
         rate_between=ends and Between(tokens / ends.high, tokens / ends.low),
         no_interval=no_interval,

@@ -28,6 +28,7 @@ POINT_HEAD = (
     "logits from fp32",
     "from reference",
     "tokens/s here",
+    "forecast",
 )
 """What `point_rows` holds."""
 MOST_BARS = 24
@@ -47,6 +48,7 @@ def point_rows(compression: Compression) -> list[list[str]]:
             f"{point.logits_from_whole:.3g}",
             f"{point.logits_from_reference:.1e}",
             f"{point.tokens_per_s:.1f}",
+            f"{point.forecast_tokens_per_s:.1f}",
         ]
         for point in (whole, *compression.points)
     ]

@@ -92,7 +92,8 @@ def fertility_page(
     cut = [group.name for group in groups if not group.is_whole]
     if cut:
         body.append(muted(f"Only the beginning was read of: {', '.join(cut)}."))
-    return page("Tokenizers compared", Safe("<header><h1>Tokenizers compared</h1></header>"), *body)
+    head = Safe("<header><h1>Tokenizers compared</h1></header>")
+    return page("Tokenizers compared", head, *body, source="the texts")
 
 
 def _bars(groups: Sequence[TextGroup], colours: Mapping[str, str]) -> Safe:

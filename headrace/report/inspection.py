@@ -49,6 +49,7 @@ def inspection_page(inspection: Inspection) -> str:
         _repeats(inspection),
         _special(inspection),
         _left_out(inspection),
+        source="the text",
     )
 
 
@@ -93,9 +94,9 @@ def _steps(points: Iterable[tuple[float, float]]) -> tuple[np.ndarray, np.ndarra
     return np.array([*x, last + 1.0]), np.array([*y, 0.0])
 
 
-def _octave(form: Callable[[float], str]) -> Callable[[float], str]:
-    """Return what writes a tick of an axis of octaves: nothing between two of them."""
-    return lambda octave: form(2**octave) if octave == int(octave) else ""
+def _octave(form: Callable[[float], str], first: float) -> Callable[[float], str]:
+    """Return what writes a tick of an axis of octaves from `first` on: nothing between two."""
+    return lambda octave: form(2 ** (first + octave)) if octave == int(octave) else ""
 
 
 def _lengths(inspection: Inspection) -> Safe:
@@ -106,17 +107,17 @@ def _lengths(inspection: Inspection) -> Safe:
         share = group.documents / inspection.documents
         documents[octave] = documents.get(octave, 0.0) + share
         sizes[octave] = sizes.get(octave, 0.0) + group.text_bytes / inspection.text_bytes
-    lines = []
+    lines, first = [], float(min(documents))
     for points, colour in ((documents, "c0"), (sizes, "c1")):
         x, y = _steps(points.items())
-        lines.append(ChartLine(x, 100 * y, colour, band=(np.zeros_like(y), 100 * y)))
+        lines.append(ChartLine(x - first, 100 * y, colour, band=(np.zeros_like(y), 100 * y)))
     key = legend([(swatch("c0"), "share of the documents"), (swatch("c1"), "share of the text")])
     chart = line_chart(
         "lengths",
         lines,
         label="Documents and text by length, in octaves of bytes",
         axis=ChartAxis(
-            "bytes of a document", _octave(lambda v: format_bytes(v).replace(".0 ", " "))
+            "bytes of a document", _octave(lambda v: format_bytes(v).replace(".0 ", " "), first)
         ),
         y_label="%",
     )
@@ -135,14 +136,16 @@ def _cropping(inspection: Inspection) -> Safe:
     """Render what cropping loses by sequence length."""
     x = np.log2([length for length, _ in inspection.cropped_at])
     y = np.array([100 * share for _, share in inspection.cropped_at])
-    here = legend([(swatch("goal", "dot"), f"the plan's {inspection.sequence_length:,}")])
+    here = legend([(swatch("goal", "dash"), f"the plan's {inspection.sequence_length:,}")])
+    plan = float(np.log2(inspection.sequence_length))
+    first = min(float(x[0]), plan)
     chart = line_chart(
         "cropping",
-        [ChartLine(x, y, "c6", marks=True)],
+        [ChartLine(x - first, y, "c6", marks=True)],
         label="Share of the tokens that cropping loses, by sequence length",
-        axis=ChartAxis("tokens of a row", _octave(lambda v: f"{v:,.0f}")),
+        axis=ChartAxis("tokens of a row", _octave(lambda v: f"{v:,.0f}", first)),
         y_label="% of the tokens",
-        limit=float(np.log2(inspection.sequence_length)),
+        limit=plan - first,
     )
     return figure("Lost where each document is cropped to a row", join((here, chart)))
 
@@ -187,13 +190,14 @@ def _scripts(inspection: Inspection) -> Safe:
     ):
         colour = DATA_COLOURS[number] if number < len(DATA_COLOURS) else "rule"
         long = bar(one.tokens_per_character / widest, colour)
-        rows.append((join((swatch(colour), cells[0])), long, *cells[1:]))
-    head = (words.SCRIPT_HEAD[0], "", *words.SCRIPT_HEAD[1:])
+        name = tag("span", swatch(colour), cells[0], class_="mark")
+        rows.append((join((name, long)), *cells[1:]))
+    head = [name.replace("/", " per ") for name in words.SCRIPT_HEAD]
     label = ", ".join(f"{one.script} {words.percent(share)}" for one, share in shares)
     return section(
         "Scripts and the tokenizer",
         stack(f"Text by script: {label}", [(c, share) for (_, share), c in shown]),
-        table("Scripts", head, rows, text=2),
+        table("Scripts", head, rows),
         muted(
             f"{inspection.tokenizer}. The bars are tokens per character: a longer one means longer "
             "sequences, and less text in a context, for the same words."
@@ -201,12 +205,19 @@ def _scripts(inspection: Inspection) -> Safe:
     )
 
 
+def _placed(text: str, where: str) -> Safe:
+    """Render a text above the places where it stands, so that a phone shows both."""
+    return join((tag("span", text), muted(where)))
+
+
 def _repeats(inspection: Inspection) -> Safe:
     """Render what stands in the corpus more than once."""
 
     def part(name: str, share: RepeatedShare) -> Safe:
-        rows = [(one.text, f"{one.times:,}", ", ".join(one.origins)) for one in share.examples]
-        shown = table(f"Repeated {name}", ("Begins", "Times", "Where"), rows, text=3)
+        rows = [
+            (_placed(one.text, ", ".join(one.origins)), f"{one.times:,}") for one in share.examples
+        ]
+        shown = table(f"Repeated {name}", ("Begins, and where it stands", "Times"), rows)
         head = tag("h3", f"{name.capitalize()}: {words.repeated(share)}")
         return join((head, shown) if rows else (head,))
 
@@ -225,12 +236,13 @@ def _repeats(inspection: Inspection) -> Safe:
 
 def _special(inspection: Inspection) -> Safe:
     """Render text that spells special tokens."""
-    rows = words.special_texts(inspection)
-    if not rows:
+    found = words.special_texts(inspection)
+    if not found:
         return section("Special tokens in text", muted("None was found."))
+    rows = [(_placed(text, where), *counts) for text, *counts, where in found]
     return section(
         "Special tokens in text",
-        table("Special tokens", ("Text", "Documents", "Times", "First"), rows, text=4),
+        table("Special tokens", ("Text, and where it is first", "Documents", "Times"), rows),
         muted(
             "It stays text: it becomes ordinary tokens, and never a special one. Where it stands "
             "between documents, data.separator cuts there."

@@ -130,8 +130,8 @@ def figure(title: str, chart: str) -> Safe:
     return tag("figure", tag("figcaption", tag("strong", title)), chart)
 
 
-def page(title: str, *body: str) -> str:
-    """Return the whole document."""
+def page(title: str, *body: str, source: str = "the files of the run") -> str:
+    """Return the whole document; `source` is what it was written from."""
     head = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -139,7 +139,7 @@ def page(title: str, *body: str) -> str:
         '<meta name="color-scheme" content="light dark">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
     )
-    foot = tag("footer", "Written by Headrace from the files of the run. Works offline.")
+    foot = tag("footer", f"Written by Headrace from {source}. Works offline.")
     return head + f"<body><main>{join(body)}</main>{foot}</body></html>\n"
 
 

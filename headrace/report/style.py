@@ -76,7 +76,8 @@ th:last-child,td:last-child{padding-right:0}
 thead th{color:var(--soft);font-size:13px;font-weight:500;vertical-align:bottom}
 tbody th{font-weight:500}
 td,th code{overflow-wrap:anywhere}.wide td{overflow-wrap:break-word}
-td p,th p{margin:0;font-weight:400}td .badge{margin:0}
+td p,th p{margin:0;font-weight:400}td .badge,tbody th .badge,section>p>.badge{margin:0}
+.mark{white-space:nowrap}.charts+p{margin-top:12px}
 .number{text-align:right;white-space:nowrap;overflow-wrap:normal}
 .ratio{display:inline-block;min-width:6ch;color:var(--soft);font-size:13px}
 pre{margin:0 0 12px;padding:14px 16px;overflow-x:auto;background:var(--page);
@@ -92,6 +93,6 @@ footer{padding:8px 20px 48px;color:var(--soft);font-size:13px}
 section{margin:14px 0;padding:18px 15px}.cards{grid-template-columns:1fr 1fr}
 .cards dd{font-size:21px}.cards .note{font-size:13px}
 table{font-size:13.5px}th,td{padding-right:8px}.bar{min-width:34px}
-.swatch{margin-right:5px}.wide{min-width:480px}}
+.swatch{margin-right:5px}.wide{min-width:480px}thead .number{white-space:normal}}
 @media print{body{background:#fff}section{break-inside:avoid;border-color:#ccc}}
 """

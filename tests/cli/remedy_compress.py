@@ -110,7 +110,7 @@ COMPRESS = {
     "export/compression:check_reached#1": Case("compress demo --to int8 --budget-mb 0.0163"),
     "export/compression:check_reached#2": Case("compress demo --to int4 --group 16 --max-loss 0%"),
     "export/compression:_check_budget#1": Case("compress demo --to int8 --budget-mb 0.001"),
-    "export/point:open_point#1": Case(f"sample {POINT}", retokenized, fills=AGAIN),
+    "export/point:closed_point#1": Case(f"sample {POINT}", retokenized, fills=AGAIN),
     "export/point:fill_#1": Case(f"sample {POINT}", replanned("layers", 2), fills=AGAIN),
     "export/point:_check_stored#1": Case(f"sample {POINT}", replanned("ffn", 2), fills=AGAIN),
     "export/point:_record#1": Case(f"sample {POINT}", cut, fills=AGAIN),

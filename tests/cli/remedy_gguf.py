@@ -8,12 +8,15 @@ import pytest
 import tiny_gguf
 import torch
 from remedy_python import Call, settings
-from shell import Case
+from shell import Case, run
 
 from headrace.data.tokenizer import train_tokenizer
+from headrace.export.executorch_file import INSTALL as EXECUTORCH
 from headrace.export.gguf import INSTALL
 from headrace.export.gguf_graph import graph_of
+from headrace.export.onnx_file import INSTALL as ONNX
 
+DEVICES = "headrace.export."
 INSTALLED = {INSTALL: "it is installed here"}
 COPY = {"another copy of bad.gguf": "no other is here"}
 
@@ -39,6 +42,16 @@ def of_nobody(content: bytes) -> bytes:
 def absent(name: str) -> Callable[[pytest.MonkeyPatch], object]:
     """Let a package be missing."""
     return lambda patch: patch.setitem(sys.modules, name, None)
+
+
+def written_here(patch: pytest.MonkeyPatch) -> None:
+    """Let ExecuTorch be installed, which is asked for before anything is compared."""
+    patch.setattr(f"{DEVICES}executorch_file.find_spec", lambda name: name)
+
+
+def quantized(_: Path) -> None:
+    """Write a quantized model."""
+    assert run(["compress", "demo", "--to", "int8", "--output", "small"]).code == 0
 
 
 def windowed(patch: pytest.MonkeyPatch) -> None:
@@ -79,12 +92,30 @@ GGUF = {
     "export/gguf:gguf_package#1": Case(
         "export demo --to gguf", fake=absent("gguf"), prose=INSTALLED
     ),
+    "export/onnx_file:check_installed#1": Case(
+        "export demo --to onnx",
+        fake=lambda patch: patch.setattr(f"{DEVICES}onnx_file.find_spec", lambda name: None),
+        prose={ONNX: "it is installed where this runs"},
+    ),
+    "export/executorch_file:check_installed#1": Case(
+        "export demo --to executorch",
+        fake=lambda patch: patch.setattr(f"{DEVICES}executorch_file.find_spec", lambda name: None),
+        prose={EXECUTORCH: "it is installed where this runs"},
+    ),
+    "export/edge:spec_of#1": Case("export demo --to onnx --quantize int9"),
+    "export/edge:check_spec#1": Case(
+        "export small/int8 --to executorch", quantized, fake=written_here, fills={"RUN": "demo"}
+    ),
+    "export/edge_runtime:read_record#1": Case(
+        "run x.onnx", lambda _: Path("x.onnx").write_text(""), fills={"RUN": "demo"}
+    ),
+    "cli/export:_of_point#1": Case("export small/int8 --to onnx --quantize int4", quantized),
     "export/run:_export_gguf#1": Case(
         "export demo --to gguf", through=("export/gguf_tokenizer:vocabulary#1",)
     ),
     "export/runtime:open_runtime#1": Case("run x.gguf", fills={"RUN": "demo"}),
     "export/runtime:open_runtime#2": Case(
-        "run x.onnx", lambda _: Path("x.onnx").write_text(""), fills={"RUN": "demo"}
+        "run x.bin", lambda _: Path("x.bin").write_text(""), fills={"RUN": "demo"}
     ),
     "export/llama_cpp:LlamaCpp.__init__#1": Case(
         "run a.gguf", lambda _: file("a.gguf"), fake=absent("xllamacpp"), prose=INSTALLED
@@ -94,9 +125,7 @@ GGUF = {
         bad(of_nobody),
         prose={"pip install --upgrade xllamacpp": "it is the newest"},
     ),
-    "export/llama_cpp:LlamaCpp.encode#1": Case(
-        "run a.gguf --max-tokens 60", lambda _: file("a.gguf")
-    ),
+    "export/llama_cpp:refuse_long#1": Case("run a.gguf --max-tokens 60", lambda _: file("a.gguf")),
     "export/llama_cpp:_fields#1": Case("run bad.gguf", bad(lambda _: b"PK"), prose=COPY),
     "export/llama_cpp:_fields#2": Case("run bad.gguf", bad(lambda all: all[:4000]), prose=COPY),
     "export/llama_cpp:_fields#3": Case(

@@ -4,6 +4,8 @@ UNTIMED = "said inside of a prediction that goes on without a time: nothing can 
 
 SCALE = "tests/data/scale kills and damages it, and carries its remedy out"
 
+EDGE = "tests/export/test_edge.py meets it, where the runtime is installed: a whole file of nothing"
+
 LISTED = {
     "launch/": "tests/launch meets each and reads its remedy: what follows is an engine's",
     "cli/launch": "tests/launch/test_local.py meets it: what follows becomes another process",
@@ -22,6 +24,9 @@ LISTED = {
     "data/teacher_shards": "tests/techniques/test_distillation.py fills a disk, damages a part "
     "and changes the tokens of a row",
     "export/llama_cpp:LlamaCpp._ask#1": "the server of llama.cpp refuses what was checked before",
+    "export/edge_runtime:OnnxRuntime._open#1": EDGE,
+    "export/edge_runtime:Executorch._open#1": EDGE,
+    "export/cached:attending_by#1": "tests/export/test_cached.py meets it, of weights of others",
     "assemble/references:References.make#1": "a file of how likely answers were before a run is "
     "gone or has changed: no command knows what was in it",
     "techniques/adapt/qlora:Qlora.apply#1": "tests/techniques/test_qlora.py meets it, of weights "

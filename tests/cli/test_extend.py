@@ -51,6 +51,22 @@ def test_a_plan_is_shown_with_the_lengths_of_the_model(call: Call) -> None:
     assert adapted["optimizer"]["lr"] != shown["optimizer"]["lr"]
 
 
+def test_a_validation_text_of_short_documents_is_told(call: Call, tmp_path: Path) -> None:
+    long, short = tmp_path / "long.txt", tmp_path / "short.jsonl"
+    long.write_text("The mill stands by the river and grinds corn. " * 200)
+    short.write_text(
+        "".join(json.dumps({"text": f"The mill {n} grinds."}) + "\n" for n in range(60))
+    )
+    words = ("extend", "demo", "--to", "64", "--dry-run", f"data.sources={long}")
+    longest = ("the longest document of the validation text has", "data.validation=PATH")
+    told = call(*words, f"data.validation={short}")["told"]
+    assert [note for note in told if all(part in note for part in longest)]
+    other = tmp_path / "other.txt"
+    other.write_text("The wheel turns in the water and grinds wheat. " * 200)
+    told = call(*words, f"data.validation={other}")["told"]
+    assert not [note for note in told if longest[0] in note]
+
+
 def reading(*nats: float, found: int) -> LengthReading:
     """Return losses at 16, 32 ... tokens, with one cell of needles."""
     place = {"begin": 0, "end": 16, "targets": 9, "loss_nats": 1.0, "trained": True}

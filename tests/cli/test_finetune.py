@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.catalogue import catalogue
+from headrace.cli.chat import _converse
 from headrace.cli.finetune import ASKED, FULL_RATE, _pairs_line
 from headrace.inference.chat import Chat
 from headrace.inference.load import open_model, read_plan
@@ -78,15 +79,42 @@ def test_an_answer_ends_where_the_template_ends_turns(
     def generated(model: Any, ids_BT: Any, *, until: Callable[..., bool], **how: Any) -> Any:
         asked.append(talk._text(ids_BT[0].tolist()))
         new = talk._encoder.encode(" By the river. <|im_end|>\nmore").ids
-        assert until(new) and not until(new[:2])
+        assert [until(new[: n + 1]) for n in range(len(new))].index(True) > 2
         return ids_BT.new_tensor([[*ids_BT[0].tolist(), *new]])
 
     monkeypatch.setattr("headrace.inference.chat.generate", generated)
-    assert talk.reply("Where?", new_tokens=8) == "By the river."
+    pieces: list[str] = []
+    assert talk.reply("Where?", new_tokens=8, show=pieces.append) == "By the river."
+    assert "".join(pieces) == "By the river." and len([one for one in pieces if one]) > 1
     talk.reply("And then?", new_tokens=8)
     assert asked[1].startswith(asked[0]) and "By the river.<|im_end|>" in asked[1]
     assert asked[0].startswith("<|im_start|>system\nBe short.<|im_end|>")
     assert asked[0].endswith("<|im_start|>assistant\n")
+
+
+def test_a_conversation_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl+C ends an answer and then the conversation; so do Ctrl+D and an empty line."""
+    for last in (KeyboardInterrupt, EOFError, " "):
+        said = iter(("a", "b", last, "never"))
+
+        def line(_: str, said: Any = said) -> str:
+            if isinstance(one := next(said), str):
+                return one
+            raise one
+
+        def answer(text: str) -> str:
+            print(f"to {text}", end="")
+            if text == "a":
+                raise KeyboardInterrupt
+            return ""
+
+        monkeypatch.setattr("builtins.input", line)
+        _converse(answer)
+        shown = capsys.readouterr()
+        assert shown.out == "to ato b\n" + "\n" * (last != " ")
+        assert "cut off" in shown.err and next(said) == "never"
 
 
 def test_plain_text_epochs_and_methods(

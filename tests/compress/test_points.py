@@ -15,7 +15,7 @@ from headrace.report.compression import compression_page, front_of, verdict_of
 
 def reading(name: str, size: int, rise: float) -> PointReading:
     """Return what a point of this size and loss would be."""
-    return PointReading(name, name, size, 1.0 + rise, 2.0 * (1 + rise), rise, 0.1, 0.0, 9.0)
+    return PointReading(name, name, size, 1.0 + rise, 2.0 * (1 + rise), rise, 0.1, 0.0, 9.0, 9.5)
 
 
 WHOLE = reading("fp32", 80, 0.0)

@@ -5,7 +5,7 @@ and its resume or a compiled graph do, a set shares them, and each alone is a sl
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,6 +21,18 @@ MOST = 8
 """Techniques in a set at most: whose fault a failure is, few runs alone then tell."""
 ALONE = ("kept_memory",)
 """Techniques whose evidence is read from all memory of the process, which others take too."""
+LONG_GRAPHS = {
+    "dynamic_batch",
+    "embedding_residual",
+    "full_checkpoint",
+    "linear_attention",
+    "mixture_of_experts",
+    "quantization_aware_training",
+    "selective_checkpoint",
+    "sparse_attention",
+}
+"""Techniques that make a graph much longer, trace a part of it again, or need two of a block: what
+two of them take together is a product."""
 
 
 def plan_of(variants: Sequence[Variant], **keys: Any) -> Plan | None:
@@ -62,11 +74,14 @@ def needs_weights(plan: Plan) -> bool:
     return any(doubt.meaningless for doubt in doubts_of(plan))
 
 
-def sets_of(variants: Sequence[Variant], **keys: Any) -> list[tuple[Variant, ...]]:
+def sets_of(
+    variants: Sequence[Variant], *, apart: Collection[str] = (), **keys: Any
+) -> list[tuple[Variant, ...]]:
     """Return sets of at most MOST that can stand together; each technique is in the first it fits.
 
     Args:
         variants: the techniques to divide.
+        apart: names of which a set has one at most.
         keys: of every plan.
     """
     found: list[list[Variant]] = []
@@ -74,6 +89,8 @@ def sets_of(variants: Sequence[Variant], **keys: Any) -> list[tuple[Variant, ...
         if plan_of([variant], **keys) is None:
             continue
         for one in found:
+            if variant.name in apart and any(other.name in apart for other in one):
+                continue
             if len(one) < MOST and plan_of([*one, variant], **keys) is not None:
                 one.append(variant)
                 break

@@ -131,7 +131,7 @@ def compiled_sets() -> list[Any]:
     return [
         pytest.param(scope, shape, found, id=f"{scope}-{shape}-{sets.name_of(found)}")
         for (scope, shape), variants in alike.items()
-        for found in sets.sets_of(variants, **keys_of_a_set(scope, shape))
+        for found in sets.sets_of(variants, apart=sets.LONG_GRAPHS, **keys_of_a_set(scope, shape))
     ]
 
 

@@ -234,7 +234,7 @@ def another(annotation: Any, now: Any, bounds: list[Any]) -> Any:
     if not isinstance(now, int | float):
         return None
     tried = [now + 1, now * 2, now - 1] if isinstance(now, int) else [now / 2, now * 2 or 0.5]
-    return next((value for value in tried if within(value, bounds)), None)
+    return next((value for value in tried if value != now and within(value, bounds)), None)
 
 
 def within(value: float, bounds: list[Any]) -> bool:

@@ -36,6 +36,8 @@ PEAK_BAND = 0.05
 SLOPE_BAND_GPU, PEAK_BAND_GPU = 0.05, 0.10
 """An allocator rounds up, and the libraries of matrix products keep workspaces."""
 LENGTH, ROWS = 64, 4
+DEEP, FLAT = 3, 2
+"""Layers of the two models whose difference is what a layer keeps."""
 SIZES = {"dim": 48, "heads": 4, "kv_heads": 0, "ffn": 96, "vocab": 521}
 
 TRUNKS: dict[str, dict[str, Any]] = {
@@ -144,7 +146,7 @@ POOLED = {"cuda_graphs": "replays allocate nothing: what they use stays in a poo
 """Techniques whose peak no counter of the allocator shows."""
 
 
-def sized(*, layers: int = 4, rows: int = ROWS, **model: Any) -> dict[str, Any]:
+def sized(*, layers: int = DEEP, rows: int = ROWS, **model: Any) -> dict[str, Any]:
     """Return keys of a plan."""
     return {
         "model": {**SIZES, **model, "layers": layers},
@@ -222,9 +224,9 @@ def kept_by_layers(ledger: Ledger) -> float:
 
 
 def check_against_trace(*variants: Variant, **model: Any) -> None:
-    deep, flat = (traced(plan_of(*variants, layers=n, **model)) for n in (4, 2))
-    measured = (deep.kept - flat.kept) / 2
-    predicted = (kept_by_layers(deep.ledger) - kept_by_layers(flat.ledger)) / 2
+    deep, flat = (traced(plan_of(*variants, layers=n, **model)) for n in (DEEP, FLAT))
+    measured = deep.kept - flat.kept
+    predicted = kept_by_layers(deep.ledger) - kept_by_layers(flat.ledger)
     assert predicted == pytest.approx(measured, rel=SLOPE_BAND)
     assert deep.ledger.peak()[1] == pytest.approx(deep.peak, rel=PEAK_BAND)
     held = deep.ledger.memory["parameters"].bytes
@@ -297,7 +299,7 @@ def test_a_compositions_memory(
 @knobs_are_slow
 def test_a_small_batch_peaks_elsewhere_and_is_predicted(variant: Variant) -> None:
     """With one row the optimizer or the backward pass is the peak, not the loss."""
-    plan = plan_of(variant, rows=1, vocab=307, dim=96, ffn=160, kv_heads=2)
+    plan = plan_of(variant, layers=4, rows=1, vocab=307, dim=96, ffn=160, kv_heads=2)
     answer = variant.technique().supports(house.context_on("cpu", plan))
     if isinstance(answer, house.Unsupported):
         pytest.skip(answer.reason)

@@ -66,10 +66,10 @@ def case(name: str, *techniques: dict[str, Any], **more: Any) -> Composition:
 
 
 # What is slow here has its lines and its claim in a quick one: fsdp in fsdp-gpt2, cp-fsdp-packing
-# in window-cp-fsdp, fsdp-everything and tied-gqa-tp-fsdp in tp-fsdp-everything, lora and its int8
-# base in qlora, its recipe of float8 in float8-tp, and a technique over fsdp alone where it also
-# runs over tensor or pipeline x fsdp. A compiled block takes four ranks of a tensor axis 20 s: one
-# such composition is quick, and what else is compiled beside one axis has two ranks.
+# in window-cp-fsdp, tied-gqa-tp-fsdp in fsdp-tied-no-reshard and tp-compile, lora and its int8 base
+# in qlora, its recipe of float8 in float8-tp, and a technique over fsdp alone where it also runs
+# over tensor or pipeline x fsdp. A compiled block takes four ranks 10 to 20 s: what is compiled and
+# quick has one axis of two ranks, and on four the same techniques meet uncompiled.
 COMPOSITIONS = [
     case("replicas", data=4),
     case("overlapped", BUCKETS, MUON, data=4, micro_rows=1),
@@ -102,6 +102,7 @@ COMPOSITIONS = [
         micro_rows=1,
         slow=True,
     ),
+    case("fsdp-compile", FSDP, SAC, COMPILE, CHUNKED, data=2, packing=True, micro_rows=1),
     case("fsdp-muon", FSDP, {"muon": {}}, data=4, slow=True),
     case("zero-muon", {"zero": {}}, {"muon": {}}, data=4, micro_rows=1),
     case(
@@ -112,7 +113,8 @@ COMPOSITIONS = [
     case("zero-2-pp-tied", ZERO2, PP, pipeline=2, data=2, micro_rows=1, shape="tied", slow=True),
     case("replicas-muon", MUON, data=4),
     case("pp-fsdp", PP, FSDP, pipeline=2, data=2, layers=5, slow=True),
-    case("pp-fsdp-checkpoint-compile", PP, FSDP, SAC, COMPILE, pipeline=2, data=2),
+    case("pp-fsdp-checkpoint-compile", PP, FSDP, SAC, COMPILE, pipeline=2, data=2, slow=True),
+    case("pp-checkpoint-compile", PP, SAC, COMPILE, pipeline=2),
     case("pp4-tied", PP, pipeline=4, layers=5, shape="tied", micro_rows=1),
     case(
         "pp-interleaved-fsdp-gpt2",
@@ -124,6 +126,7 @@ COMPOSITIONS = [
         shape="gpt2",
         micro_rows=1,
         packing=True,
+        slow=True,
     ),
     case("tp-fsdp-gpt2", TP, FSDP, tensor=2, data=2, shape="gpt2", slow=True),
     case("tp-fsdp-compile", TP, FSDP, COMPILE, tensor=2, data=2, slow=True),
@@ -139,7 +142,9 @@ COMPOSITIONS = [
         packing=True,
         shape="tied",
         micro_rows=1,
+        slow=True,
     ),
+    case("tp-compile", TP, SAC, COMPILE, CHUNKED, tensor=2, packing=True, shape="tied"),
     case("tp-pp-tied", TP, PP, tensor=2, pipeline=2, shape="tied"),
     case("tp-no-sequence", {"tensor_parallel": {"sequence": False}}, tensor=2, data=2, slow=True),
     case("tp-fsdp-muon", TP, FSDP, MUON, tensor=2, data=2),
@@ -173,7 +178,7 @@ COMPOSITIONS = [
     ),
     case("ulysses-tp", ULYSSES, TP, context=2, tensor=2, length=12, shape="gpt2"),
     case("ulysses-compile", ULYSSES, COMPILE, context=2, length=12, shape="gpt2"),
-    case("ulysses-pp-tied", ULYSSES, PP, context=2, pipeline=2, length=14, shape="tied"),
+    case("ulysses-pp-tied", ULYSSES, PP, context=2, pipeline=2, length=14, shape="tied", slow=True),
     case(
         "ulysses-window-zero",
         {"sliding_window": {"window": 5}},
@@ -205,7 +210,7 @@ COMPOSITIONS = [
         data=2,
         shape="tied",
     ),
-    case("rounded-fsdp-checkpoint-compile", ROUNDED, FSDP, SAC, COMPILE, data=4),
+    case("rounded-fsdp-checkpoint-compile", ROUNDED, FSDP, SAC, COMPILE, data=4, slow=True),
     case("rounded-lora-fsdp", ROUNDED, {"lora": {"rank": 2, "alpha": 4.0}}, FSDP, data=4),
     case("pruned-tp-fsdp", PRUNED, TP, FSDP, tensor=2, data=2),
     case("pruned-pp-fsdp", BY_READING, PP, FSDP, pipeline=2, data=2, slow=True),

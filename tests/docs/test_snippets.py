@@ -35,17 +35,21 @@ NOT_RUN = {
     "source .venv/bin/activate": "tests run in the environment that they are given",
     "python -m pytest -m gpu": "it needs a GPU, and is a test run of its own",
 }
+SLOW = ("many-gpus.md", "edge.md")
+"""Pages whose commands take minutes, or need what only `make test-full` installs."""
 SHORT = ("goal.steps=4", "eval.tokens=512")
-"""What makes fine-tuning on Headrace's own cards short, where a page gives no data."""
+"""What makes a fine-tuning short, where the page does not say how long it is."""
+NARROW = ("data.sequence_length=64", "batch.tokens=256")
+"""What makes its rows short too, where they are a text of the page."""
 TAKES_PLAN = ("train", "explain", "ingest", "mix", "plan", "tune", "ablate", "lr-find", "mup")
-MINUTES = "0.05"
+MINUTES = "0.02"
 """What `--minutes` becomes: tuning ends in the middle of its first trial, as it may."""
 
 
 def _tiny(arguments: list[str]) -> list[str]:
     """The arguments with overrides behind the plan's name; others as they are."""
-    if arguments == ["finetune", "demo"]:
-        return [*arguments, *SHORT]
+    if arguments[0] == "finetune" and not any(a.startswith("goal.") for a in arguments):
+        return [*arguments, *SHORT, *NARROW * (len(arguments) > 2 and arguments[2] == "notes")]
     at = next((i + 1 for i, a in enumerate(arguments) if a in TAKES_PLAN), None)
     if arguments[0] == "distill":  # a teacher, the plan of a student, a text, and keys
         return [*arguments[:4], *TINY, *arguments[4:]]
@@ -97,7 +101,7 @@ def _run(line: str, world: Path, zygote: Any) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=[pytest.mark.slow] * p.endswith("many-gpus.md")) for p in PAGES],
+    [pytest.param(p, marks=[pytest.mark.slow] * p.endswith(SLOW)) for p in PAGES],
 )
 def test_every_command_of_a_page(
     page: str, world: Path, zygote: Any, request: pytest.FixtureRequest

@@ -11,17 +11,7 @@ from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.catalogue import catalogue
 from headrace.costs.machine import Machine
 from headrace.costs.work import EDGE_S, HOST_S, SLOW_HOST
-from headrace.doctor.forecast import (
-    DRIFT,
-    ERROR,
-    LATER,
-    REST,
-    USUAL_HOST,
-    MeasuredRun,
-    between,
-    by_ledger,
-    moved,
-)
+from headrace.doctor.forecast import ERROR, HOSTS, REST, MeasuredRun, between, by_ledger, moved
 from headrace.doctor.observation import Observation
 from headrace.plan.changes import changed, parse
 from headrace.predict.prediction import Prediction, predict
@@ -38,10 +28,16 @@ def seen(words: str, more: str = "") -> Prediction:
     return predict(plan, elsewhere(here, "NVIDIA H200"), Machine.assumed("NVIDIA H200"))
 
 
-def paced(one: Prediction, pace: float) -> float:
-    """Return the seconds of a step whose launches take `pace` times as long as predicted."""
-    rest_s = REST * HOST_S
-    return max(one.time.device_s, rest_s + pace * (one.time.host_s - HOST_S)) + EDGE_S
+def paced(one: Prediction, pace: float, rest: float = REST) -> float:
+    """Return the seconds of a step whose launches take `pace` times as long as usual."""
+    host_s = rest * HOST_S + pace * one.time.usual_launches_s
+    return max(one.time.device_s, host_s) + EDGE_S
+
+
+def differing(before: Prediction, after: Prediction, pace: float, other: float) -> float:
+    """Return the pace at what both plans launch, and another at what one of them lacks."""
+    least, most = sorted(one.time.usual_launches_s for one in (before, after))
+    return pace + (1 - least / most) * (other - pace)
 
 
 def test_an_interval_is_around_what_a_slow_host_would_make_of_it() -> None:
@@ -57,7 +53,8 @@ def test_an_interval_is_around_what_a_slow_host_would_make_of_it() -> None:
     of_run = by_ledger(before, after, MeasuredRun(before.time.step_s)).gain
     assert alone is not None and of_run is not None
     assert alone.value == pytest.approx(value)
-    usual_s = max(after.time.step_s, paced(after, USUAL_HOST))
+    limit = (before.time.step_s - EDGE_S - REST * HOST_S) / before.time.usual_launches_s
+    usual_s = max(after.time.step_s, paced(after, min(1.0, limit)))
     assert of_run.value == pytest.approx(before.time.step_s / usual_s - 1)
     slow = [max(x.time.step_s or 0, SLOW_HOST * x.time.host_s + EDGE_S) for x in (before, after)]
     lost = log(slow[0] / slow[1])
@@ -66,14 +63,14 @@ def test_an_interval_is_around_what_a_slow_host_would_make_of_it() -> None:
     assert alone.high == pytest.approx(between(log(1 + value), moved=work).high)
     # A host that took no longer than the step that was measured was that slow at most, and may be
     # slower later: with either plan, or with what it has of the first.
-    late = LATER * min(SLOW_HOST, (before.time.step_s - EDGE_S) / before.time.host_s)
-    first_s = late * before.time.host_s + EDGE_S
-    assert first_s > before.time.step_s
-    slowest = log(first_s / (late * after.time.host_s + EDGE_S))
-    assert of_run.low == pytest.approx(between(slowest, moved=work).low)
-    pace = late + (1 - before.time.host_s / after.time.host_s) * (1 - late)
-    most = log(first_s / max(after.time.step_s, pace * after.time.host_s + EDGE_S))
-    ends = [between(x, moved=work).high for x in (log(1 + value), most)]
+    late = min(HOSTS.spread, HOSTS.drift * limit)
+    first_s = max(before.time.step_s, paced(before, late))
+    slowest = log(first_s / max(after.time.step_s, paced(after, late)))
+    assert of_run.low == pytest.approx(between(slowest, moved=work).low) and of_run.low < 0
+    quick_s = max(after.time.step_s, paced(after, min(1.0, limit) / HOSTS.spread))
+    pace = differing(before, after, late, 1 / HOSTS.spread)
+    most = log(first_s / max(after.time.step_s, paced(after, pace)))
+    ends = [between(x, moved=work).high for x in (log(before.time.step_s / quick_s), most)]
     assert of_run.high == pytest.approx(max(ends))
 
 
@@ -87,21 +84,21 @@ def test_a_run_that_waited_for_launches_is_scaled_by_its_host() -> None:
         and not before.time.waits_for_launches
         and before.time.device_s > before.time.host_s
     )
-    step_s = paced(before, 2.4)
+    step_s = paced(before, 1.2)
     run = MeasuredRun(step_s, by_host=True)
     gains = [by_ledger(before, after, run).gain for after in (less, compiled)]
     for after, gain in zip((less, compiled), gains, strict=True):
-        after_s = paced(after, 2.4)
+        after_s = paced(after, 1.2)
         assert gain is not None and gain.value == pytest.approx(step_s / after_s - 1)
         ratios = [log(step_s / after_s)]
-        for pace in (2.4 * DRIFT, 2.4 / DRIFT):  # as quick as later, or as slow
-            ratios.append(log(paced(before, pace) / paced(after, pace)))
-        pace = 2.4 - 1.4 * (
-            1 - after.time.host_s / before.time.host_s
-        )  # not slow at what it has not
-        ratios.append(log(step_s / paced(after, pace)))
-        whole = (step_s - EDGE_S) / before.time.host_s  # all of what the host does at one pace
-        ratios.append(log(step_s / (max(after.time.device_s, whole * after.time.host_s) + EDGE_S)))
+        for drift in (HOSTS.drift, 1 / HOSTS.drift):  # as quick as later, or as slow
+            ratios.append(log(paced(before, 1.2 * drift) / paced(after, 1.2 * drift)))
+        for spread in (HOSTS.spread, 1 / HOSTS.spread):  # of what only one of them launches
+            pace = differing(before, after, 1.2, 1.2 * spread)
+            ratios.append(log(step_s / paced(after, pace)))
+        # All of what the host does at one pace.
+        whole = (step_s - EDGE_S) / (HOST_S + before.time.usual_launches_s)
+        ratios.append(log(step_s / paced(after, whole, whole)))
         work = moved(before, after)
         assert gain.low == pytest.approx(between(min(ratios), moved=work).low)
         assert gain.high == pytest.approx(between(max(ratios), moved=work).high)
@@ -137,15 +134,16 @@ def test_a_host_s_pace_has_its_limits_and_waits_are_not_its() -> None:
         run = MeasuredRun(times * before.time.host_s + EDGE_S, by_host=True)
         assert (by_ledger(before, before, run).gain is not None) == known
     after = seen(f"{BARE} batch.micro_sequences=8")
-    step_s = paced(before, 2.4)
+    step_s = paced(before, 1.8)
     gain = by_ledger(before, after, MeasuredRun(step_s + 0.1, 0.1, by_host=True)).gain
-    after_s = paced(after, 2.4)
+    after_s = paced(after, 1.8)
     assert gain is not None and gain.value == pytest.approx((step_s + 0.1) / (after_s + 0.1) - 1)
     norms = seen(f"{BARE} +full_checkpoint batch.micro_sequences=8 +fused_rms_norm")
     assert before.time.step_s
     gain = by_ledger(before, norms, MeasuredRun(before.time.step_s + 0.2, 0.2)).gain
-    pace = LATER * min(SLOW_HOST, (before.time.step_s - EDGE_S) / before.time.host_s)
-    slow_s = [pace * one.time.host_s + EDGE_S + 0.2 for one in (before, norms)]
+    limit = (before.time.step_s - EDGE_S - REST * HOST_S) / before.time.usual_launches_s
+    pace = min(HOSTS.spread, HOSTS.drift * limit)
+    slow_s = [max(one.time.step_s or 0.0, paced(one, pace)) + 0.2 for one in (before, norms)]
     lost = log(slow_s[0] / slow_s[1])
     work = (
         moved(before, norms) * before.time.step_s / (before.time.step_s + 0.2)

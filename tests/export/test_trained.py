@@ -18,10 +18,10 @@ from headrace.parallel.world import World
 
 
 def test_a_trained_run_generates_the_same_greedy_text_in_transformers(
-    tmp_path: Path, plan_file: Path, run_cli: Callable[..., Any], zygote: Any
+    tmp_path: Path, plan_file: Path, zygote: Any
 ) -> None:
     plan = [str(plan_file), "model.qk_norm=true", "goal.steps=20", "name=trained"]
-    assert run_cli(tmp_path, "train", *plan).code == 0  # as a user starts it
+    assert zygote.run(tmp_path, "train", *plan).code == 0
     ended = zygote.run(tmp_path, "export", "trained", "--to", "hf", "--output", "out")
     assert ended.code == 0
     ours = zygote.run(

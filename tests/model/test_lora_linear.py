@@ -128,11 +128,15 @@ def test_its_product_is_that_of_the_whole_weight(base: str, precision: torch.dty
 
 
 @pytest.mark.parametrize("base", [None, *BASES])
-def test_an_adapter_is_the_merged_linear(base: str | None) -> None:
-    """Compare output, input gradient, and adapters' gradients by the chain rule of W + s B A."""
-    linear = adapted(33, 70, base, bias=True)
+@pytest.mark.parametrize("shape", [(33, 70), (70, 33), (20, 70)], ids=str)
+def test_an_adapter_is_the_merged_linear(base: str | None, shape: tuple[int, int]) -> None:
+    """Compare output, input gradient, and adapters' gradients by the chain rule of W + s B A.
+
+    Stored weights make the sum in one matmul or in two, by their shape.
+    """
+    linear = adapted(*shape, base, bias=True)
     merged = linear.merged().requires_grad_()
-    x, y = (matrix(5, 70, seed=6).requires_grad_() for _ in range(2))
+    x, y = (matrix(5, shape[1], seed=6).requires_grad_() for _ in range(2))
     found, right = linear(x), F.linear(y, merged, linear.bias)
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-4)
     found.square().sum().backward()
@@ -188,9 +192,10 @@ def test_a_plain_decoder_with_merged_weights_has_the_same_logits(
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_compiled_it_is_the_same(base: str) -> None:
-    linear = adapted(33, 70, base)
-    x, y = (matrix(5, 70, seed=6).requires_grad_() for _ in range(2))
+@pytest.mark.parametrize("shape", [(33, 70), (70, 33)], ids=str)
+def test_compiled_it_is_the_same(base: str, shape: tuple[int, int]) -> None:
+    linear = adapted(*shape, base)
+    x, y = (matrix(5, shape[1], seed=6).requires_grad_() for _ in range(2))
     found = torch.compile(linear, backend="aot_eager", fullgraph=True)(x)
     found.square().sum().backward()
     compiled = [linear.lora_a.grad, linear.lora_b.grad]
@@ -271,7 +276,8 @@ def test_a_quantized_weight_refuses_what_it_does_not_know() -> None:
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_a_compiled_backward_pass_keeps_no_whole_weight(base: str) -> None:
+@pytest.mark.parametrize("shape", [(96, 130), (130, 96)], ids=str)
+def test_a_compiled_backward_pass_keeps_no_whole_weight(base: str, shape: tuple[int, int]) -> None:
     kept: list[Tensor] = []
 
     def note(graph: Any, given: Any) -> Any:
@@ -284,7 +290,7 @@ def test_a_compiled_backward_pass_keeps_no_whole_weight(base: str) -> None:
         bw_compiler=lambda graph, given: make_boxed_func(graph.forward),
         partition_fn=min_cut_rematerialization_partition,
     )
-    layer, x = adapted(96, 130, base), matrix(8, 130).requires_grad_()
+    layer, x = adapted(*shape, base), matrix(8, shape[1]).requires_grad_()
     layer(x).square().sum().backward()
     wanted, x.grad = x.grad, None
     torch.compile(layer, backend=back, dynamic=False)(x).square().sum().backward()

@@ -56,7 +56,11 @@ def test_the_chosen_weights_are_stored_and_no_others(
 
 @pytest.mark.parametrize("base", ["nf4", "int8"])
 def test_it_is_lora_on_the_stored_numbers(make_tiny: Make, batch: Batch, base: str) -> None:
-    """Loss and gradients equal those of plain adapters over the weights that are read back."""
+    """Loss and gradients equal those of plain adapters over the weights that are read back.
+
+    The sums are in another order. Adapters ten times as large magnify that: one last place of the
+    embedding then moves gradients by 5e-5.
+    """
     stored = make_tiny("techniques.qlora.rank=2", f"techniques.qlora.base={base}")
     plain = make_tiny("techniques.lora.rank=2")
     with torch.no_grad():
@@ -64,14 +68,16 @@ def test_it_is_lora_on_the_stored_numbers(make_tiny: Make, batch: Batch, base: s
             if isinstance(module, LoraLinear):
                 other = stored.model.get_submodule(name)
                 module.weight.copy_(other.weight.dequantize())  # type: ignore[union-attr]
-                other.lora_b.fill_(0.1)  # type: ignore[union-attr]
-                module.lora_b.fill_(0.1)
+                other.lora_b.fill_(0.01)  # type: ignore[union-attr]
+                module.lora_b.fill_(0.01)
     losses = [float(step(b, batch(b), 0)[0]) for b in (stored, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     right = dict(plain.model.named_parameters())
     for name, parameter in stored.model.named_parameters():
         if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, right[name].grad, rtol=1e-5, atol=1e-7)
+            wanted = right[name].grad
+            assert wanted is not None and parameter.grad is not None, name
+            assert (parameter.grad - wanted).abs().max() <= 2e-6 * wanted.abs().max(), name
 
 
 def test_scales_of_blocks_are_quantized_too() -> None:
@@ -132,11 +138,12 @@ def test_tensor_ranks_store_the_numbers_of_one_process(
     house.put_data_in(str(corpus), str(prepared_folder))
     house.prepare(house.make_plan())
     wide = {"dim": 128, "heads": 4, "head_dim": 32, "kv_heads": 2, "ffn": 128, "vocab": 308}
+    calm = {**wide, "init_std": 0.05}  # 0.2 magnifies in such rows what sums in another order round
     knobs = {"rank": 2, "alpha": 4.0}
     cases = [
         {"shape": "biased", "beside": {"qlora": {**knobs, "base": "int8", "dropout": 0.3}}},
         {"shape": "grouped", "sequence": False, "beside": {"qlora": {**knobs, "base": "int8"}}},
-        {"shape": "grouped", "model": wide, "beside": {"qlora": {**knobs, "base": "nf4"}}},
+        {"shape": "grouped", "model": calm, "beside": {"qlora": {**knobs, "base": "nf4"}}},
     ]
     ranks = Path(__file__).with_name("tensor_parallel_ranks.py")
     data = {"corpus": str(corpus), "prepared": str(prepared_folder)}

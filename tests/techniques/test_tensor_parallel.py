@@ -82,7 +82,7 @@ def test_four_ranks_in_chunks(zygote: Any, tmp_path: Path, data: dict[str, str])
     run(zygote, tmp_path, 4, data, {"shape": "biased", "others": {**CHUNKED, **SAC}})
 
 
-@pytest.mark.slow  # and a quick one is the composition tp-fsdp-everything
+@pytest.mark.slow  # and a quick one is the composition tp-compile
 def test_compiled_equals_one(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
     everything = {**compiled("block"), **SAC, **CHUNKED}
     run(zygote, tmp_path, 2, data, {"shape": "biased", "others": everything, **PACKED})
@@ -116,12 +116,19 @@ def test_other_techniques_beside_it(zygote: Any, tmp_path: Path, data: dict[str,
     )
 
 
-def test_blocks_share_one_graph(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
-    zygote.call(2, tmp_path, FUNCTIONS, "graphs", ranks=2, **data)
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_blocks_share_one_graph(
+    zygote: Any, tmp_path: Path, data: dict[str, str], sequence: bool
+) -> None:
+    zygote.call(2, tmp_path, FUNCTIONS, "graphs", ranks=2, sequence=sequence, **data)
 
 
-def test_memory_is_what_was_predicted(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
-    zygote.call(2, tmp_path, FUNCTIONS, "memory", ranks=2, **data)
+@pytest.mark.parametrize("crossed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_memory_is_what_was_predicted(
+    zygote: Any, tmp_path: Path, data: dict[str, str], crossed: bool
+) -> None:
+    """Each of two models has one choice of the knob, and `crossed` the other."""
+    zygote.call(2, tmp_path, FUNCTIONS, "memory", ranks=2, crossed=crossed, **data)
 
 
 def test_bf16_parts_are_predicted(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:

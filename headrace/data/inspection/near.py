@@ -136,7 +136,7 @@ class NearRepeats:
         for number, other in enumerate(fell_for.tolist()):
             if number != other:
                 one, two = (
-                    self._cleaner.hashes(encode_composed(items[n].raw.decode()))
+                    self._cleaner.hashes(encode_composed(items[n].raw.decode(), items[n].raw))
                     for n in (number, other)
                 )
                 index = jaccard(one, two) if sampled < 1 else 1.0
@@ -190,7 +190,7 @@ class NearRepeats:
 
 def _composed(one: _Kept) -> bytes:
     """Return a text as sketches are made of it."""
-    return encode_composed(one.raw.decode())
+    return encode_composed(one.raw.decode(), one.raw)
 
 
 def _examples(items: list[_Kept], fell_for: np.ndarray) -> tuple[RepeatedExample, ...]:

@@ -66,7 +66,7 @@ def count_ngrams(texts: Iterable[str], words: int = NGRAM_WORDS) -> int:
         )
 
     for text in texts:
-        batch += encode_composed(text)
+        batch += encode_composed(text, text.encode())
         starts.append(len(batch))
         if len(batch) >= BATCH_BYTES:
             total += count()
@@ -119,11 +119,12 @@ class RepeatedPassages(CutDocuments):
             ConfigError: the filter is full.
         """
         raw = text.encode()
-        composed = raw if text.isascii() else encode_composed(text)
+        composed = encode_composed(text, raw)
         ends, begin = passage_ends(composed), len(self._text)
-        self._add(source, index, raw, ends)
+        self._add(source, index, raw, len(ends))
         self._text += composed
-        self._starts.extend([begin + end for end in ends])
+        for end in ends:
+            self._starts.append(begin + end)
         if len(self._text) >= BATCH_BYTES:
             self._sift()
 

@@ -82,7 +82,7 @@ class ExactParagraphs(CutDocuments):
         """Learn a document: number `index` of source number `source`, both from 0."""
         raw = text.encode()
         ends = passage_ends(raw)
-        number, owner, begin = self._add(source, index, raw, ends), len(self.register) - 1, 0
+        number, owner, begin = self._add(source, index, raw, len(ends)), len(self.register) - 1, 0
         for end in ends:
             passage = raw[begin:end].strip()
             if len(passage) >= self.least_bytes:

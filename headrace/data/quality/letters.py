@@ -55,6 +55,14 @@ def letters() -> np.ndarray:
     return table
 
 
-def encode_composed(text: str) -> bytes:
-    """Return a text as UTF-8 with its accents composed (NFC)."""
-    return (text if text.isascii() else unicodedata.normalize("NFC", text)).encode()
+def encode_composed(text: str, raw: bytes) -> bytes:
+    """Return a text as UTF-8 with its accents composed (NFC).
+
+    Args:
+        text: the text.
+        raw: the text as UTF-8, which is returned where there is nothing to compose.
+    """
+    if text.isascii():
+        return raw
+    composed = unicodedata.normalize("NFC", text)
+    return raw if composed is text else composed.encode()

@@ -106,7 +106,7 @@ class NearDuplicates(WholeDocuments):
         """Learn a document: number `index` of source number `source`, both from 0."""
         raw = text.encode()
         self.register.add(source, index, raw)
-        self._text += raw if text.isascii() else encode_composed(text)
+        self._text += encode_composed(text, raw)
         self._starts.append(len(self._text))
         if len(self._text) >= BATCH_BYTES:
             self._send()

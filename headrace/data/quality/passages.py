@@ -18,7 +18,8 @@ BETWEEN = re.compile(rb"\n(?:[ \t\r\v\f]*\n)+(?:[ \t\r\v\f]+\Z)?")
 
 def passage_ends(raw: bytes) -> list[int]:
     """Return where each paragraph of a text ends, with the empty lines behind it."""
-    if raw.count(b"\n") < 2:  # no line without text follows another
+    first = raw.find(b"\n")
+    if first < 0 or raw.find(b"\n", first + 1) < 0:  # no line without text follows another
         return [len(raw)]
     ends = [match.end() for match in BETWEEN.finditer(raw)]
     if ends and not raw[: ends[0]].strip():
@@ -37,12 +38,12 @@ class CutDocuments:
         self._passages = 0
         self._falls = np.empty(0, np.uint8)
 
-    def _add(self, source: int, index: int, raw: bytes, ends: list[int]) -> int:
-        """Learn where a document's paragraphs are; return the number of the first one."""
+    def _add(self, source: int, index: int, raw: bytes, count: int) -> int:
+        """Learn a document of so many paragraphs; return the number of the first one."""
         self.register.add(source, index, raw)
         first = self._passages
         self._firsts.append(first)
-        self._passages += len(ends)
+        self._passages += count
         return first
 
     def _passage_counts(self, begin: int = 0, end: int | None = None) -> np.ndarray:

@@ -10,14 +10,16 @@ import numpy as np
 from headrace.data.quality.bands import BINS
 
 PIECE = 1 << 13
-"""Bytes of a document that are looked at together, and letters of them at most: a character that is
-three letters, itself between two breaks, has three bytes."""
+"""Bytes of a document that are looked at together."""
 MOST_NEW = PIECE // 2 + 8
 """Hashes that one piece gives at most: a word has a letter and a break."""
-WORD, ROLLED, SEEN, HEAD = 0, 1, 2, 3
-"""Places of a document's state: the hash of the word that is not finished, that of the last words
-before it, and how many words were seen. From `HEAD` on stand the last words, as many as n-grams
-have."""
+SPELLED = 2 * PIECE + 128
+"""Bytes that its letters take at most, with what goes on from the piece before and the breaks
+behind: a character of 3 bytes is one of 3 between two breaks, and one of 2 becomes 3."""
+WORD, KEPT, ROLLED, SEEN, HEAD = 0, 1, 2, 3, 4
+"""Places of a document's state: the hash of the word that is not finished, how many bytes of it are
+not in that hash, the hash of the last words before it, and how many words were seen. From `HEAD` on
+stand the last words, as many as n-grams have."""
 
 
 def new_hashes(count: int) -> np.ndarray:
@@ -28,11 +30,11 @@ def new_hashes(count: int) -> np.ndarray:
 def new_work(n: int) -> tuple[np.ndarray, ...]:
     """Return what n-grams of `n` words are found with.
 
-    It is the state of a document, and buffers for a piece of it: letters, hashes of words, and the
-    last words in their order.
+    It is the state of a document, and buffers for a piece of it: letters, and hashes of the last
+    words in their order.
     """
-    state, letters = np.zeros(HEAD + n, np.uint64), np.empty(PIECE + 8, np.uint32)
-    return state, letters, np.empty(PIECE + 8, np.uint64), np.empty(n + MOST_NEW, np.uint64)
+    state, spelled = np.zeros(HEAD + n, np.uint64), np.empty(SPELLED, np.uint8)
+    return state, spelled, np.empty(n + MOST_NEW, np.uint64)
 
 
 def new_sketch_work(n: int, values: int, longest: int) -> tuple[Any, ...]:

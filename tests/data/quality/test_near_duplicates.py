@@ -44,6 +44,10 @@ PIECES = st.sampled_from(
         "\U0001f600",
         "\U00020000",
         "\u03a9\u03bc ",
+        "\u023a",
+        "\u212a",
+        "lengthened",
+        "in32letters_and-some-that-break:",
         "\ufb01",
         "1",
         "\u0928\u092e\u0938\u094d\u0924 ",
@@ -88,6 +92,8 @@ def test_sketches_are_those_of_their_definition() -> None:
         "one two",
         *(" ".join(random_words(draw, count)) for count in (7, 90, 3000)),
         *("x" * (work.PIECE - n) + " b\u00e9 \u6f22 c d e f" for n in range(4)),
+        *("ab" * (work.PIECE + n) + "\u00adc d e f g" for n in range(9)),
+        *("a " * n + "\u023a" * 2 * work.PIECE + " b c d e" for n in range(3)),
         "\u00e9" * work.PIECE + " " * work.PIECE + "\u6f22" * work.PIECE + "a b c d e f g",
     ]
     cleaner, batch = sketched(texts)

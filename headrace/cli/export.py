@@ -1,0 +1,209 @@
+"""This module holds the verb `export`: a trained model in another tool's format."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.cli.arguments import Adapter, Checkpoint, Json, RunName
+from headrace.cli.catalogue import catalogue
+from headrace.cli.terminal import exit_codes, show_json
+from headrace.core.command import rerun_without
+from headrace.core.errors import ConfigError
+from headrace.core.folders import is_point
+from headrace.core.loading import loading
+
+if TYPE_CHECKING:
+    from headrace.export.edge import EdgeExport
+    from headrace.export.gguf import Origin
+    from headrace.export.opened import Opened
+    from headrace.model.lora import StorageErrors
+
+
+def _storage_words(to: str, base: str, errors: "StorageErrors") -> str:
+    """Return what storage in few bits costs where adapters are used elsewhere."""
+    learned = f"the adapters moved them by {errors.learned:.2%}"
+    if to == "peft":
+        return (
+            f"the adapters learned beside weights in {base}, which are {errors.stored:.2%} off the "
+            f"whole ones (of their norm); {learned}. Beside whole weights logits are off by that"
+        )
+    return (
+        f"the adapters are in the weights as they were stored in {base}, and nothing is lost; "
+        f"stored in {base} again these would be {errors.requantized:.2%} off (of their norm), and "
+        f"{learned}"
+    )
+
+
+def export(
+    run: RunName,
+    *,
+    to: Annotated[
+        str,
+        typer.Option(
+            help="hf: a whole model; peft: adapters alone; gguf: llama.cpp's file; onnx: ONNX "
+            "Runtime's; executorch: a program for devices."
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="A new folder, or file of gguf; RUN/FORMAT without it."),
+    ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            help="How matrices are stored. gguf: f32, f16, q8_0 or q4_0; onnx: fp32, int8 or int4; "
+            "executorch: fp32 or 8da4w."
+        ),
+    ] = None,
+    checkpoint: Checkpoint = None,
+    adapter: Adapter = "",
+    json: Json = False,
+) -> None:
+    """Write a run's model in another tool's format; with --adapter, its base with that merged."""
+    with exit_codes(json):
+        with loading():
+            from headrace.cli.companions import note_template
+            from headrace.export.edge import FORMATS
+            from headrace.export.gguf import file_name, stored_as
+            from headrace.export.opened import open_exported
+            from headrace.export.peft import stored_in
+            from headrace.export.run import export_run
+            from headrace.inference.load import read_plan
+            from headrace.model.companions import LOST, Companions, read_companions
+            from headrace.model.lora import storage_errors
+        if to in FORMATS:
+            _export_for_device(run, to, output, quantize, checkpoint, adapter, json)
+            return
+        stored = stored_as(to, quantize)
+        opened = open_exported(run, catalogue(), adapter=adapter, checkpoint=checkpoint)
+        build, folder = opened.build, opened.run
+        plan = build.plan if is_point(folder) else read_plan(folder, catalogue())
+        companions = read_companions(
+            folder, plan.model.pretrained, lambda line: print(line, file=sys.stderr)
+        )
+        talked = note_template(opened.talks, plan)
+        if talked is not None:
+            companions = (companions or Companions()).with_template(talked.template)
+        name = f"{plan.name}-{Path(adapter).name}" if adapter else plan.name
+        file = file_name(name, stored) if to == "gguf" else ""
+        origin = _origin(opened, checkpoint)
+        written = export_run(
+            build,
+            to,
+            output or folder / (f"{to}-{Path(adapter).name}" if adapter else to) / file,
+            run=folder,
+            sequence_length=plan.data.sequence_length,
+            companions=companions or Companions(),
+            quantize=stored,
+            name=name,
+            origin=origin,
+            note=lambda line: print(line, file=sys.stderr),
+        )
+        errors = storage_errors(build.model, build.source)
+        if errors is not None:
+            print(_storage_words(to, stored_in(build), errors), file=sys.stderr)
+        loss_fields = build.prepared.loss_fields
+        if json:
+            values = {"to": to, "file" if to == "gguf" else "folder": str(written)}
+            values |= {"not_kept": [*LOST] if companions is None else []}
+            values |= {} if errors is None else {"storage": errors._asdict()}
+            values |= {} if talked is None else {"chat_template_sha256": talked.template_sha256}
+            show_json({**values, **loss_fields})
+        else:
+            print(written)
+            for loses in loss_fields.values():
+                print(f"the tokenizer loses text: {loses}", file=sys.stderr)
+
+
+def _origin(opened: "Opened", checkpoint: str | None) -> "Origin | None":
+    """Return the run whose checkpoint an opened model has; None where it has none."""
+    from headrace.export.gguf import Origin
+    from headrace.inference.load import checkpoint_of, read_plan
+    from headrace.train.checkpoint import Saved
+
+    if (source := opened.made_of) is None:
+        return None
+    saved = Saved(checkpoint_of(source, checkpoint), verify=False)
+    return Origin.of(read_plan(source, catalogue()).name, saved.values)
+
+
+def _export_for_device(
+    run: Path,
+    to: str,
+    output: Path | None,
+    quantize: str | None,
+    checkpoint: str | None,
+    adapter: str,
+    json: bool,
+) -> None:
+    """Write a run's model, or a quantized one, for a runtime of devices; see `export`."""
+    from headrace.export.edge import EQUAL
+
+    point = next((one for one in (run, Path("runs") / run) if is_point(one)), None)
+    if point is not None and not adapter and checkpoint is None:
+        export, folder = _of_point(point, to, quantize), point
+    else:
+        export, folder = _of_run(run, to, quantize, checkpoint, adapter)
+    ending = "" if export.spec.name == "fp32" or point is not None else f"-{export.spec.name}"
+    named = f"-{Path(adapter).name}" if adapter else ""
+    file = export.write(output or folder / f"{to}{named}{ending}", folder)
+    if json:
+        values: dict[str, Any] = {"to": to, "file": str(file), "preset": export.spec.name}
+        values |= {"bytes": export.bytes, "drift": export.drift, "equal": export.equal}
+        show_json(values)
+        return
+    print(file)
+    print(
+        f"{export.bytes / 1e6:.4g} MB in {export.spec.name}; run by its own runtime, its logits "
+        f"differ from those of the {'fake-quantized ' if export.stored else ''}model by at most "
+        f"{export.drift:.1e}, and by no more than {EQUAL:g} after {export.equal:.0%} of the tokens",
+        file=sys.stderr,
+    )
+
+
+def _of_point(point: Path, to: str, quantize: str | None) -> "EdgeExport":
+    """Return the export of a quantized model, whose codes stay as they are, or of a pruned one.
+
+    Raises:
+        ConfigError: the command asks for another quantization.
+    """
+    from headrace.export.edge import EdgeExport, spec_of
+    from headrace.export.point import closed_point, is_pruned_point, pruned_build
+
+    if is_pruned_point(point):
+        build, spec = pruned_build(point, catalogue()), spec_of(to, quantize, None)
+        return EdgeExport(build, to, spec, build.plan.data.sequence_length, build.plan.name)
+    build, spec, stored = closed_point(point, catalogue())
+    if quantize not in (None, spec.name):
+        raise ConfigError(
+            f"--quantize {quantize} is of a run, and {point} is stored in {spec.name} already",
+            rerun_without("--quantize", verb="export"),
+        )
+    context, name = build.plan.data.sequence_length, build.plan.name
+    return EdgeExport(build, to, spec, context, name, stored=stored)
+
+
+def _of_run(
+    run: Path, to: str, quantize: str | None, checkpoint: str | None, adapter: str
+) -> tuple["EdgeExport", Path]:
+    """Return the export of a run's model, and the run's folder; see `export`."""
+    from headrace.cli.companions import note_template
+    from headrace.export.compression import plain_build
+    from headrace.export.edge import EdgeExport, spec_of
+    from headrace.export.opened import open_chosen
+    from headrace.export.point import trained_spec
+    from headrace.inference.load import read_plan
+    from headrace.plan.technique import Stage
+
+    opened = open_chosen(run, catalogue(), adapter=adapter, checkpoint=checkpoint)
+    plan = read_plan(opened.run, catalogue())
+    spec = spec_of(to, quantize, trained_spec(plan))
+    talked = note_template(opened.talks, plan)
+    build = plain_build(opened.build, Stage.MATERIALIZE)
+    build.model.to("cpu")
+    export = EdgeExport(build, to, spec, plan.data.sequence_length, plan.name)
+    export.origin = _origin(opened, checkpoint)
+    export.template = "" if talked is None else talked.template
+    return export, opened.run

@@ -1,0 +1,116 @@
+"""What forecasts assume of hosts is what natural runs showed."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import natural_error
+import pytest
+
+from headrace.core.statistics import Interval
+from headrace.costs.step import USUAL_LAUNCH, Launches
+from headrace.doctor.forecast import HOSTS, ON_CPU, Hosts, MeasuredRun
+from headrace.predict.intervals import NATURAL
+from headrace.predict.prediction import EDGE
+
+E = natural_error.EDGE_S
+REST_S = natural_error.REST * natural_error.HOST_S
+
+
+RESULTS = natural_error.ROOT / "results"
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Any]:
+    return natural_error.natural_runs(RESULTS)
+
+
+@pytest.fixture(scope="module")
+def one_run() -> Any:
+    """Return a run of 1m on an H100 without changes."""
+    plan = next(run.plan for run in natural_error.RUNS if run.id == "1m fp32 eager")
+    asking = natural_error._asking(plan, RESULTS / "machines" / natural_error.MACHINES["H100"])
+    before = natural_error.side(asking)
+    assert before is not None and before.launched.eager > 0 and not before.launched.compiled
+    return natural_error.NaturalRun("1m", "H100", MeasuredRun(0.01), before, ())
+
+
+@pytest.mark.slow
+def test_the_constants_in_use_are_those_that_rows_ask_for(runs: list[Any]) -> None:
+    """Check that the constants follow when rows come: `natural_error.py`."""
+    gpus = [run for run in runs if not run.on_cpu]
+    known = natural_error.fit(gpus)
+    assert (known.eager_s, known.compiled_s) == pytest.approx(USUAL_LAUNCH, rel=0.01)
+    assert known.hosts.drift == pytest.approx(HOSTS.drift, rel=0.01)
+    assert known.hosts.spread == pytest.approx(HOSTS.spread, rel=0.01)
+    h100 = {k: v for k, v in natural_error.wider_steps(gpus).items() if "H100" in k}
+    assert [times for times, _ in h100.values()] == pytest.approx([NATURAL], rel=0.01)
+    found = natural_error.left_out(gpus)
+    firsts = [one.inside for one in found if one.first and "H100" in one.hardware]
+    assert len(firsts) >= 20 and 0.7 <= sum(firsts) / len(firsts) <= 0.9
+
+
+def test_a_cpu_s_rates_are_as_far_off_as_its_rows_say() -> None:
+    pairs = natural_error.recorded_pairs(RESULTS)
+    assert sum(one.half for one in pairs) >= 20 and sum(not one.half for one in pairs) >= 10
+    assert natural_error.fit_cpu(pairs) == pytest.approx(ON_CPU, rel=0.01)
+    inside = [one.inside for one in natural_error.cpu_left_out(pairs)]
+    assert 0.7 <= sum(inside) / len(inside) <= 0.9
+
+
+@pytest.mark.slow
+def test_a_plan_of_other_memory_is_no_row_s_plan(runs: list[Any]) -> None:
+    """The demo's recipe changed after its rows: they are no readings of today's plan."""
+    ids = {run.workload for run in runs}
+    assert "1b" in ids and "demo" not in ids
+
+
+def made(run: Any, launched: Launches, said: float, came: float) -> Any:
+    """Return a run that waits for launches, and how long one took when it was said and later."""
+    time = replace(
+        run.before.prediction.time, parts_s={"matrix products": 1e-4, EDGE: E}, host_s=0.02
+    )
+    prediction = replace(run.before.prediction, time=time)
+    side = replace(run.before, prediction=prediction, launched=launched)
+    said_s, came_s = (E + REST_S + 1000 * each_s for each_s in (said, came))
+    change = natural_error.Change(("+x",), came_s, came_s, 0.0, True, side)
+    return replace(run, measured=MeasuredRun(said_s, by_host=True), before=side, changes=(change,))
+
+
+def test_a_fit_finds_what_launches_took(one_run: Any) -> None:
+    eager = [made(one_run, Launches(1000.0, 0.0, 0.0), 2e-5, 3e-5) for _ in range(3)]
+    compiled = made(one_run, Launches(1000.0, 1000.0, 0.0), 2e-5, 1e-5)
+    known = natural_error.fit([*eager, compiled])
+    assert known.eager_s == pytest.approx(3e-5) and known.compiled_s == pytest.approx(1e-5)
+    assert known.hosts.spread == pytest.approx(1.0)
+    least = math.exp(abs(math.log((E + REST_S + 0.01) / (E + REST_S + 0.02))))
+    most = (E + REST_S + 0.03) / (E + REST_S + 0.02)
+    assert known.hosts.drift == pytest.approx(max(least, most))
+
+
+def test_a_gain_is_forecast_by_the_constants_that_are_given(one_run: Any) -> None:
+    """Compiled code that launches at half the cost halves what its launches take."""
+    run = made(one_run, Launches(1000.0, 0.0, 0.0), 2e-5, 2e-5)
+    other = replace(run.before, launched=Launches(1000.0, 1000.0, 0.0))
+    change = replace(run.changes[0], after=other)
+    constants = natural_error.Constants(2e-5, 1e-5, Hosts(1.0, 1.0))
+    gain = natural_error.forecast(run, change, constants)
+    ends_s = (E + REST_S + 0.02), (E + REST_S + 0.01)
+    assert gain is not None and gain.value == pytest.approx(ends_s[0] / ends_s[1] - 1)
+    same = natural_error.Constants(2e-5, 2e-5, Hosts(1.0, 1.0))
+    nothing = natural_error.forecast(run, change, same)
+    assert nothing is not None and nothing.value == pytest.approx(0.0)
+
+
+def test_a_factor_holds_four_of_five() -> None:
+    ratios = [math.exp(0.1 * n * (-1) ** n) for n in range(1, 10)]
+    assert natural_error.factor(ratios) == pytest.approx(math.exp(0.8))
+    assert natural_error.factor([2.0]) == 2.0
+
+
+def test_a_score_is_inside_and_as_far_off_as_it_came() -> None:
+    forecast = Interval(0.1, 0.2, 0.3, 0)
+    one = natural_error.Score.of("a", True, forecast, 0.25)
+    assert one.inside and one.error == pytest.approx(0.2)
+    assert not natural_error.Score.of("a", True, forecast, 0.4).inside
+    assert natural_error.Score.of("a", True, forecast, 0.0).error == pytest.approx(20)
