@@ -200,6 +200,10 @@ def test_refuses_knobs_that_contradict_each_other(
     assert f"{NAME}.end=0.75" in refused(**some, start=0.5, end=0.5)
     endless = plan.replaced(schedule={"kind": "constant"}, goal={"minutes": 1})
     assert "schedule.steps=1000" in refused(endless, **some, end=0.5) and not refused(endless)
+    short = tiny_plan("goal.steps=4", "schedule.steps=8")
+    assert WeightPruning(end=0.5, pattern="unstructured").doubt(short) is None
+    doubt = WeightPruning(start=0.6).doubt(short)
+    assert doubt is not None and "after 5 steps, and the run has 4" in doubt.reason
     narrow = tiny_plan("model.ffn=30")
     assert f"{NAME}.pattern=unstructured" in refused(narrow) and not refused(narrow, **some)
     with pytest.raises(ConfigError, match="has 30 columns"):

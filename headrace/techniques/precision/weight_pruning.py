@@ -39,6 +39,7 @@ from headrace.parallel.layout import local_of
 from headrace.plan.technique import (
     Card,
     Context,
+    Doubt,
     Evidence,
     Stage,
     Supported,
@@ -184,6 +185,17 @@ class WeightPruning(Technique[Build]):
         """Keep no best checkpoint where it might be one of a step that has not pruned all."""
         return {"checkpoint.keep_best": False} if self.start or self.end else {}
 
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Warn of a run that ends before all of the share is pruned."""
+        lasts, (_, end) = plan.goal_steps, self._span(plan.horizon_steps)
+        if lasts is None or end <= lasts:
+            return None
+        return Doubt(
+            f"{self.name()} has pruned all of its share after {end:,} steps, and the run has "
+            f"{lasts:,}: what is saved has fewer zeros",
+            mend(self._key("start=0"), self._key("end=0")),
+        )
+
     def supports(self, context: Context) -> Supported | Unsupported:
         """Require knobs that agree, rows of whole fours, and a schedule that ends."""
         plan = context.plan
@@ -231,6 +243,11 @@ class WeightPruning(Technique[Build]):
             )
         return None
 
+    def _span(self, horizon: int | None) -> tuple[int, int]:
+        """Return the steps after which pruning begins, and after which it is whole."""
+        begin = (end_step(self.start, horizon) if self.start else None) or 1
+        return begin, (end_step(self.end, horizon) if self.end else None) or begin
+
     def _key(self, knob: str) -> str:
         return f"techniques.{self.name()}.{knob}"
 
@@ -255,12 +272,10 @@ class WeightPruning(Technique[Build]):
         for name, linear in state.linears.items():
             if self.pattern == "2:4" and linear.in_features % GROUP:
                 raise ConfigError(_not_of_fours(name, linear.in_features), self._any())
-        horizon = build.plan.horizon_steps
-        begin = max(1, end_step(self.start, horizon) or 0) if self.start else 1
-        end = end_step(self.end, horizon) if self.end else None
+        begin, end = self._span(build.plan.horizon_steps)
         build.notes[self.name()] = build.state[self.name()] = state
         build.values[SHARE] = lambda step: share_after(
-            int(step) + 1, begin, end or begin, self.every, self.share
+            int(step) + 1, begin, end, self.every, self.share
         )
         if self.metric == "wanda":
             build.enrich.append(state.read)
@@ -280,7 +295,7 @@ class WeightPruning(Technique[Build]):
         if not numbers:
             return Evidence(None, "this rank holds no linear of a block")
         prunes = pruned > 0 if state.share else not pruned
-        still = "" if state.share else f", which the first {self.start:.0%} of the steps leave so"
+        still = "" if state.share else ", as nothing is pruned yet"
         return Evidence(
             active=state.steps > 0 and intact == pruned and prunes,
             detail=f"{zeros} of {numbers} numbers of {len(state.masks)} linears are zero{still}; "
