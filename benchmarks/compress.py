@@ -2,6 +2,7 @@
 
     python benchmarks/compress.py --work FOLDER [--data FOLDER] [--seeds 3]
     python benchmarks/compress.py qat --work FOLDER [--data FOLDER] [--seeds 3]
+    python benchmarks/compress.py sparse --work FOLDER [--data FOLDER] [--seeds 3]
     python benchmarks/compress.py prune --work FOLDER [--data FOLDER] [--seeds 3]
     python benchmarks/compress.py forecast --work FOLDER [--data FOLDER]
     python benchmarks/compress.py files --work FOLDER [--data FOLDER]
@@ -18,6 +19,9 @@ seeds.
   (`quantization_aware_training`), on the same tokens, and quantizes both in groups of `--group`.
   What rounding the plain one costs is the gap, of which the other is to recover half:
   1 - (rounded - plain) / (quantized - plain).
+- `sparse` prunes the model 2:4 (`weight_pruning`) by magnitude and by Wanda. Its bits per byte are
+  told right after pruning, after `--more` steps of training on with the zeros held, and after as
+  many on the words of the whole model too, beside those of a plain training on the same tokens.
 - `prune` leaves out `--by` of the weights and trains what is left for `--more` steps on the words
   of the whole model. Its bits per byte are to be lower than those of a model of that very shape
   which is trained from nothing on as many tokens, with the recipe's own rate.
@@ -41,7 +45,7 @@ MOST_RISE_PERCENT, MOST_SIZE = 0.2, 0.30
 """What INT8 weight-only is to reach."""
 LEAST_RECOVERED = 0.5
 """Share of the gap that training with rounding is to recover, in the median of the seeds."""
-PRESET, QAT = "8da4w", "quantization_aware_training"
+PRESET, QAT, SPARSE = "8da4w", "quantization_aware_training", "weight_pruning"
 SMALL = (
     *("model.dim=64", "model.layers=2", "model.heads=4", "model.ffn=192"),
     *("data.vocab=512", "data.sequence_length=64"),
@@ -64,7 +68,7 @@ MOST_ERROR, LEAST_POINTS = 0.2, 20
 """Median error of forecasts, as a share of what was measured, and over how many points."""
 WIDTHS = ((64, 2), (128, 4), (256, 4), (512, 6))
 """Features and layers of the models whose points are forecast."""
-STEPS = {"forecast": 2, "files": 2, "presets": 300, "qat": 1500, "prune": 1500}
+STEPS = {"forecast": 2, "files": 2, "presets": 300, "qat": 1500, "sparse": 1500, "prune": 1500}
 """Steps of the first training."""
 SHAPE = {
     "layers": "num_hidden_layers",
@@ -218,6 +222,46 @@ def qat(args: argparse.Namespace) -> None:
     print(f"{PRESET} recovers {recovered} of the gap, met: {met}", flush=True)
 
 
+def sparse(args: argparse.Namespace) -> None:
+    """Measure 2:4 by each metric: right after it, after training on, and on the whole one's words.
+
+    A step at a rate of nothing shows what pruning alone does.
+    """
+    readings: dict[str, list[float]] = {}
+    for seed in range(args.seeds):
+        name, folder = based(args, seed)
+        on = on_from(args, folder)
+        runs = {"whole": name, "plain": trained(args, f"plain-{seed}", seed, args.more, *on)}
+        for metric in ("magnitude", "wanda"):
+            words = [*on, "--with", SPARSE, f"techniques.{SPARSE}.metric={metric}"]
+            still = ("optimizer.lr=1e-30", f"schedule.steps={args.more}")
+            for side, steps, more in (
+                ("pruned", 1, still),
+                ("recovered", args.more, ()),
+                ("taught", args.more, taught_by(folder)),
+            ):
+                run = f"{metric}-{side}-{seed}"
+                runs[f"{metric}_{side}"] = trained(args, run, seed, steps, *words, *more)
+        for key, run in runs.items():
+            loss = headrace(args.work, "eval", run, "--tokens", str(args.tokens))
+            readings.setdefault(key, []).append(loss["bits_per_byte"])
+        print(
+            f"seed {seed}: { ({key: values[-1] for key, values in readings.items()}) }", flush=True
+        )
+    receipts.append(
+        "compress",
+        {key: receipts.spread(values, "bits per byte") for key, values in readings.items()},
+        results=args.results,
+        kind=SPARSE,
+        shape=" ".join(SMALL),
+        pattern="2:4",
+        n=args.seeds,
+        seeds=[*range(args.seeds)],
+        steps=[args.steps, args.more],
+        rate=args.rate,
+    )
+
+
 def prune(args: argparse.Namespace) -> None:
     """Measure a pruned model that learned from the whole one, and one of its shape from scratch."""
     readings: dict[str, list[float]] = {"whole": [], "cut": [], "distilled": [], "scratch": []}
@@ -321,9 +365,9 @@ def files(args: argparse.Namespace) -> None:
         record = args.work / out.name / "headrace.json"
         known = json.loads(record.read_text()) if record.is_file() else {}
         end = {"onnx": "model.onnx", "executorch": "model.pte", "gguf": "model.gguf"}[to]
-        (told,) = headrace_rows(args.work, "doctor", f"{out.name}/{end}")
-        speeds[kind] = told["tokens_per_s"] / whole["tokens_per_s"]
-        drifts[kind], bound[kind] = known.get("drift", made["drift"]), told["bottleneck"]
+        (verdict,) = headrace_rows(args.work, "doctor", f"{out.name}/{end}")
+        speeds[kind] = verdict["tokens_per_s"] / whole["tokens_per_s"]
+        drifts[kind], bound[kind] = known.get("drift", made["drift"]), verdict["bottleneck"]
         print(kind, speeds[kind], drifts[kind], bound[kind], flush=True)
     best = max(speeds.values())
     receipts.append(
@@ -346,6 +390,7 @@ def main() -> None:
     programs = {
         "presets": presets,
         "qat": qat,
+        "sparse": sparse,
         "prune": prune,
         "forecast": forecast,
         "files": files,
