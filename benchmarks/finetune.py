@@ -71,6 +71,8 @@ FULL_BATCH = ("batch.tokens=16384",)
 FULL = {
     "offloaded_states": "+full_checkpoint +chunked_cross_entropy +optimizer_offload",
     "states_8bit": "+full_checkpoint +chunked_cross_entropy +adamw_8bit",
+    "states_8bit_in_backward": "+full_checkpoint +chunked_cross_entropy +adamw_8bit "
+    "+optimizer_in_backward optimizer.clip_norm=0",
 }
 """Ways to train all weights."""
 BRIEF_TOKENS, TINY_BRIEF_TOKENS = 4096, 32

@@ -155,7 +155,8 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> Conte
             "ranks",
             mend("device=cpu"),
         )
-    if len(rest := sorted(t.name() for t in techniques if t.rest)) > 1:
+    run = {name for technique in techniques for name in technique.runs_rest}
+    if len(rest := sorted(t.name() for t in techniques if t.rest and t.name() not in run)) > 1:
         one, two = rest[:2]
         raise ConfigError(
             f"{one} and {two} both take the place of the baseline's AdamW",

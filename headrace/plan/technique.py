@@ -250,6 +250,8 @@ class Technique(Strict, Generic[B]):
     card: ClassVar[Card]
     rest: ClassVar[bool] = False
     """Whether its optimizer takes what no other technique's takes; it is predicted last."""
+    runs_rest: ClassVar[tuple[str, ...]] = ()
+    """Names of techniques with `rest` that may stand beside this one: it runs their updates too."""
     timed: ClassVar[bool] = False
     """Whether `predict` also covers what it does to a step's time, be it nothing."""
     rounds_state: ClassVar[bool] = False

@@ -32,8 +32,10 @@ WITH = (f"techniques.{NAME}={{}}", "optimizer.clip_norm=0")
         ("model.tied_embeddings=true", "schedule.warmup_steps=2"),
         ("techniques.chunked_cross_entropy.chunk_tokens=7", "techniques.selective_checkpoint={}"),
         ("techniques.muon={}",),
+        ("techniques.adamw_8bit.smallest=512",),
+        ("techniques.adamw_8bit.smallest=512", "techniques.muon={}"),
     ],
-    ids=["plain", "tied", "chunked", "muon"],
+    ids=["plain", "tied", "chunked", "muon", "8 bits", "8 bits and muon"],
 )
 def test_weights_norms_and_states_are_the_baselines(
     more: tuple[str, ...], make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
@@ -46,14 +48,16 @@ def test_weights_norms_and_states_are_the_baselines(
         own = mine.model.get_parameter(name)
         assert torch.equal(own, p), name
         route = next(r for r, taken in mine.routed.items() if name in taken)
-        assert (own.grad is None) == (route == NAME)
+        assert (own.grad is None) == (route in (NAME, "adamw_8bit"))
         before = "adamw" if route == NAME else route
         states = (baseline.optimizers[before].state[p], mine.optimizers[route].state[own])
         assert states[0].keys() == states[1].keys()
         assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     assert "adamw" not in mine.optimizers
     evidence = check_active(mine)[NAME]
-    assert evidence.numbers["freed_bytes"] == 4 * sum(p.nbytes for p in mine.routed[NAME].values())
+    freed = [p for route in (NAME, "adamw_8bit") for p in mine.routed.get(route, {}).values()]
+    assert evidence.numbers["freed_bytes"] == 4 * sum(p.nbytes for p in freed)
+    assert ("adamw_8bit" in mine.routed) == any("8bit" in word for word in more)
 
 
 def test_a_norm_is_that_of_its_own_step(
@@ -114,10 +118,13 @@ def test_a_gradient_that_is_not_finite_masks_its_parameter(
     assert all(torch.isfinite(t).all() for t in moments.values()) and moments["step"] == 1
 
 
-def test_a_resumed_run_is_the_same_run(tiny_plan: Callable[..., Plan], tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("techniques.adamw_8bit.smallest=512",)], ids=str)
+def test_a_resumed_run_is_the_same_run(
+    more: tuple[str, ...], tiny_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
     ends = []
     for name in ("whole", "cut"):
-        plan = tiny_plan(*WITH, f"directory='{tmp_path / name}'")
+        plan = tiny_plan(*WITH, *more, f"directory='{tmp_path / name}'")
         ends.append(train.run(plan).folder)
     assert ends[1] is not None and ends[0] is not None
     ends[1] = train.run(plan, resume=True, checkpoint="step-8").folder
@@ -152,6 +159,22 @@ def test_refuses_what_needs_all_gradients(
 def test_the_command_line_says_how(tiny_plan: Callable[..., Plan]) -> None:
     with pytest.raises(UnsupportedError, match=r"optimizer\.clip_norm=0"):
         train.run(tiny_plan(f"techniques.{NAME}={{}}"), progress=Progress())
+
+
+def test_states_of_8_bits_are_predicted_beside_one_gradient(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
+) -> None:
+    """No gradient stays to the update, whose temporaries are there in the backward pass."""
+    states = "techniques.adamw_8bit.smallest=512"
+    build, alone = make_tiny(*WITH, states), make_tiny("optimizer.clip_norm=0", states)
+    step(build, batch(build), 0)
+    held = [p for p in build.model.parameters() if p.grad is not None]
+    lines, without = (one.predicted(one.plan).memory for one in (build, alone))
+    assert not held and "kept_gradients" not in lines
+    assert lines["gradients"].bytes == max(p.nbytes for p in build.model.parameters())
+    assert lines["optimizer"].bytes == without["optimizer"].bytes
+    assert lines["update"].bytes == without["update"].bytes
+    assert "backward" in lines["update"].instants and "backward" not in without["update"].instants
 
 
 def test_two_that_update_the_rest_are_refused_before_anything_is_built(
