@@ -60,6 +60,9 @@ ON_CPU = number("gain_on_cpu")
 SHORTEST_S = 2.5e-3
 """Least seconds that a host's part is divided by: a shorter part decides no step, and a CPU, whose
 host is the device, has none."""
+FEW_S = 2 * HOST_S
+"""Usual seconds of launches up to which how far a host ran ahead says nothing of its pace: what
+else it does in a step is not known well enough beside them."""
 NOTHING = 1e-4
 """Share of a step: a change that the ledger says is smaller does nothing to its time."""
 LEAST_TAKEN, MOST_TAKEN = 0.5, 1.0
@@ -272,11 +275,12 @@ def _where_the_device_decides(
         scale: how many times as long as predicted the device takes.
         hosts: how far paces of hosts lie from what is known of them.
     """
-    # No host is slower than any that was seen, or takes longer than it ran ahead.
-    limit = max(0.0, host_s - _edge_s(before) - REST * HOST_S)
-    limit /= max(before.time.usual_launches_s, SHORTEST_S)
+    # A host takes no longer than it ran ahead; of few launches that says nothing.
+    launched_s, limit = before.time.usual_launches_s, hosts.spread
+    if launched_s > FEW_S:
+        limit = max(0.0, host_s - _edge_s(before) - REST * HOST_S) / launched_s
     slow = min(hosts.spread, hosts.drift * limit)
-    launches_s = before.time.usual_launches_s, after.time.usual_launches_s
+    launches_s = launched_s, after.time.usual_launches_s
     alike = before.time.waits_for_launches == after.time.waits_for_launches
     after_s = (
         scale * (after.time.step_s or 0.0)

@@ -11,7 +11,16 @@ from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.catalogue import catalogue
 from headrace.costs.machine import Machine
 from headrace.costs.work import EDGE_S, HOST_S, SLOW_HOST
-from headrace.doctor.forecast import ERROR, HOSTS, REST, MeasuredRun, between, by_ledger, moved
+from headrace.doctor.forecast import (
+    ERROR,
+    FEW_S,
+    HOSTS,
+    REST,
+    MeasuredRun,
+    between,
+    by_ledger,
+    moved,
+)
 from headrace.doctor.observation import Observation
 from headrace.plan.changes import changed, parse
 from headrace.predict.prediction import Prediction, predict
@@ -237,3 +246,15 @@ def test_a_host_that_ran_ahead_is_no_slower_than_that() -> None:
     alone = between(log(before.time.step_s / after.time.step_s), moved=moved(before, after))
     assert ahead is not None and ahead.low == pytest.approx(alone.low)
     assert by_ledger(before, after, MeasuredRun(before.time.step_s)).gain.low < 0  # type: ignore[union-attr]
+
+
+def test_a_plan_that_launches_little_says_nothing_of_its_host() -> None:
+    """Graphs leave a host idle, and eager code in their place is launched at the usual pace."""
+    recorded, eager = seen("+cuda_graphs"), seen("-torch_compile")
+    assert recorded.time.step_s and eager.time.step_s
+    assert recorded.time.usual_launches_s < FEW_S < eager.time.usual_launches_s
+    run = MeasuredRun(recorded.time.step_s, slack_s=0.9 * recorded.time.step_s)
+    small = replace(eager, time=replace(eager.time, parts_s={"matrix products": 1e-3}, step_s=1e-3))
+    gain = by_ledger(recorded, small, run).gain
+    wanted_s = REST * HOST_S + eager.time.usual_launches_s
+    assert gain is not None and gain.value == pytest.approx(recorded.time.step_s / wanted_s - 1)
