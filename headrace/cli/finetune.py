@@ -222,14 +222,14 @@ def lengths_of(
     A sequence is as long as the recipe's, or as the model's or `longest` where that is shorter; a
     step has as many sequences as the recipe's.
     """
-    from headrace.model.adapter import load_pretrained
+    from headrace.model.adapter import longest_row
 
     if "data.sequence_length" in given:
         return
     if begun.plan is not None:
         length = begun.plan.data.sequence_length
     else:
-        length = load_pretrained(begun.weights)[0].context
+        length = longest_row(begun.weights)
     own = written.data.sequence_length
     longest = min(own, longest)
     length = min(length or longest, longest)

@@ -236,3 +236,4 @@ def test_a_folder_of_weights_is_no_run_of_its_name(
     plan = call("finetune", "talks", text, "--with", "full", "--dry-run")["plan"]
     shutil.rmtree(folder)
     assert plan["model"]["pretrained"] == "talks" and plan["optimizer"]["lr"] == FULL_RATE
+    assert plan["data"]["sequence_length"] == 16, "as long as its config.json says"
