@@ -203,7 +203,7 @@ def test_where_the_length_leaves_no_answer_it_is_named(make_plan: MakePlan) -> N
     with pytest.raises(ConfigError) as error:
         prepare(make_plan(rows, "data.chat.max_tokens=4"))
     assert "no answer to train on: cut to data.chat.max_tokens = 4: 20" in error.value.message
-    sides = (*prepared.train, *prepared.validation)
+    sides = (*prepared.train, prepared.validation)
     longest = max(np.diff(side.bounds(0, side.documents)).max() for side in sides)
     assert error.value.remedy.changes == ((f"data.chat.max_tokens={longest}",),)
 
