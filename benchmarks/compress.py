@@ -2,8 +2,10 @@
 
     python benchmarks/compress.py --work FOLDER [--data FOLDER] [--seeds 3]
     python benchmarks/compress.py qat --work FOLDER [--data FOLDER] [--seeds 3]
+    python benchmarks/compress.py sparse --work FOLDER [--data FOLDER] [--seeds 3]
     python benchmarks/compress.py prune --work FOLDER [--data FOLDER] [--seeds 3]
     python benchmarks/compress.py forecast --work FOLDER [--data FOLDER]
+    python benchmarks/compress.py files --work FOLDER [--data FOLDER]
 
 A model is trained once a seed on a CPU, on the Python standard library or on `--data`: that of the
 recipe demo for presets, else a smaller one for longer. Rows of results/compress.jsonl are over the
@@ -17,13 +19,17 @@ seeds.
   (`quantization_aware_training`), on the same tokens, and quantizes both in groups of `--group`.
   What rounding the plain one costs is the gap, of which the other is to recover half:
   1 - (rounded - plain) / (quantized - plain).
+- `sparse` prunes the model 2:4 (`weight_pruning`) by magnitude and by Wanda. Its bits per byte are
+  told right after pruning, after `--more` steps of training on with the zeros held, and after as
+  many on the words of the whole model too, beside those of a plain training on the same tokens.
 - `prune` leaves out `--by` of the weights and trains what is left for `--more` steps on the words
   of the whole model. Its bits per byte are to be lower than those of a model of that very shape
   which is trained from nothing on as many tokens, with the recipe's own rate.
 - `forecast` makes every preset of models of several widths and depths, which are hardly trained,
   and compares the decoding speed that was forecast before each point was made with what was
-  measured.
-  The median of the errors is to be within 20% over at least 20 points.
+  measured. The median of the errors is to be within 20% over at least 20 points.
+- `files` exports a model to every format and lets `headrace doctor` decode with each file. The
+  fastest is to decode three times as fast as fp32 in eager torch with a cache.
 """
 
 import argparse
@@ -39,18 +45,30 @@ MOST_RISE_PERCENT, MOST_SIZE = 0.2, 0.30
 """What INT8 weight-only is to reach."""
 LEAST_RECOVERED = 0.5
 """Share of the gap that training with rounding is to recover, in the median of the seeds."""
-PRESET, QAT = "8da4w", "quantization_aware_training"
+PRESET, QAT, SPARSE = "8da4w", "quantization_aware_training", "weight_pruning"
 SMALL = (
     *("model.dim=64", "model.layers=2", "model.heads=4", "model.ffn=192"),
     *("data.vocab=512", "data.sequence_length=64"),
 )
 """A model that two cores train in a minute until it has little more to learn: what rounding and
 pruning cost is then more than some steps of training are worth."""
+FILES = (
+    ("onnx", "fp32"),
+    ("onnx", "int8"),
+    ("onnx", "int4"),
+    ("executorch", "fp32"),
+    ("executorch", "8da4w"),
+    ("gguf", "q8_0"),
+    ("gguf", "q4_0"),
+)
+"""Formats of exported files, and how each stores matrices."""
+LEAST_SPEED = 3.0
+"""How many times as fast as fp32 in eager torch with a cache the fastest file is to decode."""
 MOST_ERROR, LEAST_POINTS = 0.2, 20
 """Median error of forecasts, as a share of what was measured, and over how many points."""
 WIDTHS = ((64, 2), (128, 4), (256, 4), (512, 6))
 """Features and layers of the models whose points are forecast."""
-STEPS = {"forecast": 2, "presets": 300, "qat": 1500, "prune": 1500}
+STEPS = {"forecast": 2, "files": 2, "presets": 300, "qat": 1500, "sparse": 1500, "prune": 1500}
 """Steps of the first training."""
 SHAPE = {
     "layers": "num_hidden_layers",
@@ -70,6 +88,13 @@ def headrace(work: Path, *words: str) -> dict[str, Any]:
     if ended.returncode:
         raise SystemExit(f"{' '.join(words)}: {document['error']}; try: {document['remedy']}")
     return document
+
+
+def headrace_rows(work: Path, *words: str) -> list[dict[str, Any]]:
+    """Run a verb with --json that prints an array, and return it."""
+    command = [sys.executable, "-m", "headrace", *words, "--json"]
+    ended = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(ended.stdout)
 
 
 def trained(args: argparse.Namespace, name: str, seed: int, steps: int, *words: str) -> str:
@@ -197,6 +222,46 @@ def qat(args: argparse.Namespace) -> None:
     print(f"{PRESET} recovers {recovered} of the gap, met: {met}", flush=True)
 
 
+def sparse(args: argparse.Namespace) -> None:
+    """Measure 2:4 by each metric: right after it, after training on, and on the whole one's words.
+
+    A step at a rate of nothing shows what pruning alone does.
+    """
+    readings: dict[str, list[float]] = {}
+    for seed in range(args.seeds):
+        name, folder = based(args, seed)
+        on = on_from(args, folder)
+        runs = {"whole": name, "plain": trained(args, f"plain-{seed}", seed, args.more, *on)}
+        for metric in ("magnitude", "wanda"):
+            words = [*on, "--with", SPARSE, f"techniques.{SPARSE}.metric={metric}"]
+            still = ("optimizer.lr=1e-30", f"schedule.steps={args.more}")
+            for side, steps, more in (
+                ("pruned", 1, still),
+                ("recovered", args.more, ()),
+                ("taught", args.more, taught_by(folder)),
+            ):
+                run = f"{metric}-{side}-{seed}"
+                runs[f"{metric}_{side}"] = trained(args, run, seed, steps, *words, *more)
+        for key, run in runs.items():
+            loss = headrace(args.work, "eval", run, "--tokens", str(args.tokens))
+            readings.setdefault(key, []).append(loss["bits_per_byte"])
+        print(
+            f"seed {seed}: { ({key: values[-1] for key, values in readings.items()}) }", flush=True
+        )
+    receipts.append(
+        "compress",
+        {key: receipts.spread(values, "bits per byte") for key, values in readings.items()},
+        results=args.results,
+        kind=SPARSE,
+        shape=" ".join(SMALL),
+        pattern="2:4",
+        n=args.seeds,
+        seeds=[*range(args.seeds)],
+        steps=[args.steps, args.more],
+        rate=args.rate,
+    )
+
+
 def prune(args: argparse.Namespace) -> None:
     """Measure a pruned model that learned from the whole one, and one of its shape from scratch."""
     readings: dict[str, list[float]] = {"whole": [], "cut": [], "distilled": [], "scratch": []}
@@ -282,9 +347,54 @@ def forecast(args: argparse.Namespace) -> None:
     print(f"median error {row['value']:.1%} of {len(errors)} points, met: {met}")
 
 
+def files(args: argparse.Namespace) -> None:
+    """Measure how fast every file decodes, and how far its logits are from the evaluated model."""
+    words = ("schedule.warmup_steps=0", "data.tokenizer_pattern=gpt4")
+    name = trained(args, "shipped", 0, args.steps, *words)
+    whole = report_of(args, name, "--to", "int8")["whole"]
+    speeds: dict[str, float] = {}
+    drifts: dict[str, float | None] = {}
+    bound: dict[str, str] = {}
+    for to, preset in FILES:
+        out, kind = args.work / f"{to}-{preset}", f"{to} {preset}"
+        file = f"{out.name}/model.gguf" if to == "gguf" else out.name
+        made = {"file": file, "drift": None}
+        if not out.exists():
+            export = ("export", name, "--to", to, "--quantize", preset, "--output", file)
+            made = headrace(args.work, *export)
+        record = args.work / out.name / "headrace.json"
+        known = json.loads(record.read_text()) if record.is_file() else {}
+        end = {"onnx": "model.onnx", "executorch": "model.pte", "gguf": "model.gguf"}[to]
+        (verdict,) = headrace_rows(args.work, "doctor", f"{out.name}/{end}")
+        speeds[kind] = verdict["tokens_per_s"] / whole["tokens_per_s"]
+        drifts[kind], bound[kind] = known.get("drift", made["drift"]), verdict["bottleneck"]
+        print(kind, speeds[kind], drifts[kind], bound[kind], flush=True)
+    best = max(speeds.values())
+    receipts.append(
+        "compress",
+        {"decoding": receipts.spread([*speeds.values()], "of eager fp32 with a cache")},
+        results=args.results,
+        kind="file",
+        shape=f"demo, {whole['bytes'] // 4:,} weights",
+        files=speeds,
+        drift=drifts,
+        binds=bound,
+        n=1,
+        met=best >= LEAST_SPEED,
+    )
+    print(f"fastest {best:.2f} times eager fp32, met: {best >= LEAST_SPEED}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    programs = {"presets": presets, "qat": qat, "prune": prune, "forecast": forecast}
+    programs = {
+        "presets": presets,
+        "qat": qat,
+        "sparse": sparse,
+        "prune": prune,
+        "forecast": forecast,
+        "files": files,
+    }
     parser.add_argument("what", nargs="?", choices=programs, default="presets")
     parser.add_argument("--work", type=Path, required=True, help="where runs go")
     parser.add_argument("--data", type=Path, help="a text; the standard library without it")
@@ -302,7 +412,7 @@ def main() -> None:
     text = None if args.data is None else str(args.data.resolve())
     facts = (
         {}
-        if args.what == "presets"
+        if args.what in ("presets", "forecast", "files")
         else {"more": args.more, "rate": args.rate, "taught": args.taught}
     )
     receipts.claim(args.work, text=text, steps=args.steps, tokens=args.tokens, **facts)

@@ -9,7 +9,7 @@ DIR holds text files, which are cut into passages, and for `recall` neardup.json
 `cluster` and `kind`. Every side of `speed` is a process of its own that reads the same Parquet file
 and ends with clusters; what was compiled or imported before it read is told apart. `--cores` is the
 number of cores that a side may use. Datatrove takes part where this Python has it, with spacy,
-orjson and an xxhash below 4. Rows are of topic `data`, kinds `dedup_*`.
+orjson and an xxhash below 4, in one process. Rows are of topic `data`, kinds `dedup_*`.
 """
 
 import argparse
@@ -223,7 +223,7 @@ def datatrove(path: Path, scratch: Path) -> dict[str, Any]:
     begin = time.perf_counter()
     for number, (pipeline, tasks) in enumerate(stages):
         logs = str(scratch / f"logs{number}")
-        LocalPipelineExecutor(pipeline, tasks=tasks, logging_dir=logs).run()
+        LocalPipelineExecutor(pipeline, tasks=tasks, workers=1, logging_dir=logs).run()
     took = time.perf_counter() - begin
     stays = [json.loads(line) for file in (scratch / "d").iterdir() for line in file.open()]
     left = {int(row["id"]) for row in stays}

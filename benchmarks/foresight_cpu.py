@@ -11,15 +11,18 @@ say `device: cpu`; their hardware is the processor and the threads. Times are of
 tokens, fp32, without a loader or evaluation. Memory is the peak of all tensors of a step by torch's
 MemTracker, which does not stand beside a compiler.
 
-Virtual processors share their host. A plan counts where a fixed work takes as long as at the probe,
-both before and after its steps; else it is measured again, and left where it never does.
+Virtual processors share their host. A fixed work, a step of a small decoder that nothing predicts,
+is timed at the probe and between the steps of a plan. A step counts where that work takes as long
+as at the probe both before and after it, whatever the step itself takes. A plan with fewer than
+`LEAST` such steps is measured again, and left where it never has them.
 """
 
 import argparse
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -29,6 +32,7 @@ import torch
 from foresight import predicted
 from lists import Configuration, configurations
 from residuals import known, quantiles
+from torch.nn import functional
 
 from headrace import probes
 from headrace.assemble.context import make_context
@@ -45,7 +49,16 @@ LIST = Path(__file__).parent / "plans" / "cpu.toml"
 WARM, LEAST, MOST = 2, 5, 40
 """Steps before the timed ones, and the least and the most timed steps."""
 TIMED_S = 3.0
-"""The approximate seconds of all timed steps of a plan."""
+"""The approximate seconds of all steps of a plan that count."""
+GROUP_S = 0.2
+"""The approximate seconds of the steps between two readings of the fixed work."""
+SOUGHT_S = 40.0
+"""The most seconds in which a plan's steps are timed until enough of them count."""
+SETTLING = 24
+"""How often the fixed work is read at the probe."""
+REFERENCE = "step of a small decoder"
+"""The fixed work, as rows name it. Older rows have another: matmuls and additions of large arrays,
+which do not show what slows the many small operations of a step."""
 ENOUGH = 10
 """The least number of plans from which the spread of their errors is printed."""
 AS_FAST, WAIT_S, TRIES = 0.07, 2.0, 4
@@ -81,21 +94,44 @@ def rates(seconds: float) -> Machine:
     return probes.measure(CPU, budget_s=seconds)
 
 
+@cache
+def _small_step() -> Callable[[], None]:
+    """Return a training step of a fixed small decoder, without a trainer."""
+    sizes = {"embed": (2048, 128), "in": (128, 512), "out": (512, 128), "head": (128, 2048)}
+    weights = {name: torch.randn(size).mul(0.02).requires_grad_() for name, size in sizes.items()}
+    ids, targets = (torch.randint(0, 2048, (2048,)) for _ in range(2))
+    optimizer = torch.optim.AdamW(weights.values(), foreach=True)
+
+    def step() -> None:
+        hidden = weights["embed"][ids]
+        for _ in range(4):
+            normed = functional.layer_norm(hidden, (128,))
+            hidden = hidden + functional.gelu(normed @ weights["in"]) @ weights["out"]
+        functional.cross_entropy(hidden @ weights["head"], targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def reference_s() -> float:
-    """Return the seconds that a fixed work takes now: matmuls and additions, the best of three.
+    """Return the seconds that the fixed work takes now, the better of two.
 
     Neighbours on the same host make a virtual processor up to twice as slow from minute to minute,
     which no prediction knows of.
     """
-    matrix, stream = torch.rand(768, 768), torch.rand(2**22)
     times = list[float]()
-    for _ in range(3):
+    for _ in range(2):
         began_s = time.perf_counter()
-        for _ in range(12):
-            torch.mm(matrix, matrix)
-            torch.add(stream, stream)
+        _small_step()()
         times.append(time.perf_counter() - began_s)
     return min(times)
+
+
+def settled_s() -> float:
+    """Return the median seconds of the fixed work over some seconds, once it is warm."""
+    readings = [reference_s() for _ in range(SETTLING)]
+    return median(readings[SETTLING // 4 :])
 
 
 def as_fast(known_s: float) -> bool:
@@ -109,8 +145,13 @@ def write_predictions(every: list[Configuration], results: Path, seconds: float)
     left = [one for one in every if name_of(one) not in done]
     if not left:
         return
-    machine = rates(seconds)
-    reference = reference_s()
+    before_s, machine, after_s = settled_s(), rates(seconds), settled_s()
+    if abs(after_s / before_s - 1) > AS_FAST:
+        raise SystemExit(
+            f"the same work took {before_s:.4f} s before the probe and {after_s:.4f} s after it: "
+            "give the command again when the processor is steadier"
+        )
+    reference = (before_s + after_s) / 2
     print(f"{machine.driver}: {machine.says}; left out: {'; '.join(machine.skipped) or 'nothing'}")
     for one in left:
         plan = one.plan
@@ -124,6 +165,7 @@ def write_predictions(every: list[Configuration], results: Path, seconds: float)
             tier="after_probes",
             **row,
             parts_s=expected.time.parts_s,
+            reference=REFERENCE,
             reference_s=reference,
             rates_of=machine.date,
             calibrated_by="",
@@ -134,7 +176,11 @@ def write_predictions(every: list[Configuration], results: Path, seconds: float)
 def measure(every: list[Configuration], results: Path, ends_s: float, here: bool) -> None:
     """Measure each plan that has a prediction and no outcome."""
     rows = known(results)
-    predictions = {row["id"]: row for row in rows if row["kind"] == "prediction"}
+    predictions = {
+        row["id"]: row
+        for row in rows
+        if row["kind"] == "prediction" and row.get("reference") == REFERENCE
+    }
     done = {row["id"] for row in rows if row["kind"] == "outcome"}
     names = [name_of(one) for one in every]
     waiting = {
@@ -149,9 +195,12 @@ def measure(every: list[Configuration], results: Path, ends_s: float, here: bool
                 spare_s = ends_s - time.monotonic()
                 if spare_s <= 0:
                     break
-                reading = worker.ask(timed_steps, one.plan, limit_s=min(CHILD_S, spare_s))
-                if (reading.refused and spare_s < CHILD_S) or not as_fast(known_s):
-                    continue  # it was cut off, or the processor became slower meanwhile
+                limit_s = min(CHILD_S, spare_s)
+                reading = worker.ask(timed_steps, one.plan, known_s, limit_s=limit_s)
+                if reading.refused and spare_s < CHILD_S:
+                    continue  # it was cut off
+                if not reading.refused and len(reading.seconds) < LEAST:
+                    continue  # the processor was not as fast for long enough
                 write(one, predictions[name], reading, results)
                 del waiting[name]
     print(f"left: {', '.join(one.id for one in waiting.values()) or 'none'}")
@@ -205,28 +254,54 @@ def write(one: Configuration, prediction: dict[str, Any], reading: Reading, resu
     print(one.id, *off, flush=True)
 
 
-def timed_steps(plan: Plan) -> Reading:
-    """Return every timed step of a plan, and the peak of its tensors where nothing is compiled."""
+def timed_steps(plan: Plan, known_s: float) -> Reading:
+    """Return the timed steps of a plan that count, and the peak of its tensors unless compiled.
+
+    Args:
+        plan: the plan.
+        known_s: seconds of the fixed work at the probe.
+    """
 
     def go(reading: Reading) -> None:
         with opened(plan) as (build, micros):
-            for index in range(WARM):
+            indices = iter(range(10**9))
+
+            def once() -> float:
+                index = next(indices)
                 began_s = time.perf_counter()
                 train.step(build, micros(index), index)
-                once_s = time.perf_counter() - began_s
-            count = int(min(MOST, max(LEAST, TIMED_S / once_s)))
-            for index in range(WARM, WARM + count):
-                began_s = time.perf_counter()
-                train.step(build, micros(index), index)
-                reading.seconds.append(time.perf_counter() - began_s)
+                return time.perf_counter() - began_s
+
+            reading.seconds = counted(once, lambda: as_fast(known_s))
             if build.is_eager:
+                index = next(indices)
                 tracked = TrackedMemory(build.model, list(build.optimizers.values()))
                 build.model.zero_grad()
                 with tracked:
-                    train.step(build, micros(index + 1), index + 1)
+                    train.step(build, micros(index), index)
                 reading.peak_bytes = float(tracked.peak_bytes()["Total"])
 
     return read(go)
+
+
+def counted(once: Callable[[], float], steady: Callable[[], bool]) -> list[float]:
+    """Return the seconds of steps that count: the processor was steady before and after them.
+
+    Args:
+        once: makes a step, and returns its seconds.
+        steady: whether the processor is as fast as at the probe.
+    """
+    warm_s = [once() for _ in range(WARM)][-1]
+    wanted = int(min(MOST, max(LEAST, TIMED_S / warm_s)))
+    group = max(1, min(wanted, round(GROUP_S / warm_s)))
+    seconds, ends_s, was = list[float](), time.perf_counter() + SOUGHT_S, steady()
+    while len(seconds) < wanted and time.perf_counter() < ends_s:
+        steps_s = [once() for _ in range(group)]
+        now = steady()
+        if was and now:
+            seconds += steps_s
+        was = now
+    return seconds
 
 
 def errors(results: Path) -> Iterator[tuple[str, float, float | None]]:

@@ -15,9 +15,10 @@ that a gain's interval rests on:
 
 Then each run is forecast again by today's code, from what its row says that the doctor knew, with
 constants that are fitted without its workload. The share of gains inside of these intervals and
-the median error of the gains are printed for each device, for first remedies and for all that were
-measured. A row names the rates that its doctor had (`machine`); older rows do not, and are forecast
-by those of MACHINES. A run whose plan is another one today is left out: its memory would be.
+the median error of the gains are printed for each device, for first remedies, for all remedies that
+a reader was shown, and for all changes that were measured. A row names the rates that its doctor
+had (`machine`); older rows do not, and are forecast by those of MACHINES. A run whose plan is
+another one today is left out: its memory would be another.
 
 On a CPU, whose host is its device, `gain_on_cpu` is fitted likewise: how far off its rates are.
 Nobody kept the rates of the CPU of older rows. Their intervals are symmetric, so their half-widths
@@ -26,7 +27,7 @@ which a probe times first since.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -99,6 +100,7 @@ class Change:
         before_s, after_s: seconds of a step without and with it, in alternation.
         gain: the measured gain.
         first: whether it is the doctor's first remedy.
+        named: whether it is a remedy that a reader was shown with a forecast.
         after: the changed plan's side; None where no time of it is predicted.
     """
 
@@ -107,6 +109,7 @@ class Change:
     after_s: float
     gain: float
     first: bool
+    named: bool
     after: Side | None
 
 
@@ -148,14 +151,17 @@ class Score:
 
     hardware: str
     first: bool
+    named: bool
     inside: bool
     error: float
 
     @staticmethod
-    def of(hardware: str, first: bool, forecast: Interval, came: float) -> "Score":
+    def of(
+        hardware: str, first: bool, forecast: Interval, came: float, *, named: bool = True
+    ) -> "Score":
         """Compare a forecast with the measured gain."""
         error = abs(forecast.value - came) / max(abs(came), NO_GAIN)
-        return Score(hardware, first, forecast.low <= came <= forecast.high, error)
+        return Score(hardware, first, named, forecast.low <= came <= forecast.high, error)
 
 
 # --- rows ------------------------------------------------------------------------------------
@@ -178,20 +184,25 @@ def natural_runs(results: Path) -> list[NaturalRun]:
         if before is None or not _same(asking, answer):
             continue
         first = tuple(answer["first"]["change"]) if answer["first"] else None
-        changes = tuple(_changes(asking, row["measured"], first))
+        named = {tuple(one["change"]) for one in answer["remedies"] if one["gain"] is not None}
+        changes = tuple(_changes(asking, row["measured"], first, named))
         knew = _measured(answer)
         runs.append(NaturalRun(row["workload"], row["hardware"], knew, before, changes))
     return runs
 
 
 def _changes(
-    asking: Asking, rows: Sequence[dict[str, Any]], first: tuple[str, ...] | None
+    asking: Asking,
+    rows: Sequence[dict[str, Any]],
+    first: tuple[str, ...] | None,
+    named: Collection[tuple[str, ...]],
 ) -> Iterator[Change]:
     for row in rows:
         if "gain" in row:
             words = tuple(row["change"])
             came, after = row["gain"]["value"], side(asking, words)
-            yield Change(words, row["before_s"], row["after_s"], came, words == first, after)
+            spent_s = row["before_s"], row["after_s"]
+            yield Change(words, *spent_s, came, words == first, words in named, after)
 
 
 def _rates_of(answer: dict[str, Any]) -> str | None:
@@ -243,10 +254,13 @@ def side(asking: Asking, words: tuple[str, ...] = ()) -> Side | None:
 def fit(runs: Sequence[NaturalRun]) -> Constants:
     """Return the constants by these runs."""
     steps = [one for run in runs for one in host_steps(run)]
-    eager = [spent_s / one.launched.eager for one, spent_s in steps if not one.launched.compiled]
-    eager_s = median(eager)
+    eager_s = median(
+        (spent_s - one.launched.usual_s(0.0, 0.0)) / one.launched.eager
+        for one, spent_s in steps
+        if not one.launched.compiled
+    )
     compiled_s = median(
-        max(0.0, spent_s - one.launched.eager * eager_s) / one.launched.compiled
+        max(0.0, spent_s - one.launched.usual_s(eager_s, 0.0)) / one.launched.compiled
         for one, spent_s in steps
         if one.launched.compiled
     )
@@ -313,7 +327,8 @@ def scores(runs: Sequence[NaturalRun], constants: Constants) -> Iterator[Score]:
         for change in run.changes:
             known = forecast(run, change, constants)
             if known is not None and abs(known.value) > NOTHING:
-                yield Score.of(run.hardware, change.first, known, change.gain)
+                place = run.hardware, change.first
+                yield Score.of(*place, known, change.gain, named=change.named)
 
 
 def left_out(runs: Sequence[NaturalRun]) -> list[Score]:
@@ -419,12 +434,13 @@ def cpu_left_out(pairs: Sequence[CpuPair]) -> list[Score]:
 
 
 def show(title: str, scored: Sequence[Score]) -> None:
-    """Print the share inside and the median error of each device, of first remedies and of all."""
+    """Print the share inside and the median error of each device, of fewer and of more changes."""
     print(title)
     for hardware in dict.fromkeys(one.hardware for one in scored):
         for words, those in (
             ("first remedies", [s for s in scored if s.hardware == hardware and s.first]),
-            ("all", [s for s in scored if s.hardware == hardware]),
+            ("all that were shown", [s for s in scored if s.hardware == hardware and s.named]),
+            ("all that were measured", [s for s in scored if s.hardware == hardware]),
         ):
             if those:
                 inside = fmean(one.inside for one in those)

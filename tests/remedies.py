@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trees import tree_of
 
 import headrace
 from headrace.core.errors import HeadraceError
@@ -47,7 +48,7 @@ def sites() -> dict[str, ast.Call]:
     kinds, found = {*_kinds(), REFUSAL}, dict[str, ast.Call]()
     for file in sorted(ROOT.rglob("*.py")):
         module = file.relative_to(ROOT).with_suffix("").as_posix()
-        for where, call in _calls(ast.parse(file.read_text()), "", kinds):
+        for where, call in _calls(tree_of(file), "", kinds):
             number = 1 + sum(name.rpartition("#")[0] == f"{module}:{where}" for name in found)
             found[f"{module}:{where}#{number}"] = call
     return found

@@ -30,7 +30,7 @@ LEAST_S, LEAST_CALLS = 0.02, 5
 """Seconds and calls over which an operation is timed, at least: the median of the calls counts."""
 
 
-class Timed(NamedTuple):
+class TimedShape(NamedTuple):
     """Name one operation of a shape and a format that is timed once."""
 
     looks_up: bool
@@ -52,7 +52,7 @@ class DecodeForecast:
 
     def __init__(self, model: Decoder, token_s: float) -> None:
         self.model, self.token_s = model, token_s
-        self._times: dict[Timed, float] = {}
+        self._times: dict[TimedShape, float] = {}
 
     @torch.no_grad()
     def seconds(self, spec: QuantizationSpec) -> float:
@@ -70,12 +70,12 @@ class DecodeForecast:
             if name == "embed.weight" and is_tied(self.model):
                 uses.append(False)
             for looks_up in uses:
-                few = Timed(looks_up, rows, columns, formats[name], spec.activations)
-                whole = Timed(looks_up, rows, columns, None, "none")
+                few = TimedShape(looks_up, rows, columns, formats[name], spec.activations)
+                whole = TimedShape(looks_up, rows, columns, None, "none")
                 total += self._time(few, spec, name) - self._time(whole, spec, name)
         return max(total, self.token_s / 100)
 
-    def _time(self, one: Timed, spec: QuantizationSpec, name: str) -> float:
+    def _time(self, one: TimedShape, spec: QuantizationSpec, name: str) -> float:
         """Return the seconds of one operation, timed once for all matrices of its shape."""
         if one not in self._times:
             device = self.model.embed.weight.device

@@ -116,6 +116,27 @@ def reserve(
         workspace: of libraries, for good.
         expandable: segments grow.
     """
+    pieces = ledger.work.values()
+    asked = (
+        *(tuple(ledger.memory.items()), tuple(ledger.sizes.items())),
+        *(_is_eager(ledger), any(piece.recorded for piece in pieces)),
+        *(capacity, workspace, expandable),
+    )
+    if asked not in _KNOWN:
+        if len(_KNOWN) >= MOST_KNOWN:
+            _KNOWN.clear()
+        _KNOWN[asked] = _reserve(ledger, capacity, workspace, expandable)
+    return _KNOWN[asked]
+
+
+_KNOWN: dict[tuple[object, ...], Reserved] = {}
+"""What was replayed in this process, by all that a replay reads: a sweep asks for the same tensors
+beside many kernels that are faster and hold as much."""
+MOST_KNOWN = 1024
+"""Replays whose outcome is remembered, some tens of megabytes."""
+
+
+def _reserve(ledger: Ledger, capacity: float, workspace: float, expandable: bool) -> Reserved:
     allocator = Allocator(capacity, expandable=expandable)
     pool = allocator
     if any(piece.recorded for piece in ledger.work.values()):
@@ -130,6 +151,14 @@ def reserve(
     spare = sum(one.spare_at_peak for one in both)
     fits, most = whole <= capacity, min(allocated, capacity)
     return Reserved(min(whole, capacity), most, spare, fits, allocator.retries)
+
+
+def _is_eager(ledger: Ledger) -> bool:
+    """Return whether operations run one by one, so that each has its own result."""
+    return any(
+        isinstance(piece, Stream | Attention) and piece.fused is not None
+        for piece in ledger.work.values()
+    )
 
 
 @dataclass(frozen=True)
@@ -191,10 +220,7 @@ class _Replay:
         self.plain, self.pool = allocator, pool
         """what everything lies in, and what a recording of the blocks does"""
         self.layers = int(self.sizes["layers"])
-        self.eager = any(
-            isinstance(piece, Stream | Attention) and piece.fused is not None
-            for piece in ledger.work.values()
-        )
+        self.eager = _is_eager(ledger)
         self.linears = {
             key[:-3]: (self.sizes[key], self.sizes[f"{key[:-3]}/out"])
             for key in self.sizes

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headrace.costs.constants import numbers
+from headrace.costs.constants import number, numbers
 from headrace.costs.machine import Machine
 from headrace.costs.work import (
     AROUND,
@@ -23,6 +23,7 @@ from headrace.costs.work import (
 
 USUAL_LAUNCH = numbers("usual_launch")
 """Seconds that hosts took in runs for what counts as one launch, of eager and of compiled code."""
+EMPTY_S = number("empty_launch")
 
 
 @dataclass(frozen=True)
@@ -108,38 +109,40 @@ def step_time(
 
 @dataclass(frozen=True)
 class Launches:
-    """Hold what a host launches in a step.
+    """Hold what a host launches in a step, in launches of an empty kernel.
 
     Args:
-        every: all launches that no graph replays, in launches of an empty kernel.
+        every: all launches that no graph replays.
+        eager: those of eager code.
         compiled: those of compiled code.
         graphs: how many recorded graphs are replayed.
     """
 
     every: float
+    eager: float
     compiled: float
     graphs: float
 
-    @property
-    def eager(self) -> float:
-        """Return the launches of eager code."""
-        return self.every - self.compiled
-
     def usual_s(self, eager_s: float, compiled_s: float) -> float:
-        """Return the seconds of all but the graphs by those of one launch of each kind."""
-        return self.eager * eager_s + self.compiled * compiled_s
+        """Return the seconds of all but the graphs by those of one launch of each kind.
+
+        What is neither, as custom operations and blocks that run again, was timed itself.
+        """
+        other = self.every - self.eager - self.compiled
+        return self.eager * eager_s + self.compiled * compiled_s + other * EMPTY_S
 
 
 def launches(work: Mapping[str, Work], micro_batches: float) -> Launches:
     """Return what the host launches in a step of so many micro-batches."""
-    every, compiled, replayed = 0.0, 0.0, dict[Phase, float]()
+    every, replayed = 0.0, dict[Phase, float]()
+    counts = dict.fromkeys(("eager", "compiled", "other"), 0.0)
     for piece in work.values():
         if piece.recorded:
             replayed[piece.phase] = piece.times(micro_batches)
             continue
         every += piece.launches(micro_batches)
-        compiled += piece.by_compiler * piece.launches(micro_batches)
-    return Launches(every, compiled, sum(replayed.values()))
+        counts[piece.launched_by] += piece.launches(micro_batches)
+    return Launches(every, counts["eager"], counts["compiled"], sum(replayed.values()))
 
 
 def _exposed_s(pieces: Mapping[str, Work], machine: Machine, micro_batches: float) -> float:

@@ -124,9 +124,11 @@ class Work:
         return self.times(micro_batches) * self.count * self.launch
 
     @property
-    def by_compiler(self) -> bool:
-        """Return whether compiled code launches it."""
-        return self.launch == COMPILED
+    def launched_by(self) -> Literal["eager", "compiled", "other"]:
+        """Return which code launches its kernels; custom operations are other code."""
+        return (
+            "compiled" if self.launch == COMPILED else "other" if self.launch > EAGER else "eager"
+        )
 
     def _compiled_launch(self) -> float:
         """Return what a compiler makes of the launch of one kernel."""
@@ -239,9 +241,9 @@ class HostWork(Work):
     kind = "host"
 
     @property
-    def by_compiler(self) -> bool:
-        """Return whether it is a call of compiled code."""
-        return self.launch == REGION
+    def launched_by(self) -> Literal["eager", "compiled", "other"]:
+        """Return whether it is a call of compiled code; else it is other code of the host."""
+        return "compiled" if self.launch == REGION else "other"
 
     def compiled(self) -> Self:
         """Return nothing of it: a compiler leaves no Python between operations."""

@@ -214,8 +214,6 @@ def _meant(asked: Asked) -> tuple[str, str] | None:
     scheme, _, rest = source.partition("://")
     if not rest:
         return None
-    if scheme == "file":
-        return "is an address, and a path is read", asked.to(rest)
     name = rest.rstrip("/").rpartition("/")[2] or "PATH"
     fetch = f"curl -LO {shell(source)}, and {asked.to(name)}"
     web = scheme in ("http", "https")

@@ -29,7 +29,7 @@ from headrace.core.units import format_bytes
 from headrace.data.left_out import LeftOutTally, Reason
 from headrace.data.listing import READABLE, Asked, kind_of
 
-SCHEMES = frozenset({"s3", "gs", "gcs", "az", "abfs", "hf", "memory"})
+SCHEMES = frozenset({"s3", "gs", "gcs", "az", "abfs", "hf", "file", "memory"})
 """Schemes of addresses that are read; `hf://datasets/NAME/FILE` is a file, `hf:NAME` a dataset."""
 VERSIONS = ("ETag", "etag", "blob_id", "mtime", "LastModified", "last_modified", "created")
 """Where stores say what tells one state of a file from another, the surest first."""

@@ -37,7 +37,7 @@ def read_record(file: Path) -> dict[str, Any]:
         ConfigError: there is none, a later version wrote it, or a file is damaged.
     """
     path = file.with_name(RECORD)
-    again = f"headrace export RUN --to {'onnx' if file.suffix == '.onnx' else 'executorch'}"
+    remade = f"headrace export RUN --to {'onnx' if file.suffix == '.onnx' else 'executorch'}"
     try:
         record = parse_object(path.read_bytes())
         if record["format"] != VERSION:
@@ -53,7 +53,7 @@ def read_record(file: Path) -> dict[str, Any]:
             what = f"{error.filename} cannot be read ({error.strerror})"
         raise ConfigError(
             f"{file} is not as it was written: {path.name} beside it {what}",
-            f"{again}, which writes all of it",
+            f"{remade}, which writes all of it",
         ) from None
     return record
 

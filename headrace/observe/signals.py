@@ -265,6 +265,20 @@ def between_ranks(own_s: Sequence[Mapping[int, float]]) -> dict[str, Any] | None
     }
 
 
+def _keep_peaks(self: Any, peak_state: Any) -> None:
+    """Keep what each device has now, where it is more than before: MemTracker's own, alone."""
+    for device, sizes in self._curr_mem_snap.items():
+        if self._peak_mem.get(device, 0) < sizes["Total"]:
+            self._peak_mem[device] = sizes["Total"]
+            self._peak_mem_snap[device] = dict(sizes)
+
+
+def _snapshot(self: Any, type: str = "current") -> Any:
+    """Return a tracker's snapshot without torch's deep copy of two dictionaries of integers."""
+    known = self._curr_mem_snap if type == "current" else self._peak_mem_snap
+    return {device: dict(sizes) for device, sizes in known.items()}
+
+
 def memory_tracker(
     model: torch.nn.Module, optimizers: list[Any], seen: Operations | None = None
 ) -> Any:
@@ -309,16 +323,7 @@ def memory_tracker(
                     self._track(made_by, tensor)
             self._update_peak_stats(_ModState.PEAK_BW if backward else _ModState.PEAK_FW)
 
-        def _update_peak_stats(self, peak_state: Any) -> None:
-            for device, sizes in self._curr_mem_snap.items():
-                if self._peak_mem.get(device, 0) < sizes["Total"]:
-                    self._peak_mem[device] = sizes["Total"]
-                    self._peak_mem_snap[device] = dict(sizes)
-
-        def get_tracker_snapshot(self, type: str = "current") -> Any:
-            """Return the snapshot without torch's deep copy of two dictionaries of integers."""
-            known = self._curr_mem_snap if type == "current" else self._peak_mem_snap
-            return {device: dict(sizes) for device, sizes in known.items()}
+        _update_peak_stats, get_tracker_snapshot = _keep_peaks, _snapshot
 
         def _pre_fw_hook(self, module: torch.nn.Module, inputs: Any) -> None:
             if not self._mod_tracker.is_bw:

@@ -5,6 +5,9 @@ the end goes to those changes, that of the largest gain first, each beside the p
 of and with all the steps that are wanted. A change that does not win there is undone. Where later
 changes stand on it, it stays provisional, and says so. Then the first plan is timed beside the
 best.
+
+Before that, the fastest plan that was turned down for its learning is tried beside the best, where
+it is faster than that: what was accepted is not to be both slower and worse than what was not.
 """
 
 from dataclasses import replace
@@ -25,6 +28,28 @@ def time_first_beside_best(tuning: Tuning) -> None:
         return
     compared = tuning.pair(tuning.start, best)
     tuning.total = compared.ratio if compared.steps >= LOOK else None
+
+
+def fastest_turned_down(tuning: Tuning) -> None:
+    """Try the fastest plan that was turned down for its learning beside the best, if it is faster.
+
+    Beside the best that it was turned down by it is not tried again.
+    """
+    assert tuning.pool is not None
+    best = tuning.pool.best
+    if tuning.rules.aim == "memory" or tuning.left_s() <= tuning.least_s:
+        return
+    others = [one for one in tuning.turned_down if one.beside is not best]
+    steps = [tuning.slower(one.beside) / one.ratio for one in others]
+    if not steps or min(steps) * (1 + tuning.rules.margin) >= tuning.slower(best):
+        return
+    fastest = others[steps.index(min(steps))]
+    spent_s = tuning.store.spent_s
+    tuning.trying(fastest.proposal, ", turned down before and faster than the best")
+    compared = tuning.pair(best, fastest.proposal, screen=True)
+    tuning.record(fastest.proposal, compared, "accept", spent_s)
+    if compared.verdict == "better":
+        tuning.pool.keep(fastest.proposal, compared.after_s)
 
 
 def provisional(tuning: Tuning) -> None:

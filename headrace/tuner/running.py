@@ -5,7 +5,7 @@ learning_trials.py, what is repeated at the end is retrial.py. All three work on
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, exp, inf, log, prod
 from statistics import median
 
@@ -59,6 +59,21 @@ VERDICTS: dict[str, TrialVerdict] = {
 """Verdict of a trial by that of its comparison; reverted, else."""
 MEASURED = ("ratio", "memory", "loss", "noise", "steps", "before_s", "after_s", "peak_bytes")
 """Fields of a comparison that a trial's row has too."""
+
+
+@dataclass(frozen=True)
+class TurnedDown:
+    """Hold a plan that looked faster, and that was not shown to learn the same.
+
+    Args:
+        proposal: the plan.
+        beside: the best plan then.
+        ratio: time of a step of that best over the plan's.
+    """
+
+    proposal: Proposal
+    beside: Proposal
+    ratio: float
 
 
 class Tuning:
@@ -124,6 +139,8 @@ class Tuning:
         """fingerprint of a plan -> seconds that its first steps took longer than steady ones"""
         self.kept_of: dict[int, tuple[Proposal, Proposal]] = {}
         """number of a change that was kept -> the best before it, and with it"""
+        self.turned_down: list[TurnedDown] = []
+        """plans that looked faster, and that were not shown to learn the same"""
         self.sources: Sources
         self.start: Proposal
 

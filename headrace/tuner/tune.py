@@ -43,7 +43,7 @@ from headrace.tuner.path import Tuned
 from headrace.tuner.pool import NEAR, SLACK, Pool
 from headrace.tuner.prefix import Prefixes
 from headrace.tuner.proposals import Proposal, Sources
-from headrace.tuner.running import Tuning
+from headrace.tuner.running import Tuning, TurnedDown
 from headrace.tuner.store import Store
 from headrace.tuner.target import Train
 from headrace.tuner.trial_row import TrialRow, TrialStage
@@ -107,6 +107,8 @@ def tune(
             learning_trials.learning(tuning, able, seeds, prefixes)
         if able and not tuning.learned:
             tuning.execution()
+        if not tuning.learned:
+            retrial.fastest_turned_down(tuning)
         retrial.provisional(tuning)
         if able:
             learning_trials.train_first_and_last(tuning, able, seeds)
@@ -282,6 +284,9 @@ class _TuningLoop(Tuning):
             self.pool.keep(proposal, compared.after_s)
             self.ask()
         elif compared.verdict in ("not shown", "different"):
+            if compared.ratio is not None:
+                at = TurnedDown(proposal, self.pool.best, compared.ratio.value)
+                self.turned_down.append(at)
             self.pool.unshown(proposal)
             self.pool.add(self.sources.parts(self.pool.best.plan, proposal.plan), whole=True)
         elif compared.verdict == "cut":

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from trees import tree_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +23,7 @@ def trees() -> dict[str, ast.Module]:
     for path in sorted((ROOT / "headrace").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = ast.parse(path.read_text(), str(path))
+        found[name] = tree_of(path)
     return found
 
 

@@ -9,6 +9,7 @@ ALLOWED = {
     "headrace.core.files.publish": "it is what syncs and renames",
     "headrace.core.files.write_whole": "aside, which it publishes",
     "headrace.export.hf.export_hf": "aside, which is published as a folder",
+    "headrace.export.edge.EdgeExport.write": "aside, which is published as a folder",
     "headrace.export.folder.write_json": "aside, which is published as a folder",
     "headrace.train.checkpoint.Checkpoints._unfollow": "a link becomes the checkpoint it names",
     "headrace.train.checkpoint.Checkpoints._point": "a link, which holds no content",

@@ -6,11 +6,12 @@ changes of a `Remedy`, the `RefusalKind` of a refusal, the fields of a card.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
 import pytest
+from trees import tree_of
 
 MESSAGES = ("message", "sentence", "evidence", "reason", "refused", "detail")
 """Attributes that hold text for a reader."""
@@ -89,32 +90,35 @@ def _last(node: ast.Attribute | ast.Name) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id
 
 
-def decisions(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield the function and the line of each decision that is made on the text of a message."""
+def decisions(tree: ast.AST) -> list[tuple[str, int]]:
+    """Return the function and the line of each decision that is made on the text of a message."""
+    found: list[tuple[str, int]] = []
 
-    def walk(node: ast.AST, function: str, errors: frozenset[str]) -> Iterator[tuple[str, int]]:
+    def walk(node: ast.AST, function: str, errors: frozenset[str]) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             function = node.name
             given = [*node.args.args, *node.args.kwonlyargs]
             errors = frozenset(one.arg for one in given if _is_error(one.annotation))
-            errors |= {part.name for part in ast.walk(node) if _is_bound(part)}
+            inside = [*ast.walk(node)]
+            errors |= {part.name for part in inside if _is_bound(part)}
             for _ in range(2):  # a name may be given what another holds
-                errors |= {f"={name}" for name in _assigned(node, errors)}
+                errors |= {f"={name}" for name in _assigned(inside, errors)}
         if isinstance(node, ast.expr) and _decides(node, errors):
-            yield function, node.lineno
+            found.append((function, node.lineno))
         for child in ast.iter_child_nodes(node):
-            yield from walk(child, function, errors)
+            walk(child, function, errors)
 
-    yield from walk(tree, "", frozenset())
+    walk(tree, "", frozenset())
+    return found
 
 
 def _is_bound(node: ast.AST) -> TypeGuard[ast.ExceptHandler]:
     return isinstance(node, ast.ExceptHandler) and node.name is not None
 
 
-def _assigned(function: ast.AST, errors: frozenset[str]) -> Iterator[str]:
-    """Yield the names that a function gives the text of a message."""
-    for node in ast.walk(function):
+def _assigned(inside: Sequence[ast.AST], errors: frozenset[str]) -> Iterator[str]:
+    """Yield the names that a function gives the text of a message, by the nodes inside of it."""
+    for node in inside:
         if isinstance(node, ast.Assign) and _is_message(node.value, errors):
             yield from (one.id for one in node.targets if isinstance(one, ast.Name))
         if isinstance(node, ast.NamedExpr) and _is_message(node.value, errors):
@@ -146,7 +150,7 @@ def found_in(package: Path) -> dict[str, int]:
     """Return the places of a package that decide by a message, as `path:function` -> line."""
     found = {}
     for path in sorted(package.rglob("*.py")):
-        for function, line in decisions(ast.parse(path.read_text())):
+        for function, line in decisions(tree_of(path)):
             found[f"{path.relative_to(package)}:{function}"] = line
     return found
 
@@ -177,9 +181,9 @@ def test_a_decision_on_a_text_is_seen(line: str) -> None:
 
 def test_a_decision_on_an_error_is_seen() -> None:
     code = "def f(e: OSError):\n text = f'{e}'\n return 'a' in text"
-    assert [*decisions(ast.parse(code))] == [("f", 3)]
+    assert decisions(ast.parse(code)) == [("f", 3)]
     code = "def f():\n try:\n  g()\n except ConfigError as error:\n  return 'a' in str(error)"
-    assert [*decisions(ast.parse(code))] == [("f", 5)]
+    assert decisions(ast.parse(code)) == [("f", 5)]
     assert [*decisions(ast.parse("def f(error: OSError):\n return str(error) == 'a'"))] == [
         ("f", 2)
     ]

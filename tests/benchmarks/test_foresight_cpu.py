@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     file, results = tmp_path / "list.toml", tmp_path / "results"
     file.write_text(LIST)
     monkeypatch.setattr(cpu, "rates", lambda seconds: probed_cpu())
+    monkeypatch.setattr(cpu, "settled_s", lambda: 1.0)
     monkeypatch.setattr(cpu, "TIMED_S", 0.0)
     monkeypatch.setattr(cpu, "as_fast", lambda known_s: known_s > 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that it is put back
@@ -76,3 +78,39 @@ def test_the_list_is_long_and_wide_enough() -> None:
     assert len({p.data.sequence_length for p in plans}) >= 4
     compiled = sum("torch_compile" in plan.techniques for plan in plans)
     assert 8 <= compiled <= len(plans) - 15
+
+
+@pytest.mark.parametrize(
+    ("looks", "counted"),
+    [
+        ([True] * 9, [3, 4, 5, 6, 7]),
+        ([True, True, False, True, True, True, True, True], [3, 6, 7, 8, 9]),
+        ([False, True] * 9, []),
+    ],
+    ids=["steady", "once not", "never long enough"],
+)
+def test_a_step_counts_where_the_processor_is_steady_before_and_after_it(
+    monkeypatch: pytest.MonkeyPatch, looks: list[bool], counted: list[int]
+) -> None:
+    """Check that whether a step counts does not depend on what the step itself takes."""
+    monkeypatch.setattr(cpu, "SOUGHT_S", 0.05)
+    monkeypatch.setattr(cpu, "GROUP_S", 0.0)
+    monkeypatch.setattr(cpu, "TIMED_S", 0.0)
+    steps, seen = iter(range(1, 10**9)), iter(chain(looks, repeat(False)))
+    assert cpu.counted(lambda: float(next(steps)), lambda: next(seen)) == counted
+
+
+def test_a_probe_in_an_unsteady_minute_is_given_up(
+    rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = iter([1.0, 1.5])
+    monkeypatch.setattr(cpu, "settled_s", lambda: next(readings))
+    with pytest.raises(SystemExit, match=r"1\.0000 s before the probe and 1\.5000 s after"):
+        rows("--predict")
+
+
+def test_the_fixed_work_is_a_step_that_learns() -> None:
+    before = cpu.reference_s()
+    assert before > 0
+    assert cpu._small_step() is cpu._small_step()
+    assert cpu.as_fast(1e-9) is False

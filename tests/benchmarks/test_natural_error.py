@@ -73,13 +73,13 @@ def made(run: Any, launched: Launches, said: float, came: float) -> Any:
     prediction = replace(run.before.prediction, time=time)
     side = replace(run.before, prediction=prediction, launched=launched)
     said_s, came_s = (E + REST_S + 1000 * each_s for each_s in (said, came))
-    change = natural_error.Change(("+x",), came_s, came_s, 0.0, True, side)
+    change = natural_error.Change(("+x",), came_s, came_s, 0.0, True, True, side)
     return replace(run, measured=MeasuredRun(said_s, by_host=True), before=side, changes=(change,))
 
 
 def test_a_fit_finds_what_launches_took(one_run: Any) -> None:
-    eager = [made(one_run, Launches(1000.0, 0.0, 0.0), 2e-5, 3e-5) for _ in range(3)]
-    compiled = made(one_run, Launches(1000.0, 1000.0, 0.0), 2e-5, 1e-5)
+    eager = [made(one_run, Launches(1000.0, 1000.0, 0.0, 0.0), 2e-5, 3e-5) for _ in range(3)]
+    compiled = made(one_run, Launches(1000.0, 0.0, 1000.0, 0.0), 2e-5, 1e-5)
     known = natural_error.fit([*eager, compiled])
     assert known.eager_s == pytest.approx(3e-5) and known.compiled_s == pytest.approx(1e-5)
     assert known.hosts.spread == pytest.approx(1.0)
@@ -90,8 +90,8 @@ def test_a_fit_finds_what_launches_took(one_run: Any) -> None:
 
 def test_a_gain_is_forecast_by_the_constants_that_are_given(one_run: Any) -> None:
     """Compiled code that launches at half the cost halves what its launches take."""
-    run = made(one_run, Launches(1000.0, 0.0, 0.0), 2e-5, 2e-5)
-    other = replace(run.before, launched=Launches(1000.0, 1000.0, 0.0))
+    run = made(one_run, Launches(1000.0, 1000.0, 0.0, 0.0), 2e-5, 2e-5)
+    other = replace(run.before, launched=Launches(1000.0, 0.0, 1000.0, 0.0))
     change = replace(run.changes[0], after=other)
     constants = natural_error.Constants(2e-5, 1e-5, Hosts(1.0, 1.0))
     gain = natural_error.forecast(run, change, constants)

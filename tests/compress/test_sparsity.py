@@ -48,7 +48,7 @@ def by_loop(scores: Tensor, spec: SparsitySpec) -> Tensor:
 
 
 def test_by_hand() -> None:
-    """Keep two of four neighbours, and half of a row or a matrix; inputs' norms weigh columns."""
+    """Prune two of four neighbours, or a share of a row or a matrix; norms weigh columns."""
     assert pruned_of(scores_of(WEIGHT), TWO_OF_FOUR).tolist() == [
         [False, True, False, True],
         [True, False, False, True],
@@ -129,6 +129,17 @@ def test_torch_takes_the_pattern_for_its_sparse_matrix_units() -> None:
     loose = prune_matrix(drawn(32, 64), HALF_OF_ALL).dequantize().bfloat16()
     kept = theirs.sparse_semi_structured_from_dense_cutlass(loose)
     assert not torch.equal(theirs.sparse_semi_structured_to_dense_cutlass(*kept), loose)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*prototype")
+def test_sparse_matrix_units_multiply_it() -> None:
+    """Compare torch's product of 2:4 in bf16 with that of the dense matrix with zeros."""
+    dense = prune_matrix(drawn(64, 128), TWO_OF_FOUR).dequantize().to("cuda", torch.bfloat16)
+    x = drawn(16, 128, seed=4).to("cuda", torch.bfloat16)
+    sparse: Any = torch.sparse.to_sparse_semi_structured(dense)
+    found, wanted = nn.functional.linear(x, sparse).float(), nn.functional.linear(x, dense).float()
+    assert float((found - wanted).norm() / wanted.norm()) < 0.01
 
 
 def test_squares_of_what_linears_read_are_summed() -> None:

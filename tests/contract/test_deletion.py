@@ -12,6 +12,7 @@ from pathlib import Path
 
 import house
 import pytest
+from trees import tree_of
 
 import headrace
 import headrace.techniques
@@ -75,7 +76,7 @@ def test_nothing_outside_of_techniques_imports_one() -> None:
     for file in ROOT.rglob("*.py"):
         if TECHNIQUES in file.parents:
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree_of(file)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{a.name}" for a in node.names]

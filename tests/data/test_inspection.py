@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -158,6 +159,18 @@ def test_a_page_escapes_what_text_and_names_hold(found: Inspection) -> None:
     for part in ("Lengths", "Rows of 64 tokens", "Cyrillic", "wins", "refused"):
         assert part in page
     assert page.count("<svg") == 2
+
+
+def test_a_page_fits_a_phone(found: Inspection) -> None:
+    """No table is so wide that it keeps its width, and no axis begins where there is nothing."""
+    page = inspection_page(found)
+    assert 'class="wide"' not in page.partition("</style>")[2]
+    ticks = re.findall(r'text-anchor: middle">([^<]+)<', page)
+    assert "1 B" not in ticks and "1" not in ticks
+    least = min(one.from_bytes for one in found.lengths)
+    octave = 1 << (least.bit_length() - 1)
+    assert f"{octave} B" in ticks and "64" in ticks
+    assert "Written by Headrace from the text." in page
 
 
 def test_no_text_is_one_error(tmp_path: Path) -> None:

@@ -322,7 +322,6 @@ MEANT = {
         "a.txt,b.txt": "mkdir held-out && cp -r a.txt b.txt held-out, and data.validation=held-out",
     },
     "data.sources": {
-        "file:///x/a.txt": "data.sources=/x/a.txt",
         "ftp://b/a": "data.sources=PATH",
         "https://example.com/a.txt?x=1": "curl -LO 'https://example.com/a.txt?x=1', and "
         "data.sources='a.txt?x=1'",

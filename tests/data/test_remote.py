@@ -46,10 +46,11 @@ def test_an_address_gives_the_shards_of_its_files(
     for name, content in FILES.items():
         (tmp_path / "corpus" / name).write_text(content)
     local = prepare(make_plan(sources=str(tmp_path / "corpus"), validation=0.2))
-    for address in ("memory://corpus", "memory://corpus/*.jsonl"):
+    on_disk = f"file://{tmp_path}/corpus"
+    for address in ("memory://corpus", "memory://corpus/*.jsonl", on_disk, f"{on_disk}/*.jsonl"):
         made = prepare(make_plan(sources=address, validation=0.2))
         assert made.fingerprint == local.fingerprint and made.directory != local.directory
-        if "*" not in address:
+        if address == "memory://corpus":
             reasons = {record.reason: record.count for record in made.left_out}
             assert reasons == {Reason.ENDING: 1, Reason.EMPTY_FILE: 1, Reason.HIDDEN: 1}
     again = prepare(make_plan(sources="memory://corpus", validation=0.2))
@@ -70,6 +71,7 @@ def test_what_is_wrong_with_an_address_is_one_error(
         return str(getattr(error.value, "remedy"))  # noqa: B009
 
     assert "data.sources=PATH" in refused(ConfigError, "memory://nowhere", "does not exist")
+    assert "data.sources=PATH" in refused(ConfigError, "file:///nowhere/a.txt", "does not exist")
     refused(ConfigError, "memory://corpus/*.jpg", "no file that can be read, only 1 file of a kind")
     store.pipe_file("/corpus/2.jsonl", b"no row\n")
     remedy = refused(ConfigError, "memory://corpus", r"memory://.*/2\.jsonl:1 is not JSON")
@@ -96,7 +98,13 @@ def test_what_is_wrong_with_an_address_is_one_error(
 
 @pytest.mark.parametrize(
     ("source", "remote"),
-    [("s3://b/x.txt", True), ("hf://datasets/a/b.jsonl", True), ("hf:a/b", False), ("a:b", False)],
+    [
+        ("s3://b/x.txt", True),
+        ("file:///x.txt", True),
+        ("hf://datasets/a/b.jsonl", True),
+        ("hf:a/b", False),
+        ("a:b", False),
+    ],
 )
 def test_an_address_is_known_by_its_scheme(source: str, remote: bool) -> None:
     assert is_remote(source) is remote

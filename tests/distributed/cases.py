@@ -252,7 +252,7 @@ COMPOSITIONS = [
     case("distillation-tp-chunked", {"distillation": {}}, TP, CHUNKED, tensor=2, data=2),
     case("distillation-pp-fsdp", {"distillation": {}}, PP, FSDP, pipeline=2, data=2),
     case("depth-fsdp-checkpoint-compile", DEPTH, FSDP, SAC, COMPILE, data=4, slow=True),
-    case("depth-pp-fsdp", DEPTH, PP, FSDP, pipeline=2, data=2, layers=4),
+    case("depth-pp-fsdp", DEPTH, PP, FSDP, pipeline=2, data=2, layers=4, slow=True),
     case("lengths-fsdp", LENGTHS, FSDP, data=4, length=16, steps=5, slow=True),
     case("lengths-fsdp-compile", LENGTHS, FSDP, COMPILE, data=4, length=16, steps=5, slow=True),
     case("lengths-pp-fsdp", LENGTHS, PP, FSDP, pipeline=2, data=2, length=16, steps=5),
@@ -300,7 +300,7 @@ COMPOSITIONS = [
     case(
         "in-backward-fsdp", {"optimizer_in_backward": {}}, FSDP, data=4, micro_rows=0, clip_norm=0.0
     ),
-    case("mup-fsdp", {"mup": {"base_dim": 64}}, FSDP, data=4),
+    case("mup-fsdp", {"mup": {"base_dim": 64}}, FSDP, data=4, slow=True),
     case(
         "tied-gqa-tp-fsdp",
         {"tied_embeddings": {}, "gqa": {"queries_per_key": 3}},

@@ -53,7 +53,7 @@ MODEL = (
     "optimizer.eps=1e-3",  # a sign of a gradient near zero would magnify rounding
 )
 QUICK = ("cp x fsdp", "tp x pp", "replicas")
-"""Layouts in which each axis splits; the run that is killed has the others."""
+"""Layouts in which each axis splits. A kill is quick in train/test_kill.py, under one layout."""
 WAYS = [
     ("cp x fsdp", "fsdp", "tp x pp", "replicas", "tp x fsdp"),
     ("fsdp", "tp x fsdp", "pp x fsdp", "alone"),
@@ -123,7 +123,7 @@ def test_a_run_moves_from_layout_to_layout(zygote: Any, home: Path, way: tuple[s
     ("killed", "then"),
     [
         pytest.param("tp x fsdp", "pp x fsdp", marks=pytest.mark.slow),
-        ("pp x fsdp", "alone"),
+        pytest.param("pp x fsdp", "alone", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_goes_on_under_another_layout(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -232,11 +233,17 @@ GRID = [
 ]
 
 
+@cache
+def judged() -> list[list[Finding]]:
+    """Return what is found in each place of the grid."""
+    return [judge(window, use) for use, window in GRID]
+
+
 def test_no_sentence_says_computation_of_a_device_that_computes_nothing() -> None:
     said = 0
-    for use, window in GRID:
+    for (use, window), judgement in zip(GRID, judged(), strict=True):
         seen = replace(window, use=use)
-        found = [*judge(window, use), binding(seen), binding(seen, busy=0.97)]
+        found = [*judgement, binding(seen), binding(seen, busy=0.97)]
         for one in found:
             if "omputation" not in describe(one).sentence and one.bottleneck != "computation":
                 continue
@@ -251,11 +258,11 @@ def test_no_sentence_says_computation_of_a_device_that_computes_nothing() -> Non
 
 
 def test_shares_of_a_step_are_no_more_than_all_of_it() -> None:
-    for use, window in GRID:
+    for (use, window), judgement in zip(GRID, judged(), strict=True):
         step = Step.of(replace(window, use=use))
         waits = window.share(window.input_s) or 0.0
         assert step.computes + step.moves + step.idle + waits <= 1 + 1e-9
-        for one in judge(window, use):
+        for one in judgement:
             words = describe(one)
             assert 0 <= one.share <= 1 and words.sentence and words.evidence
 

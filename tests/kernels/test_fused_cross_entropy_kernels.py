@@ -194,7 +194,7 @@ def test_the_operations_keep_torchs_contract() -> None:
         torch.library.opcheck(getattr(torch.ops.headrace, name), (logits, *more))
 
 
-@crossed(together=1, ignored=tuple(IGNORED), in_place=(False, True))
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(
     "how",
     [
@@ -203,20 +203,15 @@ def test_the_operations_keep_torchs_contract() -> None:
     ],
 )
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-def test_compiled_with_ignored_targets(
-    backend: str, how: dict[str, float], ignored: str, in_place: bool
-) -> None:
+def test_compiled_with_ignored_targets(backend: str, how: dict[str, float], in_place: bool) -> None:
     """Liger's pull request 1338 has this case: it gave 61.7 in the place of 21.4."""
     if backend == "inductor" and not CUDA:
         pytest.skip("needs a CUDA device")
-    tokens, dim, vocab = (256, 32, 4096) if CUDA else (64, 32, 521)
+    tokens, dim, vocab = (256, 32, 4096) if CUDA else (16, 32, 521)
     torch.compiler.reset()
     torch.manual_seed(0)
     hidden = torch.randn(tokens, dim, device=DEVICE)
     weight = torch.randn(vocab, dim, device=DEVICE)
-    targets = torch.randint(0, vocab, (tokens,), device=DEVICE)
-    if ignored != "none":
-        targets[torch.randperm(tokens)[: tokens if ignored == "all" else tokens // 4]] = -100
 
     def loss_of(leaves: list[Tensor], targets: Tensor, function: Any) -> Tensor:
         return function((leaves[0] * 2) @ leaves[1].T, targets, **how)
@@ -225,9 +220,19 @@ def test_compiled_with_ignored_targets(
         return fused_cross_entropy(logits, targets, **how, in_place=in_place)
 
     compiled: Any = torch.compile(loss_of, backend=backend, fullgraph=True)
+    for ignored in (0, tokens // 4, tokens):
+        targets = torch.randint(0, vocab, (tokens,), device=DEVICE)
+        targets[torch.randperm(tokens)[:ignored]] = -100
+        _agree(loss_of, compiled, ours, (hidden, weight), targets)
+
+
+def _agree(
+    loss_of: Any, compiled: Any, ours: Any, given: tuple[Tensor, Tensor], targets: Tensor
+) -> None:
+    """Compare losses and gradients of the reference, of the kernels, and of them compiled."""
     seen = []
     for run, function in ((loss_of, reference_cross_entropy), (loss_of, ours), (compiled, ours)):
-        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        leaves = [x.clone().requires_grad_() for x in given]
         with torch.no_grad():
             alone = run(leaves, targets, function)
         loss = run(leaves, targets, function)

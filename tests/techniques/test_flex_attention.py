@@ -35,8 +35,8 @@ SPECS = {
     "cap": MaskSpec(soft_cap=0.7),
     "all": MaskSpec(True, True, 90, True, BlockPattern(16, 2, 3), H, 0.7),
 }
-LENGTHS = (13, 128, 200)
-QUICK = {*((name, 200) for name in SPECS), ("document", 13), ("document", 128), ("all", 13)}
+LENGTHS = (13, 128, 140)
+QUICK = {*((name, 140) for name in SPECS), ("document", 13), ("document", 128), ("all", 13)}
 """Masks of rows that are no whole number of blocks, and a mask that knows nothing of the length."""
 
 

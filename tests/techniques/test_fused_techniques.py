@@ -39,7 +39,8 @@ def build_with(
     """A build with or without a technique that the host's interpreter stands in for."""
 
     def make(kind: Any, *overrides: str) -> Build:
-        plan = tiny_plan("model.kv_heads=1", "model.init_std=0.2", *overrides)
+        few = "batch.tokens=32"  # each is interpreted for milliseconds
+        plan = tiny_plan("model.kv_heads=1", "model.init_std=0.2", few, *overrides)
         if kind is not None:
             monkeypatch.setattr(kind, "supports", lambda self, context: Supported())
             plan = plan.replaced(techniques={kind.name(): kind()})

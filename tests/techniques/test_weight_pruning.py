@@ -70,7 +70,7 @@ def test_two_of_four_are_the_smallest_and_stay_zero(make_tiny: Callable[..., Bui
 
 
 def test_wanda_weighs_by_what_the_step_before_reads(make_tiny: Callable[..., Build]) -> None:
-    """All micro-batches of the step count, and a compiler sees no hook."""
+    """Count all micro-batches of the step, and run them eagerly where blocks are compiled."""
     keys = (*ANY, f"techniques.{NAME}.metric=wanda", "batch.micro_sequences=2")
     build = make_tiny(*keys, "techniques.torch_compile.backend=eager")
     plain = make_tiny("batch.micro_sequences=2")
@@ -179,7 +179,7 @@ def test_a_weight_that_is_no_zero_any_more_is_noticed(make_tiny: Callable[..., B
     with torch.no_grad():
         build.model.get_parameter(DOWN).add_(1.0)
     evidence = technique.active(build)
-    assert not evidence.active and evidence.numbers["held"] < evidence.numbers["pruned"]
+    assert not evidence.active and evidence.numbers["intact"] < evidence.numbers["pruned"]
 
 
 def test_refuses_knobs_that_contradict_each_other(
@@ -200,6 +200,10 @@ def test_refuses_knobs_that_contradict_each_other(
     assert f"{NAME}.end=0.75" in refused(**some, start=0.5, end=0.5)
     endless = plan.replaced(schedule={"kind": "constant"}, goal={"minutes": 1})
     assert "schedule.steps=1000" in refused(endless, **some, end=0.5) and not refused(endless)
+    short = tiny_plan("goal.steps=4", "schedule.steps=8")
+    assert WeightPruning(end=0.5, pattern="unstructured").doubt(short) is None
+    doubt = WeightPruning(start=0.6).doubt(short)
+    assert doubt is not None and "after 5 steps, and the run has 4" in doubt.reason
     narrow = tiny_plan("model.ffn=30")
     assert f"{NAME}.pattern=unstructured" in refused(narrow) and not refused(narrow, **some)
     with pytest.raises(ConfigError, match="has 30 columns"):

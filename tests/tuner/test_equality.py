@@ -325,3 +325,31 @@ def test_what_is_left_unshown_comes_last_beside_other_plans(Machine: Any, plan: 
         ((f"+{ROUNDS}", "+fused_rope"), "not shown"),
         (("+fused_rope",), "kept"),
     ]
+
+
+def test_what_was_turned_down_by_chance_is_tried_beside_what_was_kept(
+    Machine: Any, plan: Plan
+) -> None:
+    """Check that no plan is kept that is slower than one that learns the same."""
+    costs = {ROUNDS: 0.5, "fused_rope": 0.9}
+    machine = Machine(costs, losses={ROUNDS: 0.03})
+    whole = [
+        machine.proposal(changed(plan, words, KNOWN), step_s)
+        for words, step_s in (([f"+{ROUNDS}"], 0.05), (["+fused_rope"], 0.09))
+    ]
+    tuned = tune(
+        plan,
+        "time",
+        30,
+        machine.sources(whole, start_s=0.1),
+        machine.measure,
+        CUDA,
+        clock=machine.clock,
+        note=lambda line: machine.losses.update({ROUNDS: 0.0}) if "+fused_rope" in line else None,
+    )
+    assert [(row.changes, row.verdict) for row in tuned.path] == [
+        ((f"+{ROUNDS}",), "reverted"),
+        (("+fused_rope",), "kept"),
+        (("-fused_rope", f"+{ROUNDS}"), "kept"),
+    ]
+    assert list(tuned.plan.techniques) == [ROUNDS]

@@ -14,7 +14,7 @@ from headrace.tuner.paired_blocks import ACCEPT, LOOK
 from headrace.tuner.path import Target
 from headrace.tuner.pool import Pool
 from headrace.tuner.proposals import Sources
-from headrace.tuner.running import Tuning
+from headrace.tuner.running import Tuning, TurnedDown
 from headrace.tuner.store import Store
 from headrace.tuner.trial_row import TrialRow
 from headrace.tuner.tune import _TuningLoop
@@ -64,7 +64,7 @@ def made(Machine: Any, plan: Plan, change: Callable[..., Plan]) -> Callable[...,
         run.kept_of = {n + 1: (run.proposals[n], run.proposals[n + 1]) for n in range(len(steps))}
         run.asked, run.found = [], Compared("better", "won", ratio=GAIN, steps=ACCEPT.timed)
 
-        def pair(before: Any, after: Any) -> Compared:
+        def pair(before: Any, after: Any, **how: Any) -> Compared:
             run.asked.append((run.proposals.index(before), run.proposals.index(after)))
             return run.found
 
@@ -219,3 +219,39 @@ def test_a_prediction_that_fails_is_told_once(made: Callable[..., Any]) -> None:
         ("refused", "it broke"),
         ("refused", "so did it"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "beside", "minutes", "aim", "tried"),
+    [
+        (1.5, 0, 100.0, "time", True),
+        (1.5, 0, 100.0, "memory", False),
+        (1.5, 0, 0.0, "time", False),
+        (1.2, 0, 100.0, "time", False),  # as fast as the best, which gained as much
+        (1.5, 1, 100.0, "time", False),  # the best itself turned it down
+    ],
+    ids=["faster", "for memory", "no time", "no faster", "beside the same"],
+)
+def test_the_fastest_that_was_turned_down_is_tried_beside_the_best(
+    made: Callable[..., Any], ratio: float, beside: int, minutes: float, aim: str, tried: bool
+) -> None:
+    """Check that what was kept is not slower and worse than what was turned down."""
+    run = made(kept(1, 1.2), minutes=minutes, aim=aim)
+    slow, fast = run.proposals[2], run.proposals[3]
+    run.turned_down = [
+        TurnedDown(slow, run.proposals[beside], 1.1),
+        TurnedDown(fast, run.proposals[beside], ratio),
+    ]
+    retrial.fastest_turned_down(run)
+    assert run.asked == ([(1, 3)] if tried else [])
+    assert (run.pool.best is fast) == tried
+    assert [row.verdict for row in run.path] == (["kept", "kept"] if tried else ["kept"])
+
+
+def test_what_is_turned_down_again_changes_nothing(made: Callable[..., Any]) -> None:
+    run = made(kept(1, 1.2))
+    run.turned_down = [TurnedDown(run.proposals[3], run.proposals[0], 1.5)]
+    run.found = Compared("different", "it learns less", ratio=GAIN, steps=ACCEPT.timed)
+    retrial.fastest_turned_down(run)
+    assert run.pool.best is run.proposals[1]
+    assert [row.verdict for row in run.path] == ["kept", "reverted"]

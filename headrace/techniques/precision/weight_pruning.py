@@ -39,6 +39,7 @@ from headrace.parallel.layout import local_of
 from headrace.plan.technique import (
     Card,
     Context,
+    Doubt,
     Evidence,
     Stage,
     Supported,
@@ -82,7 +83,7 @@ class PrunedWeights:
 
     def read(self, build: Build, micros: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Sum what the linears read of a step's text, in a step that is to prune."""
-        if self.share < build.now[SHARE] and not self.squares:
+        if self.share < build.now.get(SHARE, 0.0) and not self.squares:
             one = torch.ones((), device=build.device)
             eager = torch.compiler.set_stance("force_eager")
             with torch.no_grad(), eager, input_squares(self.linears) as squares:
@@ -184,6 +185,17 @@ class WeightPruning(Technique[Build]):
         """Keep no best checkpoint where it might be one of a step that has not pruned all."""
         return {"checkpoint.keep_best": False} if self.start or self.end else {}
 
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Warn of a run that ends before all of the share is pruned."""
+        lasts, (_, end) = plan.goal_steps, self._span(plan.horizon_steps)
+        if lasts is None or end <= lasts:
+            return None
+        return Doubt(
+            f"{self.name()} has pruned all of its share after {end:,} steps, and the run has "
+            f"{lasts:,}: what is saved has fewer zeros",
+            mend(self._key("start=0"), self._key("end=0")),
+        )
+
     def supports(self, context: Context) -> Supported | Unsupported:
         """Require knobs that agree, rows of whole fours, and a schedule that ends."""
         plan = context.plan
@@ -231,6 +243,11 @@ class WeightPruning(Technique[Build]):
             )
         return None
 
+    def _span(self, horizon: int | None) -> tuple[int, int]:
+        """Return the steps after which pruning begins, and after which it is whole."""
+        begin = (end_step(self.start, horizon) if self.start else None) or 1
+        return begin, (end_step(self.end, horizon) if self.end else None) or begin
+
     def _key(self, knob: str) -> str:
         return f"techniques.{self.name()}.{knob}"
 
@@ -242,8 +259,8 @@ class WeightPruning(Technique[Build]):
         matrices = [m for n, m in ledger.updates().items() if n.startswith("blocks.")]
         numbers = sum(matrix.numbers for matrix in matrices) / ledger.sizes.get("slices", 1.0)
         ledger = ledger.with_line("pruning_masks", Line(numbers, ("always",)))
-        held = Stream("optimizer", 1.0, MASKED * numbers, len(matrices))
-        return replace(ledger, work={**ledger.work, "pruning/optimizer": held})
+        masked = Stream("optimizer", 1.0, MASKED * numbers, len(matrices))
+        return replace(ledger, work={**ledger.work, "pruning/optimizer": masked})
 
     def apply(self, build: Build) -> None:
         """Make masks that prune nothing yet, and hold what they prune after each update.
@@ -255,12 +272,10 @@ class WeightPruning(Technique[Build]):
         for name, linear in state.linears.items():
             if self.pattern == "2:4" and linear.in_features % GROUP:
                 raise ConfigError(_not_of_fours(name, linear.in_features), self._any())
-        horizon = build.plan.horizon_steps
-        begin = max(1, end_step(self.start, horizon) or 0) if self.start else 1
-        end = end_step(self.end, horizon) if self.end else None
+        begin, end = self._span(build.plan.horizon_steps)
         build.notes[self.name()] = build.state[self.name()] = state
         build.values[SHARE] = lambda step: share_after(
-            int(step) + 1, begin, end or begin, self.every, self.share
+            int(step) + 1, begin, end, self.every, self.share
         )
         if self.metric == "wanda":
             build.enrich.append(state.read)
@@ -269,23 +284,23 @@ class WeightPruning(Technique[Build]):
     def active(self, build: Build) -> Evidence:
         """Count the zeros in the weights as they are now, and of what is pruned."""
         state: PrunedWeights = build.notes[self.name()]
-        numbers = zeros = pruned = held = 0
+        numbers = zeros = pruned = intact = 0
         for name, mask in state.masks.items():
             is_pruned = local_of(mask)
             is_zero = local_of(build.model.get_parameter(name).detach()) == 0
             numbers += is_zero.numel()
             zeros += int(is_zero.sum())
             pruned += int(is_pruned.sum())
-            held += int((is_zero & is_pruned).sum())
+            intact += int((is_zero & is_pruned).sum())
         if not numbers:
             return Evidence(None, "this rank holds no linear of a block")
         prunes = pruned > 0 if state.share else not pruned
-        still = "" if state.share else f", which the first {self.start:.0%} of the steps leave so"
+        still = "" if state.share else ", as nothing is pruned yet"
         return Evidence(
-            active=state.steps > 0 and held == pruned and prunes,
+            active=state.steps > 0 and intact == pruned and prunes,
             detail=f"{zeros} of {numbers} numbers of {len(state.masks)} linears are zero{still}; "
-            f"{held} of {pruned} that are pruned are held at zero",
-            numbers={"numbers": numbers, "zeros": zeros, "pruned": pruned, "held": held},
+            f"{intact} of {pruned} that are pruned are among them",
+            numbers={"numbers": numbers, "zeros": zeros, "pruned": pruned, "intact": intact},
         )
 
 

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from quality_texts import cleaned, random_words
+from quality_texts import cleaned, hashes_of, random_words
 
 from headrace.core.errors import ConfigError
 from headrace.data.quality import bloom
@@ -63,6 +63,30 @@ def test_repeated_paragraphs_fall_and_others_stay(monkeypatch: pytest.MonkeyPatc
     assert (report.dropped_documents, report.cut_documents) == (1, 1)
     assert report.dropped_bytes == sum(map(len, texts)) - sum(map(len, rest[0]))
     assert report.memory_bytes > 0 and report.across_sources is None
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5, 1.0])
+def test_what_falls_is_what_a_set_says(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy passages with a few words changed at one end, so that shares lie around the bound."""
+    monkeypatch.setattr(bloom, "BATCH_BYTES", 20_000)
+    draw = random.Random(3)
+    texts = [random_words(draw, draw.randrange(5, 120)) for _ in range(30)]
+    for words in list(texts):
+        count = len(words) - 12
+        for changed in {0, int((1 - share) * count), int((1 - share) * count) + 1}:
+            texts.append([*words[: len(words) - changed], *random_words(draw, changed)])
+    passages = [" ".join(words) for words in texts]
+    before, falls = set[int](), []
+    for passage, words in zip(passages, texts, strict=True):
+        hashes = hashes_of(passage, 13) if len(words) >= 13 else []
+        seen = sum(one in before for one in hashes)
+        falls.append(bool(hashes) and seen >= share * len(hashes))
+        before.update([] if falls[-1] else hashes)
+    cleaner = RepeatedPassages(ngrams=count_ngrams(passages), rate=0.0001, share=share)
+    _, rest = cleaned(cleaner, [passages])
+    assert [not text for text in rest[0]] == falls
+    assert 0.99 * len(before) <= cleaner.inserted <= len(before)
+    assert 20 < sum(falls) < len(falls) - 40
 
 
 def test_a_full_filter_stops() -> None:
