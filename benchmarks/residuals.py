@@ -303,7 +303,7 @@ def widened(
     ends = [(*quantiles(known, level), left) for known, left in pairs]
 
     def inside(wider: float) -> float:
-        return fmean(fmean(a - wider <= x <= b + wider for x in left) for a, b, left in ends)
+        return fmean(fmean([a - wider <= x <= b + wider for x in left]) for a, b, left in ends)
 
     wider = next(w / 1e3 for w in range(1000) if inside(w / 1e3) >= level)
     low, high = quantiles([x for known, _ in pairs for x in known], level)

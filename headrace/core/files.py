@@ -10,7 +10,6 @@ import shlex
 import shutil
 import sys
 import tomllib
-from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -265,9 +264,16 @@ def toml_values(text: str, what: str) -> dict[str, Any]:
 def _read_anew(text: str) -> dict[str, Any]:
     """Return tables of a TOML text that nobody else holds."""
     try:
-        return deepcopy(_parsed(text))
+        return _copied(_parsed(text))
     except RecursionError:  # a key with many dots lies deeper than a copy goes
         return tomllib.loads(text)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of tables and lists; what else TOML has nobody can change."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 @lru_cache(maxsize=256)

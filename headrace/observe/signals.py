@@ -265,18 +265,16 @@ def between_ranks(own_s: Sequence[Mapping[int, float]]) -> dict[str, Any] | None
     }
 
 
-def _keep_peaks(self: Any, peak_state: Any) -> None:
-    """Keep what each device has now, where it is more than before: MemTracker's own, alone."""
-    for device, sizes in self._curr_mem_snap.items():
-        if self._peak_mem.get(device, 0) < sizes["Total"]:
-            self._peak_mem[device] = sizes["Total"]
-            self._peak_mem_snap[device] = dict(sizes)
+def _waits(func: Any) -> bool:
+    """Return whether an operation waits for a collective."""
+    return func is torch.ops._c10d_functional.wait_tensor.default
 
 
-def _snapshot(self: Any, type: str = "current") -> Any:
-    """Return a tracker's snapshot without torch's deep copy of two dictionaries of integers."""
-    known = self._curr_mem_snap if type == "current" else self._peak_mem_snap
-    return {device: dict(sizes) for device, sizes in known.items()}
+def _tensors_in(out: Any) -> list[Tensor]:
+    """Return the tensors of what an operation returned."""
+    if isinstance(out, Tensor):
+        return [out]
+    return [tensor for tensor in tree_iter(out) if isinstance(tensor, Tensor)]
 
 
 def memory_tracker(
@@ -288,10 +286,8 @@ def memory_tracker(
     it, but for those of the model and of `optimizers`, among which may be tensors.
     """
     from torch._guards import active_fake_mode
-    from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType, _ModState
+    from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
     from torch.distributed.tensor import DTensor
-
-    waits = torch.ops._c10d_functional.wait_tensor.default
 
     class LenientTracker(MemTracker):
         """Take second forwards and frozen parameters, which MemTracker refuses.
@@ -303,7 +299,7 @@ def memory_tracker(
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if DTensor in types or func is waits:
+            if DTensor in types or _waits(func):
                 out = super().__torch_dispatch__(func, types, args, kwargs)
             else:
                 out = func(*args, **kwargs or {})
@@ -314,16 +310,22 @@ def memory_tracker(
             return out
 
         def _note_memory(self, out: Any) -> None:
-            backward = self._mod_tracker.is_bw
-            made_by = _MemRefType.TEMP if backward and not self._in_ac else _MemRefType.ACT
-            if self._in_opt:
-                made_by = _MemRefType.OPT
-            for tensor in (out,) if isinstance(out, Tensor) else tree_iter(out):
-                if isinstance(tensor, Tensor):
-                    self._track(made_by, tensor)
-            self._update_peak_stats(_ModState.PEAK_BW if backward else _ModState.PEAK_FW)
+            temporary = self._mod_tracker.is_bw and not self._in_ac
+            made_by = _MemRefType.TEMP if temporary else _MemRefType.ACT
+            for tensor in _tensors_in(out):
+                self._track(_MemRefType.OPT if self._in_opt else made_by, tensor)
+            self._update_peak_stats(None)
 
-        _update_peak_stats, get_tracker_snapshot = _keep_peaks, _snapshot
+        def _update_peak_stats(self, peak_state: Any) -> None:
+            for device, sizes in self._curr_mem_snap.items():
+                if self._peak_mem.get(device, 0) < sizes["Total"]:
+                    self._peak_mem[device] = sizes["Total"]
+                    self._peak_mem_snap[device] = dict(sizes)
+
+        def get_tracker_snapshot(self, type: str = "current") -> Any:
+            """Return the snapshot without torch's deep copy of two dictionaries of integers."""
+            known = self._curr_mem_snap if type == "current" else self._peak_mem_snap
+            return {device: dict(sizes) for device, sizes in known.items()}
 
         def _pre_fw_hook(self, module: torch.nn.Module, inputs: Any) -> None:
             if not self._mod_tracker.is_bw:

@@ -23,10 +23,10 @@ from headrace.assemble.context import check_supported, precision_of
 from headrace.core.command import rerun_without
 from headrace.core.errors import UnsupportedError
 from headrace.costs.constants import number
+from headrace.costs.footprint import Footprint, make_footprint
 from headrace.costs.host import UNPROBED
 from headrace.costs.ledger import DERIVED, Ledger
 from headrace.costs.machine import Machine
-from headrace.costs.reserved import Footprint, make_footprint
 from headrace.costs.step import StepTime
 from headrace.inference.load import read_recorded_plan, resolve_run
 from headrace.plan.plan import Plan

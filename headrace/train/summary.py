@@ -16,9 +16,9 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import Diverged
 from headrace.core.outcome import Outcome, outcome_of
 from headrace.costs.count import model_flops_per_token
+from headrace.costs.footprint import Footprint, make_footprint
 from headrace.costs.hardware import lookup
 from headrace.costs.ledger import Ledger
-from headrace.costs.reserved import Footprint, make_footprint
 from headrace.costs.work import HostCopy, Stream
 from headrace.data.chat.encode import other_template
 from headrace.data.mix_count import MixCount, count_mix

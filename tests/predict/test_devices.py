@@ -12,9 +12,9 @@ from headrace.assemble.build import make_ledger
 from headrace.assemble.context import check_supported, elsewhere, make_context
 from headrace.cli.catalogue import catalogue
 from headrace.core.errors import UnsupportedError
+from headrace.costs.footprint import RESTS, WORKSPACE, Footprint, make_footprint
 from headrace.costs.hardware import NAMES, lookup
 from headrace.costs.machine import Machine
-from headrace.costs.reserved import RESTS, WORKSPACE, Footprint, make_footprint
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
 from headrace.predict.prediction import predict

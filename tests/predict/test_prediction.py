@@ -22,8 +22,9 @@ from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.catalogue import catalogue
 from headrace.core.errors import UnsupportedError
 from headrace.costs.allocator import MIB, Allocator, OutOfMemory
+from headrace.costs.footprint import RESTS, workspace_bytes
 from headrace.costs.machine import Machine
-from headrace.costs.reserved import RESTS, reserve, workspace_bytes
+from headrace.costs.reserved import reserve
 from headrace.costs.step import step_time
 from headrace.plan.plan import Plan
 from headrace.predict.intervals import STEP

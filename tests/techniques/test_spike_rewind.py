@@ -17,7 +17,7 @@ from headrace.assemble.nonfinite import Where, first_nonfinite
 from headrace.assemble.sockets import Build
 from headrace.cli.app import app
 from headrace.core.errors import Diverged
-from headrace.costs.reserved import KEPT_STATES
+from headrace.costs.footprint import KEPT_STATES
 from headrace.data.loader import Micro
 from headrace.optim.stability import Band
 from headrace.train import state

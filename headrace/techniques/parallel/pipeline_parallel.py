@@ -139,10 +139,11 @@ class PipelineParallel(Technique[Build]):
         mine = [name for part in parts for name in part.blocks or ()]
         here, visits = len(mine), most_in_flight(ranks, rank, micros, self.chunks)
         memory = {n: v for n, v in ledger.memory.items() if v.layer is None}
-        blocks = [
-            {n.split("/")[1]: v for n, v in ledger.memory.items() if v.layer == int(name)}
-            for name in mine
-        ]
+        by_layer: dict[int, dict[str, Line]] = {int(name): {} for name in mine}
+        for name, line in ledger.memory.items():
+            if line.layer in by_layer:
+                by_layer[line.layer][name.split("/")[1]] = line
+        blocks = list(by_layer.values())
         for copy in range(-(-here * visits // self.chunks)):
             # A micro-batch in flight is as many blocks more, held while another goes backward.
             instants = instants_of(copy) if copy < here else ("loss", "turn", "backward")

@@ -46,8 +46,8 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import Diverged
 from headrace.core.remedy import mend
 from headrace.core.units import divisors
+from headrace.costs.footprint import KEPT_STATES
 from headrace.costs.ledger import Ledger
-from headrace.costs.reserved import KEPT_STATES
 from headrace.costs.work import HostCopy, Stream, Work
 from headrace.optim.stability import Band, Spike
 from headrace.plan.plan import Plan
