@@ -236,10 +236,10 @@ def _repeats(inspection: Inspection) -> Safe:
 
 def _special(inspection: Inspection) -> Safe:
     """Render text that spells special tokens."""
-    spelt = words.special_texts(inspection)
-    if not spelt:
+    special = words.special_texts(inspection)
+    if not special:
         return section("Special tokens in text", muted("None was found."))
-    rows = [(_placed(text, where), *counts) for text, *counts, where in spelt]
+    rows = [(_placed(text, where), *counts) for text, *counts, where in special]
     return section(
         "Special tokens in text",
         table("Special tokens", ("Text, and where it is first", "Documents", "Times"), rows),
