@@ -17,6 +17,7 @@ from headrace.cli.finetune import (
     rate_of,
     show_tuned,
     too_large,
+    with_its_schedule,
     with_steps,
 )
 from headrace.cli.terminal import exit_codes, show_json, show_table
@@ -100,7 +101,7 @@ def distill(
             plan = _plan(teacher, student, data, words, [*(with_ or ())], without or [], progress)
             costs = _costs(plan, student)
             if epochs is not None or plan.model.pretrained:
-                plan = with_steps(plan, given, epochs, progress)
+                plan = with_its_schedule(with_steps(plan, given, epochs, progress), given)
             if dry_run:
                 _show_plan(plan, costs, as_json=json)
                 return

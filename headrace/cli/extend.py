@@ -10,7 +10,7 @@ import typer
 
 from headrace.cli.arguments import Json, Overrides, With, Without
 from headrace.cli.catalogue import catalogue
-from headrace.cli.finetune import rate_of
+from headrace.cli.finetune import rate_of, with_its_schedule
 from headrace.cli.terminal import (
     exit_codes,
     is_first,
@@ -164,7 +164,9 @@ def _plan(
     piece = max(size for size in divisors(to) if size <= trained)
     mixing = {"lengths": [piece, 0], "shares": [0.5, 0.5]}
     tables["techniques"]["length_mixing"] = mixing
-    return Plan.read(tomli_w.dumps(tables), catalogue(), overrides=words, with_=add, without=drop)
+    text = tomli_w.dumps(tables)
+    plan = Plan.read(text, catalogue(), overrides=words, with_=add, without=drop)
+    return with_its_schedule(plan, frozenset(given))
 
 
 def _check_text(plan: "Plan", to: int, progress: "Progress") -> None:

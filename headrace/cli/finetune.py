@@ -77,6 +77,7 @@ def finetune(
             changes = FinetuneWords(recipe, overrides or [], with_ or [], without or [])
             chosen = _choose(model, data, changes, progress)
             plan = with_steps(chosen.method.plan, chosen.given, epochs, progress)
+            plan = with_its_schedule(plan, chosen.given)
             if dry_run:
                 _show_plan(plan, chosen, as_json=json)
                 return
@@ -222,14 +223,14 @@ def lengths_of(
     A sequence is as long as the recipe's, or as the model's or `longest` where that is shorter; a
     step has as many sequences as the recipe's.
     """
-    from headrace.model.adapter import load_pretrained
+    from headrace.model.adapter import longest_row
 
     if "data.sequence_length" in given:
         return
     if begun.plan is not None:
         length = begun.plan.data.sequence_length
     else:
-        length = load_pretrained(begun.weights)[0].context
+        length = longest_row(begun.weights)
     own = written.data.sequence_length
     longest = min(own, longest)
     length = min(length or longest, longest)
@@ -349,13 +350,34 @@ def with_steps(
     tokens = sum(part.tokens for part in prepared.train)
     steps = max(1, ceil(epochs * tokens / plan.batch.tokens))
     progress.note(f"{epochs:g} epochs of {tokens:,} tokens are {steps:,} steps")
-    wanted = {
-        "goal.steps": steps,
-        "goal.tokens": None,
+    goal = {"goal.steps": steps, "goal.tokens": None}
+    return _with_keys(plan, {**goal, **_scheduled(steps)}, given)
+
+
+def with_its_schedule(plan: "Plan", given: frozenset[str]) -> "Plan":
+    """Return the plan with a schedule that ends with it, where the command says its steps alone.
+
+    Args:
+        plan: what would be trained.
+        given: keys that the command sets.
+    """
+    steps, end = plan.goal.steps, plan.schedule.steps
+    if "goal.steps" not in given or steps is None or end is None or steps >= end:
+        return plan
+    return _with_keys(plan, _scheduled(steps), given)
+
+
+def _scheduled(steps: int) -> dict[str, Any]:
+    """Return the keys of a schedule and of evaluations that so many steps have room for."""
+    return {
         "schedule.steps": steps,
         "schedule.warmup_steps": min(10, steps // 10),
         "eval.every_steps": max(1, min(50, steps // 4)),
     }
+
+
+def _with_keys(plan: "Plan", wanted: dict[str, Any], given: frozenset[str]) -> "Plan":
+    """Return the plan with other values of keys that the command does not set."""
     tables: dict[str, dict[str, Any]] = {}
     for key, value in wanted.items():
         if key not in given:

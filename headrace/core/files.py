@@ -197,9 +197,7 @@ def parse_json(text: bytes | str) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8, by its byte {error.start} ({error.reason})") from None
     try:
-        return json.loads(
-            text, parse_float=_finite, parse_int=_whole, parse_constant=lambda word: None
-        )
+        return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(no_json(text, error)) from None
 
@@ -237,6 +235,10 @@ def _finite(digits: str) -> float | None:
 def _whole(digits: str) -> int | float | None:
     """Return the whole number that digits spell; one of 20 digits or more as a float."""
     return int(digits) if len(digits) < 20 else _finite(digits)
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_int=_whole, parse_constant=lambda word: None)
+"""One for all lines: json.loads makes one a call where it is told how to read a number."""
 
 
 def toml_values(text: str, what: str) -> dict[str, Any]:

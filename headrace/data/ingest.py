@@ -417,6 +417,8 @@ def _write(
                 validation,
                 lambda done: progress("encoding", done, total_bytes),
             )
+        if encoder.chat is not None and not train.tokens:
+            raise encoder.chat.record.nothing_left(source)
         train.close()
         scores.append(encoder.take_scores())
     if column_of(data):

@@ -36,6 +36,7 @@ from headrace.export.edge_runtime import RECORD, RUNTIMES, VERSION
 from headrace.export.folder import new_folder, write_json
 from headrace.export.gguf import Origin
 from headrace.export.run import refuse_parts
+from headrace.optim.roles import role_of
 
 COMPARED = 24
 """Tokens on which a new file is compared with the fake-quantized model, at most."""
@@ -133,7 +134,7 @@ def check_spec(build: Build, to: str, spec: QuantizationSpec, *, is_point: bool)
     lacking = [
         f"{kind.dtype} in groups of {kind.group} with scales in {kind.scales} ({name})"
         for name, kind in formats.items()
-        if not _computes(to, kind, build.model.get_parameter(name).size(1))
+        if not _computes(to, name, kind, build.model.get_parameter(name).size(1))
     ]
     if formats and spec.activations != one.activations:
         lacking.insert(0, f"matmuls that read activations = {spec.activations!r}")
@@ -143,15 +144,15 @@ def check_spec(build: Build, to: str, spec: QuantizationSpec, *, is_point: bool)
         )
 
 
-def _computes(to: str, kind: NumberFormat, columns: int) -> bool:
-    """Return whether a runtime multiplies with a matrix of this format."""
+def _computes(to: str, name: str, kind: NumberFormat, columns: int) -> bool:
+    """Return whether a runtime multiplies with a matrix of this format, or looks its rows up."""
     if kind.dtype not in ("int8", "int4") or not kind.symmetric:
         return False
     groups = kind.groups_of(columns)
     if to == "onnx":
         return onnx_file.block_of(columns, groups) >= onnx_file.LEAST_BLOCK
-    if kind.dtype == "int8":
-        return groups == 1
+    if kind.dtype == "int8" or role_of(name, 2) == "embeddings":
+        return kind.dtype == "int8" and groups == 1
     return kind.scales == "bf16" and kind.group > 0 and kind.group % executorch_file.GROUP == 0
 
 

@@ -4,7 +4,6 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +21,7 @@ def modules_of(package: ModuleType) -> Iterator[ModuleType]:
             name = f"{package.__name__}.{entry.removesuffix('.py')}"
             if entry.endswith(".py") and entry != "__init__.py":
                 yield sys.modules.get(name) or importlib.import_module(name)
-            elif "." not in entry and Path(folder, entry, "__init__.py").is_file():
+            elif "." not in entry and os.path.isfile(f"{folder}/{entry}/__init__.py"):
                 room = sys.modules.get(name) or importlib.import_module(name)
                 yield room
                 yield from modules_of(room)

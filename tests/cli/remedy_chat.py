@@ -71,6 +71,20 @@ def pairs(*more: Any) -> MAKE:
     return make
 
 
+def alike(run: Path) -> None:
+    """Write pairs of two equal answers."""
+    pairs()(run)
+    file = Path("c.jsonl")
+    file.write_text(file.read_text().replace("a weir", "the gate"))
+
+
+def questions(run: Path) -> None:
+    """Write conversations without an answer."""
+    talk()(run)
+    asked = [{"messages": [{"role": "user", "content": f"the mill {n} below"}]} for n in range(40)]
+    Path("c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+
+
 def damaged(run: Path) -> None:
     """Prepare conversations, and cut their record off."""
     talk()(run)
@@ -112,6 +126,11 @@ CHAT = {
         f"{PAIRED} data.sequence_length=256 techniques.preference.loss=ipo "
         "techniques.preference.label_smoothing=0.1",
         pairs(),
+    ),
+    "data/chat/record:ChatRecord.nothing_left#1": Case(f"{CHATML} data.chat.max_tokens=4", talk()),
+    "data/chat/record:ChatRecord.nothing_left#1 questions": Case(CHATML, questions),
+    "data/chat/record:ChatRecord.nothing_left#1 pairs": Case(
+        f"{CHATML} data.chat.kind=preference", alike
     ),
     "data/chat/conversation:_message#1": Case(CHATML, talk({"messages": [{"content": "a"}]})),
     "data/chat/conversation:_refuse#1": Case(CHATML, talk(BAD)),

@@ -48,3 +48,16 @@ def test_a_run_is_pruned_opened_and_exported(call: Call, tmp_path: Path) -> None
     down = next(value for name, value in tensors.items() if "down_proj" in name)
     assert torch.equal(down, read_point(out / "2:4")[1]["blocks.0.mlp.down.weight"].dequantize())
     assert bool(((down == 0).view(-1, 4).sum(1) == 2).all())
+
+
+def test_a_run_that_was_pruned_is_stored_as_it_was_trained(
+    call: Call, tmp_path: Path, tiny_demo: list[str]
+) -> None:
+    """Its zeros are those of the file, whichever measure chose them: nothing more is lost."""
+    report = call("train", *tiny_demo, "name=sparse", "--with", "weight_pruning")
+    assert report["techniques"]["weight_pruning"]["active"]
+    out = str(tmp_path / "small")
+    made = call("compress", "sparse", "--to", "2:4,50%", "--output", out, *FEW)
+    for point in made["points"]:
+        assert point["rise"] == 0 == point["logits_from_whole"]
+        assert point["pruned"] == pytest.approx(0.5, abs=1e-3)

@@ -46,7 +46,8 @@ def test_a_plan_is_shown_with_the_lengths_of_the_model(call: Call) -> None:
     assert (yarn["factor"], yarn["original_length"]) == (2.5, 16)
     assert shown["techniques"]["length_mixing"]["lengths"] == [10, 0], "they divide the row"
     assert shown["batch"]["tokens"] % 40 == 0 and shown["batch"]["tokens"] >= 80
-    adapted = call("extend", "demo", "--to", "40", "--dry-run")["plan"]
+    adapted = call("extend", "demo", "--to", "40", "--dry-run", "goal.steps=20")["plan"]
+    assert adapted["schedule"]["steps"] == 20 < shown["schedule"]["steps"]
     assert "lora" in adapted["techniques"]
     assert adapted["optimizer"]["lr"] != shown["optimizer"]["lr"]
 

@@ -132,6 +132,10 @@ def test_plain_text_epochs_and_methods(
     assert (half["eval"]["every_steps"], half["schedule"]["warmup_steps"]) == (7, 1), "as asked"
     assert half["goal"]["steps"] == pytest.approx(plan["goal"]["steps"] / 2, abs=1)
     assert not {"lora", "qlora"} & set(half["techniques"])
+    words = ("finetune", "demo", text, "goal.steps=20", "--with", "full", "--dry-run")
+    schedule = call(*words)["plan"]["schedule"]
+    assert (schedule["steps"], schedule["warmup_steps"]) == (20, 2), "it ends where the run does"
+    assert call(*words, "schedule.steps=90")["plan"]["schedule"]["steps"] == 90
     counted = tmp_path / "counted.toml"
     counted.write_text('name = "counted"\n[goal]\ntokens = 640\n[data]\nsequence_length = 16\n')
     words = ("finetune", "demo", text, "batch.tokens=64", "--with", "full", "--dry-run")
@@ -236,3 +240,4 @@ def test_a_folder_of_weights_is_no_run_of_its_name(
     plan = call("finetune", "talks", text, "--with", "full", "--dry-run")["plan"]
     shutil.rmtree(folder)
     assert plan["model"]["pretrained"] == "talks" and plan["optimizer"]["lr"] == FULL_RATE
+    assert plan["data"]["sequence_length"] == 16, "as long as its config.json says"

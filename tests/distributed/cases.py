@@ -300,6 +300,15 @@ COMPOSITIONS = [
     case(
         "in-backward-fsdp", {"optimizer_in_backward": {}}, FSDP, data=4, micro_rows=0, clip_norm=0.0
     ),
+    case(
+        "in-backward-8bit-fsdp",
+        {"optimizer_in_backward": {}, "adamw_8bit": {"smallest": 256}},
+        FSDP,
+        data=4,
+        micro_rows=0,
+        clip_norm=0.0,
+        slow=True,
+    ),
     case("mup-fsdp", {"mup": {"base_dim": 64}}, FSDP, data=4, slow=True),
     case(
         "tied-gqa-tp-fsdp",

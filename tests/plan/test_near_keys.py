@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,8 +17,12 @@ VALUES = ("0.5", "-3", "1e12", "1e30", "7", "true", "abc", "[1, 2]", "[]")
 """What may stand behind a key that was mistyped."""
 
 
+KNOWN = cache(catalogue)
+"""All techniques, looked for once: these tests read thousands of plans."""
+
+
 def read(*overrides: str) -> Plan:
-    return Plan.read(BASE, catalogue(), overrides=overrides)
+    return Plan.read(BASE, KNOWN(), overrides=overrides)
 
 
 def keys() -> list[str]:

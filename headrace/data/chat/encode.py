@@ -197,6 +197,8 @@ class ChatEncoder:
     ) -> Conversation | Pair | None:
         """Count a document, and return what is kept of it; a pair is kept whole or not at all."""
         both = [conversation for conversation, _ in made]
+        for _, met in made:
+            self.record.measure(met)
         if len(both) == 1:
             self.record.add(made[0][1])
             return both[0] if both[0].counted.any() else None
@@ -279,6 +281,7 @@ class ChatEncoder:
             tokens=len(ids),
             counted=int(counted.sum()),
             answers=len(spans) - lost,
+            whole=whole,
             is_cut=most < whole,
             lost_answers=lost,
             cut_answers=halved,

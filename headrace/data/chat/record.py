@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 
 from headrace.core.errors import ConfigError
 from headrace.core.files import shell, write_whole
+from headrace.core.remedy import mend
 from headrace.core.strict import Strict
 from headrace.data.chat.template import ChatTemplate
 from headrace.plan.chat import ChatConfig, RowKind
@@ -30,6 +31,8 @@ class ChatCounts(Strict):
     tokens: int = 0
     counted: int = 0
     """Tokens that the loss counts."""
+    longest: int = 0
+    """Tokens of the longest conversation, before any was cut."""
     cut: int = 0
     """Conversations that were longer than `data.chat.max_tokens`."""
     lost_answers: int = 0
@@ -55,6 +58,8 @@ class Met(NamedTuple):
     tokens: int
     counted: int
     answers: int
+    whole: int
+    """Tokens before it was cut."""
     is_cut: bool
     lost_answers: int
     cut_answers: int
@@ -90,6 +95,11 @@ class ChatRecord:
     def template_sha256(self) -> str:
         """Return what the chat template is known by."""
         return template_sha256(self.template)
+
+    def measure(self, met: Met) -> None:
+        """Note how long a conversation is that may be left out."""
+        longest = max(self.counts.longest, met.whole)
+        self.counts = self.counts.model_copy(update={"longest": longest})
 
     def add(self, met: Met) -> None:
         """Count one conversation."""
@@ -127,7 +137,7 @@ class ChatRecord:
             name: value + getattr(other, name)
             for name, value in self.counts
             if isinstance(value, int)
-        }
+        } | {"longest": max(self.counts.longest, other.longest)}
         by_kind = Counter(self.counts.conversations) + Counter(other.conversations)
         self.counts = ChatCounts(conversations=dict(by_kind), **values)
 
@@ -155,14 +165,30 @@ class ChatRecord:
             f"of which {counts.counted:,} are the answers' ({share}); validation counts the chosen "
             "answers"
         ]
+        return [*lines, *self._left_out_pairs()]
+
+    def _left_out_pairs(self) -> list[str]:
+        """Return which preference pairs were left out."""
         left_out = {
-            "of two equal answers": counts.equal_pairs,
-            "without an answer on both sides": counts.pairs_without_answer,
+            "of two equal answers": self.counts.equal_pairs,
+            "without an answer on both sides": self.counts.pairs_without_answer,
         }
-        for why, number in left_out.items():
-            if number:
-                lines.append(f"left out: {_number(number, 'pair')} {why}")
-        return lines
+        return [f"left out: {_number(n, 'pair')} {why}" for why, n in left_out.items() if n]
+
+    def nothing_left(self, source: str) -> ConfigError:
+        """Return the error of a source of which no conversation has a token that a loss counts.
+
+        Args:
+            source: its name.
+        """
+        if self.config.max_tokens is not None:
+            remedy = mend(f"data.chat.max_tokens={self.counts.longest}")
+        elif self.config.kind == "preference":
+            remedy = mend("data.chat.kind=chosen")
+        else:
+            remedy = mend("data.chat.train_on=all")
+        why = "; ".join([*self._cut_lines(), *self._left_out_pairs()])
+        return ConfigError(f"{source} gives no answer to train on: {why}", remedy)
 
     def _cut_lines(self) -> list[str]:
         """Return what was cut, left out, and taken for another text."""

@@ -196,6 +196,18 @@ def test_what_the_length_cuts_is_counted_and_told(make_plan: MakePlan) -> None:
     assert begins_with.startswith("<|im_start|>system\n")
 
 
+def test_where_the_length_leaves_no_answer_it_is_named(make_plan: MakePlan) -> None:
+    """Not as a text without documents, which is what is left of it."""
+    rows = _conversations(20)
+    prepared = prepare(make_plan(rows))
+    with pytest.raises(ConfigError) as error:
+        prepare(make_plan(rows, "data.chat.max_tokens=4"))
+    assert "no answer to train on: cut to data.chat.max_tokens = 4: 20" in error.value.message
+    sides = (*prepared.train, prepared.validation)
+    longest = max(np.diff(side.bounds(0, side.documents)).max() for side in sides)
+    assert error.value.remedy.changes == ((f"data.chat.max_tokens={longest}",),)
+
+
 @pytest.mark.parametrize(
     ("rows", "words", "message", "remedy"),
     [
