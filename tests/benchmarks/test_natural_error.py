@@ -1,15 +1,18 @@
 """What forecasts assume of hosts is what natural runs showed."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import natural_error
 import pytest
+from probed_cpu import probed_cpu
 
 from headrace.core.statistics import Interval
 from headrace.costs.step import USUAL_LAUNCH, Launches
-from headrace.doctor.forecast import HOSTS, ON_CPU, Hosts, MeasuredRun
+from headrace.doctor.forecast import HOSTS, ON_CPU, Hosts, MeasuredRun, by_ledger
 from headrace.predict.intervals import NATURAL
 from headrace.predict.prediction import EDGE
 
@@ -114,3 +117,37 @@ def test_a_score_is_inside_and_as_far_off_as_it_came() -> None:
     assert one.inside and one.error == pytest.approx(0.2)
     assert not natural_error.Score.of("a", True, forecast, 0.4).inside
     assert natural_error.Score.of("a", True, forecast, 0.0).error == pytest.approx(20)
+
+
+def test_a_row_that_names_its_rates_is_forecast_by_them(tmp_path: Path) -> None:
+    """Check that a CPU's row is read with what its doctor knew, and scored."""
+    machine = probed_cpu()
+    (tmp_path / "machines").mkdir()
+    machine.write(tmp_path / "machines" / "here.json")
+    run = next(run for run in natural_error.RUNS if run.id == "300k eager")
+    asking = natural_error._asking(run.plan, tmp_path / "machines" / "here.json")
+    words = ("+torch_compile",)
+    before, after = natural_error.side(asking), natural_error.side(asking, words)
+    assert before is not None and after is not None
+    knew = {"step_s": before.prediction.time.step_s, "waits_s": 0.0, "slack_s": 0.0}
+    wanted = by_ledger(before.prediction, after.prediction, MeasuredRun(**knew)).gain
+    assert wanted is not None
+    place = {"id": run.id, "workload": run.shape, "hardware": "here, 2 cores", "device": "cpu"}
+    first = {"change": words, "gain": {"low": 0.1, "value": 0.2, "high": 0.3}}
+    answer = place | {
+        "machine": "here.json",
+        "knew": {**knew, "by_host": False},
+        "first": first,
+        "remedies": [first],
+        "changes": [words],
+        "peaks": [after.prediction.memory.peak_bytes],
+    }
+    change = {"change": words, "gain": {"value": wanted.value}, "before_s": 1.0, "after_s": 0.9}
+    (tmp_path / "natural_said.jsonl").write_text(json.dumps(answer))
+    (tmp_path / "natural.jsonl").write_text(json.dumps(place | {"measured": [change]}))
+    (read,) = natural_error.natural_runs(tmp_path)
+    assert read.on_cpu and not natural_error.recorded_pairs(tmp_path)
+    constants = natural_error.Constants(2e-5, 1e-5, HOSTS)
+    assert natural_error.forecast(read, read.changes[0], constants) == wanted
+    (pair,) = natural_error.replayed_pairs([read], constants)
+    assert pair.first and not pair.half and pair.score(1.0).inside
