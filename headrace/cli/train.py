@@ -202,7 +202,9 @@ def closing_words(folder: Path, conclusion: "Conclusion", *, own_text: bool) -> 
     if conclusion.sample is not None:
         lines.append(f"sample: {conclusion.sample}")
     lines.append(f"report: {conclusion.page or folder / 'report.json'}")
-    if own_text:
+    if report["data"].get("chat"):
+        lines.append(f"next:   {started_as()} chat {folder}")
+    elif own_text:
         lines.append(f"next:   {started_as()} sample {folder}")
     else:
         lines.append(f"next:   {started_as()} sample {folder} --prompt 'def main('")

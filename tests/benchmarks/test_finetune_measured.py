@@ -97,12 +97,13 @@ def test_all_weights_learn_or_the_row_says_why_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run(monkeypatch, finetune, "full", *words, "--timed", 1)
-    offloaded, states = rows(tmp_path, "finetune")
+    offloaded, states, freed = rows(tmp_path, "finetune")
     assert "optimizer_offload" in offloaded["refused"] and offloaded["n"] == 0
-    assert states["n"] == 1 and states["predicted_bytes"] > 0
+    assert all(row["n"] == 1 and row["predicted_bytes"] > 0 for row in (states, freed))
+    assert "0 are still held" in freed["evidence"]["optimizer_in_backward"]
     capsys.readouterr()
     there = ["--device-name", "NVIDIA H100 80GB HBM3", "--lengths", 262144]
     run(monkeypatch, finetune, "predict", *words[1:], *there)
     told = capsys.readouterr().out
     assert "longest 262144 offload" in told and "fits: yes" in told
-    assert "refused" not in told and len(rows(tmp_path, "finetune")) == 2
+    assert "refused" not in told and len(rows(tmp_path, "finetune")) == 3

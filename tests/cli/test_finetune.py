@@ -11,10 +11,12 @@ import pytest
 from headrace.cli.catalogue import catalogue
 from headrace.cli.chat import _converse
 from headrace.cli.finetune import ASKED, FULL_RATE, _pairs_line
+from headrace.cli.train import closing_words
 from headrace.inference.chat import Chat
 from headrace.inference.load import open_model, read_plan
 from headrace.plan.plan import Plan
 from headrace.recipes import read_recipe, recipes
+from headrace.train.result import Conclusion
 
 TALKS = [
     {
@@ -53,6 +55,9 @@ def test_a_run_is_tuned_and_talks(tuned: Path, call: Callable[..., Any]) -> None
     twice = call("chat", "talks", "--prompt", "a", "--prompt", "b", "--tokens", "2", "--seed", "1")
     assert len(twice["messages"]) == 4
     exported = call("export", "talks", "--to", "hf", "--output", str(tuned / "out"))
+    ended = Conclusion(json.loads((tuned / "report.json").read_text()), [], None, {})
+    words = closing_words(tuned, ended, own_text=True)  # as of a resume by `train`
+    assert f" chat {tuned}" in words and f" sample {tuned}" not in words
     template = Path(exported["folder"]) / "chat_template.jinja"
     assert template.read_text() == (tuned / "chat_template.jinja").read_text()
 
