@@ -292,8 +292,7 @@ def memory_tracker(
     class LenientTracker(MemTracker):
         """Take second forwards and frozen parameters, which MemTracker refuses.
 
-        MemTracker also looks at every module at every operation, whose peaks nobody here reads,
-        and builds the result of an operation anew to see its tensors.
+        MemTracker also looks at every module at every operation, and makes each result anew.
         """
 
         def __torch_dispatch__(
