@@ -23,7 +23,8 @@ def run(argv: list[str], moment: str) -> None:
         def task(self, description: str, done: float, total: float | None) -> None:
             if description == moment:
                 Path("reached").touch()
-                time.sleep(60)
+                for _ in range(600):  # a signal just before a sleep is answered after it
+                    time.sleep(0.1)
 
     def native(*_: Any, **__: Any) -> Any:
         Path("reached").touch()
