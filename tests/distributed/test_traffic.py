@@ -55,7 +55,7 @@ TWO = [
     even("replicas-narrow", NARROW, data=2, **HALF, slow=True),
     even("tp", TP, tensor=2, slow=True),
     even("tp-half", TP, tensor=2, **HALF, slow=True),
-    even("tp-whole-tokens", WHOLE, tensor=2, slow=True),
+    even("tp-whole-tokens", WHOLE, tensor=2),
     even("tp-narrow", TP, NARROW, tensor=2, **HALF),
     even("tp-gpt2", TP, tensor=2, **GPT2),
     even("tp-normed", TP, tensor=2, **NORMED),
