@@ -49,6 +49,12 @@ COMPILED = {
 """Compiling takes seconds: each technique has one of these cases, or none where nothing of it is in
 a graph. They are slow tests, but for what rounds otherwise; quick ones compile sets of techniques,
 and the uncompiled cases say the rest."""
+GRAPHS_ELSEWHERE = {
+    "kept_memory": "it moves memory, and its graph is the baseline's",
+    "length_mixing": "it cuts rows before the graph, whose packing is in the sets of blocks",
+    "lora": "qlora's graph and dora's hold its adapters",
+}
+"""Techniques alone in a set that the quick list compiles in another: each is slow, with why."""
 OF_ALL_BLOCKS = {"place", "enrich", "recut", "source", "config.tied_embeddings"}
 """Sockets of what stands before the blocks or goes through all: compiling the whole model shows it,
 and takes twice as long as one block and the loss do."""
@@ -129,7 +135,13 @@ def compiled_sets() -> list[Any]:
         for case in compiled_case(variant, "cpu"):
             alike.setdefault((case["compile"], case["shape"]), []).append(variant)
     return [
-        pytest.param(scope, shape, found, id=f"{scope}-{shape}-{sets.name_of(found)}")
+        pytest.param(
+            scope,
+            shape,
+            found,
+            id=f"{scope}-{shape}-{sets.name_of(found)}",
+            marks=[pytest.mark.slow] * (sets.name_of(found) in GRAPHS_ELSEWHERE),
+        )
         for (scope, shape), variants in alike.items()
         for found in sets.sets_of(variants, apart=sets.LONG_GRAPHS, **keys_of_a_set(scope, shape))
     ]

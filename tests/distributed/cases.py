@@ -65,15 +65,13 @@ def case(name: str, *techniques: dict[str, Any], **more: Any) -> Composition:
     return Composition(name, mesh, tables, **more)
 
 
-# What is slow here has its lines and its claim in a quick one: fsdp in fsdp-gpt2, cp-fsdp-packing
-# in window-cp-fsdp, tied-gqa-tp-fsdp in fsdp-tied-no-reshard and tp-compile, lora and its int8 base
-# in qlora, its recipe of float8 in float8-tp, and a technique over fsdp alone where it also runs
-# over tensor or pipeline x fsdp. A compiled block takes four ranks 10 to 20 s: what is compiled and
-# quick has one axis of two ranks, and on four the same techniques meet uncompiled.
+# Quick are each axis and each kind of technique over ranks once, over two ranks where four show no
+# more; a cross of what stands in two quick ones is slow. A compiled block takes four ranks 10 to
+# 20 s: fsdp-compile is the quick one, and what compiles meets the other axes among the slow.
 COMPOSITIONS = [
     case("replicas", data=4),
     case("overlapped", BUCKETS, MUON, data=4, micro_rows=1),
-    case("overlapped-tp", BUCKETS, TP, tensor=2, data=2, shape="tied", packing=True),
+    case("overlapped-tp", BUCKETS, TP, tensor=2, data=2, shape="tied", packing=True, slow=True),
     case(
         "overlapped-tp-compile",
         BUCKETS,
@@ -85,12 +83,12 @@ COMPOSITIONS = [
         packing=True,
         slow=True,
     ),
-    case("overlapped-compile", BUCKETS, COMPILE, data=2, shape="tied", packing=True),
+    case("overlapped-compile", BUCKETS, COMPILE, data=2, shape="tied", packing=True, slow=True),
     case("overlapped-pp-tied", BUCKETS, INTERLEAVED, pipeline=2, data=2, shape="tied", layers=4),
     case("overlapped-experts", BUCKETS, EXPERTS, data=4, micro_rows=1, slow=True),
     case("fsdp", FSDP, data=4, slow=True),
     case("fsdp-gpt2", FSDP, data=4, shape="gpt2", micro_rows=1),
-    case("fsdp-tied-no-reshard", {"fsdp": {"reshard": False}}, data=4, shape="tied"),
+    case("fsdp-tied-no-reshard", {"fsdp": {"reshard": False}}, data=2, shape="tied"),
     case(
         "fsdp-everything",
         FSDP,
@@ -108,13 +106,14 @@ COMPOSITIONS = [
     case(
         "zero-2-tp-everything", ZERO2, TP, SAC, COMPILE, tensor=2, data=2, micro_rows=1, slow=True
     ),
-    case("zero-2-tp", ZERO2, TP, SAC, tensor=2, data=2, micro_rows=1),
-    case("zero-2-compile", ZERO2, SAC, COMPILE, data=2, micro_rows=1),
+    case("zero-2-tp", ZERO2, TP, SAC, tensor=2, data=2, micro_rows=1, slow=True),
+    case("zero-2", ZERO2, data=2, micro_rows=1),
+    case("zero-2-compile", ZERO2, SAC, COMPILE, data=2, micro_rows=1, slow=True),
     case("zero-2-pp-tied", ZERO2, PP, pipeline=2, data=2, micro_rows=1, shape="tied", slow=True),
-    case("replicas-muon", MUON, data=4),
+    case("replicas-muon", MUON, data=4, slow=True),
     case("pp-fsdp", PP, FSDP, pipeline=2, data=2, layers=5, slow=True),
     case("pp-fsdp-checkpoint-compile", PP, FSDP, SAC, COMPILE, pipeline=2, data=2, slow=True),
-    case("pp-checkpoint-compile", PP, SAC, COMPILE, pipeline=2),
+    case("pp-checkpoint-compile", PP, SAC, COMPILE, pipeline=2, slow=True),
     case("pp4-tied", PP, pipeline=4, layers=5, shape="tied", micro_rows=1),
     case(
         "pp-interleaved-fsdp-gpt2",
@@ -144,8 +143,8 @@ COMPOSITIONS = [
         micro_rows=1,
         slow=True,
     ),
-    case("tp-compile", TP, SAC, COMPILE, CHUNKED, tensor=2, packing=True, shape="tied"),
-    case("tp-pp-tied", TP, PP, tensor=2, pipeline=2, shape="tied"),
+    case("tp-compile", TP, SAC, COMPILE, CHUNKED, tensor=2, packing=True, shape="tied", slow=True),
+    case("tp-pp-tied", TP, PP, tensor=2, pipeline=2, shape="tied", slow=True),
     case("tp-no-sequence", {"tensor_parallel": {"sequence": False}}, tensor=2, data=2, slow=True),
     case("tp-fsdp-muon", TP, FSDP, MUON, tensor=2, data=2),
     case("cp-tp", CP, TP, context=2, tensor=2, length=12, packing=True),
@@ -176,8 +175,8 @@ COMPOSITIONS = [
         shape="gpt2",
         slow=True,
     ),
-    case("ulysses-tp", ULYSSES, TP, context=2, tensor=2, length=12, shape="gpt2"),
-    case("ulysses-compile", ULYSSES, COMPILE, context=2, length=12, shape="gpt2"),
+    case("ulysses-tp", ULYSSES, TP, context=2, tensor=2, length=12, shape="gpt2", slow=True),
+    case("ulysses-compile", ULYSSES, COMPILE, context=2, length=12, shape="gpt2", slow=True),
     case("ulysses-pp-tied", ULYSSES, PP, context=2, pipeline=2, length=14, shape="tied", slow=True),
     case(
         "ulysses-window-zero",
@@ -191,18 +190,38 @@ COMPOSITIONS = [
         micro_rows=1,
         slow=True,
     ),
-    case("cp-pp-gpt2", CP, PP, context=2, pipeline=2, length=12, shape="gpt2"),
+    case("cp-pp-gpt2", CP, PP, context=2, pipeline=2, length=12, shape="gpt2", slow=True),
     # What learns otherwise, sharded: each beside itself in one process.
     case("sophia-fsdp", SOPHIA, FSDP, data=4, slow=True, **TWICE),
     case("sophia-tp-fsdp", SOPHIA, TP, FSDP, CHUNKED, tensor=2, data=2, **TWICE),
-    case("sophia-pp-fsdp", SOPHIA, PP, FSDP, pipeline=2, data=2, **TWICE),
+    case("sophia-pp-fsdp", SOPHIA, PP, FSDP, pipeline=2, data=2, slow=True, **TWICE),
     case("lion-tp-fsdp-roles", {"lion": {}}, TP, FSDP, tensor=2, data=2, keys=ROLES),
-    case("schedule-free-fsdp", {"schedule_free": {}}, FSDP, data=4),
-    case("ademamix-pp-tied-roles", {"ademamix": {}}, PP, pipeline=2, shape="tied", keys=ROLES),
-    case("8bit-fsdp", {"adamw_8bit": {"smallest": 256}}, FSDP, data=4, slow=True),
-    case("8bit-tp-fsdp", {"adamw_8bit": {}}, TP, FSDP, tensor=2, data=2, shape="wide", layers=2),
+    case("schedule-free-fsdp", {"schedule_free": {}}, FSDP, data=4, slow=True),
+    case(
+        "ademamix-pp-tied-roles",
+        {"ademamix": {}},
+        PP,
+        pipeline=2,
+        shape="tied",
+        keys=ROLES,
+        slow=True,
+    ),
+    case("8bit-fsdp", {"adamw_8bit": {"smallest": 256}}, FSDP, data=2),
+    case(
+        "8bit-tp-fsdp",
+        {"adamw_8bit": {}},
+        TP,
+        FSDP,
+        tensor=2,
+        data=2,
+        shape="wide",
+        layers=2,
+        slow=True,
+    ),
     case("dora-fsdp", {"dora": {"rank": 2, "alpha": 4.0, "dropout": 0.5}}, FSDP, data=4),
-    case("lora-tables-fsdp", {"lora": {"rank": 2, "train_also": ("head",)}}, FSDP, data=2),
+    case(
+        "lora-tables-fsdp", {"lora": {"rank": 2, "train_also": ("head",)}}, FSDP, data=2, slow=True
+    ),
     case(
         "lora-tables-tied-fsdp",
         {"lora": {"rank": 2, "train_also": ("embedding",)}},
@@ -211,8 +230,8 @@ COMPOSITIONS = [
         shape="tied",
     ),
     case("rounded-fsdp-checkpoint-compile", ROUNDED, FSDP, SAC, COMPILE, data=4, slow=True),
-    case("rounded-lora-fsdp", ROUNDED, {"lora": {"rank": 2, "alpha": 4.0}}, FSDP, data=4),
-    case("pruned-tp-fsdp", PRUNED, TP, FSDP, tensor=2, data=2),
+    case("rounded-lora-fsdp", ROUNDED, {"lora": {"rank": 2, "alpha": 4.0}}, FSDP, data=2),
+    case("pruned-tp-fsdp", PRUNED, TP, FSDP, tensor=2, data=2, slow=True),
     case("pruned-pp-fsdp", BY_READING, PP, FSDP, pipeline=2, data=2, slow=True),
     case("pruned-fsdp-cp", BY_READING, FSDP, CP, data=2, context=2, length=16, micro_rows=1),
     case("rounded-pp-tied", ROUNDED, PP, pipeline=2, data=2, shape="tied", slow=True),
@@ -222,7 +241,7 @@ COMPOSITIONS = [
         {"qlora": {"rank": 2, "alpha": 4.0, "base": "nf4"}},
         FSDP,
         SAC,
-        data=4,
+        data=2,
     ),
     case(
         "qlora-nf4-fsdp",
@@ -247,10 +266,11 @@ COMPOSITIONS = [
         FSDP,
         tensor=2,
         data=2,
+        slow=True,
     ),
     case("distillation-fsdp", {"distillation": {}}, FSDP, data=4, slow=True),
     case("distillation-tp-chunked", {"distillation": {}}, TP, CHUNKED, tensor=2, data=2),
-    case("distillation-pp-fsdp", {"distillation": {}}, PP, FSDP, pipeline=2, data=2),
+    case("distillation-pp-fsdp", {"distillation": {}}, PP, FSDP, pipeline=2, data=2, slow=True),
     case("depth-fsdp-checkpoint-compile", DEPTH, FSDP, SAC, COMPILE, data=4, slow=True),
     case("depth-pp-fsdp", DEPTH, PP, FSDP, pipeline=2, data=2, layers=4, slow=True),
     case("lengths-fsdp", LENGTHS, FSDP, data=4, length=16, steps=5, slow=True),
@@ -260,7 +280,7 @@ COMPOSITIONS = [
     case("scaling-tp-fsdp", {"fp16_loss_scaling": {}}, TP, FSDP, tensor=2, data=2, slow=True),
     case("experts-fsdp", EXPERTS, FSDP, data=4, slow=True),
     case("experts-tp-fsdp", EXPERTS, TP, FSDP, tensor=2, data=2),
-    case("experts-pp-fsdp", EXPERTS, PP, FSDP, pipeline=2, data=2),
+    case("experts-pp-fsdp", EXPERTS, PP, FSDP, pipeline=2, data=2, slow=True),
     case(
         "float8-rowwise-fsdp",
         {"float8_linear": {"recipe": "rowwise", "min_size": 1}},
@@ -277,6 +297,7 @@ COMPOSITIONS = [
         data=4,
         shape="even",
         length=16,
+        slow=True,
     ),
     case(
         "linear-attention-tp-fsdp",
@@ -298,7 +319,7 @@ COMPOSITIONS = [
         packing=True,
     ),
     case(
-        "in-backward-fsdp", {"optimizer_in_backward": {}}, FSDP, data=4, micro_rows=0, clip_norm=0.0
+        "in-backward-fsdp", {"optimizer_in_backward": {}}, FSDP, data=2, micro_rows=0, clip_norm=0.0
     ),
     case(
         "in-backward-8bit-fsdp",
@@ -361,9 +382,10 @@ COMPOSITIONS = [
         SPEEDRUN,
         {"tensor_parallel": {"sequence": False}},
         tensor=2,
+        slow=True,
         **THREE,
     ),
-    case("speedrun-cp-fsdp", SPEEDRUN, CP, FSDP, context=2, data=2, length=12, **THREE),
+    case("speedrun-cp-fsdp", SPEEDRUN, CP, FSDP, context=2, data=2, length=12, slow=True, **THREE),
     # Eight ranks.
     case("pp-tp-fsdp", PP, TP, FSDP, pipeline=2, tensor=2, data=2, slow=True),
     case(

@@ -35,8 +35,9 @@ NOT_RUN = {
     "source .venv/bin/activate": "tests run in the environment that they are given",
     "python -m pytest -m gpu": "it needs a GPU, and is a test run of its own",
 }
-SLOW = ("many-gpus.md", "edge.md")
-"""Pages whose commands take minutes, or need what only `make test-full` installs."""
+SLOW = ("many-gpus.md", "edge.md", "compress.md")
+"""Pages whose commands take minutes, need what only `make test-full` installs, or are tried with
+the same verbs and options by quick tests of `tests/cli`."""
 SHORT = ("goal.steps=4", "eval.tokens=512")
 """What makes a fine-tuning short, where the page does not say how long it is."""
 NARROW = ("data.sequence_length=64", "batch.tokens=256")

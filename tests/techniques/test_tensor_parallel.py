@@ -47,8 +47,15 @@ def run(zygote: Any, cwd: Path, ranks: int, data: dict[str, str], *cases: Case) 
     zygote.call(ranks, cwd, FUNCTIONS, "equals", ranks=ranks, cases=list(cases), **data)
 
 
-@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_two_ranks_equal_one(
+def test_two_ranks_equal_one(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
+    """Check a shape with sequence and one without; each shape with each choice is a slow test."""
+    bare = {"shape": "gpt2", "sequence": False, "ignored": False}
+    run(zygote, tmp_path, 2, data, {"shape": "biased", **PACKED, **CLIPPED}, bare)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [True, False])
+def test_each_shape_packed(
     zygote: Any, tmp_path: Path, data: dict[str, str], sequence: bool
 ) -> None:
     packed = [{"shape": s, "sequence": sequence, **PACKED, **CLIPPED} for s in SHAPES]
@@ -82,7 +89,7 @@ def test_four_ranks_in_chunks(zygote: Any, tmp_path: Path, data: dict[str, str])
     run(zygote, tmp_path, 4, data, {"shape": "biased", "others": {**CHUNKED, **SAC}})
 
 
-@pytest.mark.slow  # and a quick one is the composition tp-compile
+@pytest.mark.slow  # quick are the composition fsdp-compile and graphs that blocks share
 def test_compiled_equals_one(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
     everything = {**compiled("block"), **SAC, **CHUNKED}
     run(zygote, tmp_path, 2, data, {"shape": "biased", "others": everything, **PACKED})
