@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._decomp import get_decompositions
 
 from headrace.compress.codes import Codes
-from headrace.compress.quantized_model import Stored, runtime_tensor
+from headrace.compress.quantized_model import Stored, is_tied, runtime_tensor
 from headrace.compress.quantized_model import check_installed as torchao_installed
 from headrace.compress.spec import QuantizationSpec
 from headrace.core.errors import UnsupportedError
@@ -85,7 +85,7 @@ def in_few_bits(model: Decoder, spec: QuantizationSpec, stored: Stored) -> Any:
         end = name.removesuffix(".weight")
         owner: Any = model.get_submodule(end)
         tensor = nn.Parameter(runtime_tensor(one, spec, name), requires_grad=False)
-        if end == "head" or (end == "embed" and model.head.weight is None):
+        if end == "head" or (end == "embed" and is_tied(model)):
             rows, columns = one.codes_RC.shape
             output = nn.Linear(columns, rows, bias=False, device="meta")
             output.weight = tensor

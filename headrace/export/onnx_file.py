@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.compress.codes import Codes, pack_int4
-from headrace.compress.quantized_model import Stored
+from headrace.compress.quantized_model import Stored, is_tied
 from headrace.compress.spec import BITS, QuantizationSpec
 from headrace.core.errors import UnsupportedError
 from headrace.export.cached import CachedDecoder
@@ -146,7 +146,7 @@ def in_few_bits(model: Decoder, spec: QuantizationSpec, stored: Stored) -> Any:
         end, dtype = name.removesuffix(".weight"), spec.format_of(name, role_of(name, 2)).dtype
         owner: Any = model.get_submodule(end)
         made = BlockMatrix(one, dtype, getattr(owner, "bias", None))
-        if end == "head" or (end == "embed" and model.head.weight is None):
+        if end == "head" or (end == "embed" and is_tied(model)):
             output = made
         if end != "head":
             put = BlockEmbedding(made) if isinstance(owner, nn.Embedding) else made

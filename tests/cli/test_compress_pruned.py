@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from headrace.cli.catalogue import catalogue
 from headrace.compress.sparsity import SparseMatrix
-from headrace.export.point import read_point
+from headrace.export.point import pruned_build, read_point
 
 Call = Callable[..., Any]
 FEW = ("--tokens", "256")
@@ -48,6 +49,8 @@ def test_a_run_is_pruned_opened_and_exported(call: Call, tmp_path: Path) -> None
     down = next(value for name, value in tensors.items() if "down_proj" in name)
     assert torch.equal(down, read_point(out / "2:4")[1]["blocks.0.mlp.down.weight"].dequantize())
     assert bool(((down == 0).view(-1, 4).sum(1) == 2).all())
+    build = pruned_build(out / "2:4", catalogue())  # what goes into files for devices
+    assert torch.equal(build.model.get_parameter("blocks.0.mlp.down.weight"), down)
 
 
 def test_a_run_that_was_pruned_is_stored_as_it_was_trained(
