@@ -47,7 +47,8 @@ from headrace.optim.roles import group_by_role
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.layout import Layout, local_of
 from headrace.parallel.world import AXES, World
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Context, Stage, Technique
 
 
@@ -110,12 +111,15 @@ def _ranks(mesh: MeshConfig) -> dict[str, float]:
     The reach counts the world's ranks from the first of an axis's group to its last.
     """
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
-    sizes |= {"shard": mesh.data * mesh.context, "world": mesh.ranks}
+    shard = mesh.data * mesh.context
+    sizes |= {"shard": shard, "world": mesh.ranks}
+    sizes |= {"replicate": mesh.replicate, "slices": shard // mesh.replicate}
     reach = {a: prod(getattr(mesh, b) for b in AXES[AXES.index(a) :]) for a in AXES}
     reach |= {"shard": reach["data"], "world": mesh.ranks}
+    reach |= {"replicate": reach["data"], "slices": reach["data"] // mesh.replicate}
     counts = {f"{axis}_ranks": float(count) for axis, count in sizes.items()}
     counts |= {f"{axis}_reach": float(count) for axis, count in reach.items()}
-    mine = ("shard", "pipeline", "world")
+    mine = ("shard", "pipeline", "world", *(("replicate", "slices") * (mesh.replicate > 1)))
     counts[COMMUNICATORS] = float(sum(sizes[axis] > 1 for axis in mine))
     return counts
 

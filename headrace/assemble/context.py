@@ -77,7 +77,8 @@ def precision_of(plan: Plan, capability: tuple[int, int] | None) -> Literal["fp3
 
 def on_one_process(plan: Plan) -> str:
     """Return the changes after which a plan runs in one process."""
-    sizes = [f"mesh.{axis}=1" for axis, size in plan.mesh.sizes.items() if size > 1]
+    axes = {**plan.mesh.sizes, "replicate": plan.mesh.replicate}
+    sizes = [f"mesh.{axis}=1" for axis, size in axes.items() if size > 1]
     spread = [
         name
         for name, technique in plan.techniques.items()

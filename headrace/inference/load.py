@@ -23,7 +23,8 @@ from headrace.optim.schedule import learning_rate
 from headrace.parallel.world import World
 from headrace.plan.changes import flatten
 from headrace.plan.gentler import gentler
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Stage, Technique
 from headrace.train.checkpoint import Saved, steps_in
 from headrace.train.identity import (

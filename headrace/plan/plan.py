@@ -9,8 +9,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from functools import partial
-from math import prod
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import tomli_w
 from pydantic import (
@@ -33,13 +32,12 @@ from headrace.core.strict import READ, Strict, Wrong, explained, read_table
 from headrace.core.units import largest_divisor
 from headrace.plan.batches import BatchStages
 from headrace.plan.data_config import DataConfig
+from headrace.plan.mesh_config import MeshConfig
 from headrace.plan.mixture import check_mixture
 from headrace.plan.optimizer_config import OptimizerConfig
 from headrace.plan.schedule import ENDLESS, ScheduleConfig
 from headrace.plan.technique import Catalogue, Technique, installed
 
-RANKS = 1 << 20
-"""Largest number of processes along one axis of the mesh."""
 ATTENDS = "parts.attend"
 """The socket whose owner computes attention."""
 
@@ -92,55 +90,6 @@ class CheckpointConfig(Strict):
     """Number of newest checkpoints that are kept."""
     keep_best: bool = True
     """Also keep the checkpoint of the lowest validation loss."""
-
-
-class MeshConfig(Strict):
-    """Say how many processes split the work along each axis. The run has their product.
-
-    Every axis but `data` needs a technique that splits the model along it.
-    """
-
-    data: int = Field(default=1, ge=1, le=RANKS)
-    """Replicas that each read their share of every batch."""
-    tensor: int = Field(default=1, ge=1, le=RANKS)
-    """Parts of every matrix."""
-    context: int = Field(default=1, ge=1, le=RANKS)
-    """Parts of every sequence."""
-    pipeline: int = Field(default=1, ge=1, le=RANKS)
-    """Ranks that hold the model's layers one after the other."""
-    auto: bool = False
-    """Choose the sizes for the processes that were started, by what each layout is predicted to
-    take; `mesh = "auto"` says the same."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_auto(cls, value: Any) -> Any:
-        return {"auto": True} if value == "auto" else value
-
-    @model_validator(mode="after")
-    def _check_auto(self) -> Self:
-        given = [f"mesh.{axis}={size}" for axis, size in self.sizes.items() if size > 1]
-        if self.auto and given:
-            raise Wrong(
-                f"mesh.auto chooses the sizes of all axes, and {', '.join(given)} is given",
-                mend("mesh.auto=false") | mend(*(f"mesh.{axis}=1" for axis in self.sizes)),
-            )
-        return self
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Return the number of ranks along each axis."""
-        return {
-            "data": self.data,
-            "tensor": self.tensor,
-            "context": self.context,
-            "pipeline": self.pipeline,
-        }
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of processes of the run."""
-        return prod(self.sizes.values())
 
 
 class TraceConfig(Strict):
@@ -298,6 +247,14 @@ class Plan(Strict):
                     f"it; add one, as in --with {axis}_parallel, or mesh.{axis}=1",
                     mend(f"+{axis}_parallel") | mend(f"mesh.{axis}=1"),
                 )
+        slicing = any("shard" in technique.composes for technique in self.techniques.values())
+        if self.mesh.replicate > 1 and not slicing:
+            raise Wrong(
+                f"mesh.replicate = {self.mesh.replicate} groups would each hold slices of the "
+                "model, and no technique of the plan slices it; add one, as in --with fsdp, or "
+                "mesh.replicate=1",
+                mend("mesh.replicate=1") | mend("+fsdp"),
+            )
         if self.model.tied_embeddings:
             self.optimizer.check_tied()
         horizon = self.horizon_steps

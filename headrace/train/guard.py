@@ -278,7 +278,7 @@ def norms_of(build: Build) -> dict[str, float]:
     norms = {n: local_norms.get(n, none) for n in named}
     if cut := [n for n, p in named.items() if is_dtensor(p)]:
         squares = torch.stack([norms[n].square() for n in cut])
-        norms |= zip(cut, build.world.sum_(squares, "shard").sqrt(), strict=True)
+        norms |= zip(cut, build.world.sum_(squares, "slices").sqrt(), strict=True)
     for route, optimizer in build.optimizers.items():
         if (factor := getattr(optimizer, "gradient_factor", None)) is not None:
             norms |= {n: norms[n] * factor for n in build.routed[route]}

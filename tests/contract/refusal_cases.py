@@ -294,6 +294,9 @@ CASES: dict[str, Asked] = {
     ),
     "assemble/sliced:SlicingTechnique.supports#1": Asked((), ("fsdp",)),
     "assemble/sliced:SlicingTechnique.supports#2": Asked(
+        ("mesh.data=4", "mesh.replicate=4"), ("fsdp",)
+    ),
+    "assemble/sliced:SlicingTechnique.supports#3": Asked(
         ("techniques.fsdp.gather=bf16", "mesh.data=2"), ("fsdp",)
     ),
     "techniques/parallel/ulysses:Ulysses.supports#1": Asked(

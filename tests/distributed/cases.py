@@ -60,7 +60,8 @@ ROLES: dict[str, Any] = {
 
 def case(name: str, *techniques: dict[str, Any], **more: Any) -> Composition:
     """A composition from tables of techniques; `data` and the like are its mesh."""
-    mesh = {a: more.pop(a) for a in ("data", "tensor", "context", "pipeline") if a in more}
+    axes = ("data", "tensor", "context", "pipeline", "replicate")
+    mesh = {a: more.pop(a) for a in axes if a in more}
     tables = {n: k for table in techniques for n, k in table.items()}
     return Composition(name, mesh, tables, **more)
 
@@ -101,6 +102,25 @@ COMPOSITIONS = [
         slow=True,
     ),
     case("fsdp-compile", FSDP, SAC, COMPILE, CHUNKED, data=2, packing=True, micro_rows=1),
+    case("hybrid", FSDP, data=4, replicate=2, shape="gpt2", micro_rows=1),
+    case("hybrid-muon-tied", FSDP, MUON, data=4, replicate=2, shape="tied", slow=True),
+    case("hybrid-8bit", {"adamw_8bit": {"smallest": 256}}, FSDP, data=4, replicate=2, slow=True),
+    case("hybrid-zero-2", ZERO2, data=4, replicate=2, micro_rows=1, slow=True),
+    case(
+        "hybrid-everything",
+        FSDP,
+        SAC,
+        COMPILE,
+        CHUNKED,
+        data=4,
+        replicate=2,
+        packing=True,
+        micro_rows=1,
+        slow=True,
+    ),
+    case("hybrid-cp", FSDP, CP, data=2, replicate=2, context=2, length=12, packing=True),
+    case("hybrid-tp", FSDP, TP, data=4, replicate=2, tensor=2, micro_rows=1, slow=True),
+    case("hybrid-pp-tied", FSDP, PP, data=4, replicate=2, pipeline=2, shape="tied", slow=True),
     case("fsdp-muon", FSDP, {"muon": {}}, data=4, slow=True),
     case("zero-muon", {"zero": {}}, {"muon": {}}, data=4, micro_rows=1),
     case(
@@ -421,8 +441,12 @@ def fitted(composition: Composition, ranks: int) -> Composition | None:
             mesh[axis], left = wanted, left // wanted
     if any(composition.mesh.get(a, 1) > 1 for a in ("tensor", "context", "pipeline")) and not mesh:
         return None
-    if set(mesh) != {a for a in composition.mesh if a != "data"}:
+    if set(mesh) != {a for a in composition.mesh if a not in ("data", "replicate")}:
         return None
+    if (groups := composition.mesh.get("replicate", 1)) > 1:
+        if left % groups or left == groups:
+            return None
+        mesh["replicate"] = groups
     return replace(composition, mesh={**mesh, "data": left})
 
 

@@ -14,7 +14,8 @@ from headrace.assemble.context import elsewhere, make_context
 from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
 from headrace.costs.ledger import Ledger
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.memory.selective_checkpoint import SelectiveCheckpoint
 from headrace.techniques.parallel.pipeline_parallel import (
