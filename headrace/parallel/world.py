@@ -59,6 +59,8 @@ class World:
     """where ranks leave words for each other that nobody waits for together; None alone"""
     made: Iterator[int] = field(default_factory=count, compare=False)
     """numbers of what the first rank has made for all, the same on every rank"""
+    name: str = ""
+    """what the words of this world begin with in a store that several worlds share"""
 
     def size(self, axis: str) -> int:
         """Return how many ranks an axis has."""
@@ -228,8 +230,9 @@ def join(mesh: MeshConfig, device: torch.device) -> World:
             groups |= _new_groups(axis, worlds, rank)
     if alone.size("slices") == alone.size("shard") > 1:
         groups["shard"] = groups["slices"]
-    store = PrefixStore(f"headrace/words/{next(_JOINED)}", _get_default_store())
-    return World(rank, mesh.ranks, local_rank, sizes, groups, torch_mesh, store)
+    name = f"headrace/words/{next(_JOINED)}"
+    store = PrefixStore(name, _get_default_store())
+    return World(rank, mesh.ranks, local_rank, sizes, groups, torch_mesh, store, name=name)
 
 
 def _new_groups(axis: str, worlds: list[World], rank: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from headrace.core.limits import MOST
 from headrace.core.remedy import mend
 from headrace.core.strict import Strict, Wrong
 from headrace.core.units import largest_divisor
@@ -30,6 +31,12 @@ class MeshConfig(Strict):
     replicate: int = Field(default=1, ge=1, le=RANKS)
     """Groups into which `data` is divided, each of which holds one copy of the model in slices;
     it adds no ranks. `fsdp` and `zero` slice within a group."""
+    patience_s: float = Field(default=45.0, ge=0, le=1e6)
+    """Seconds after which a rank is named, and the run ends, that does not answer, or does nothing
+    while others wait for it; 0 waits for ever."""
+    compare_every_steps: int = Field(default=0, ge=0, le=MOST)
+    """Steps between two comparisons of what several ranks hold copies of, which memory or links
+    that err set apart; 0 compares nothing."""
     auto: bool = False
     """Choose the sizes for the processes that were started, by what each layout is predicted to
     take; `mesh = "auto"` says the same."""

@@ -116,6 +116,7 @@ def summarize(
         "dollars": None if price is None else counters.wall_s / 3600 * price,
         "restarts": counters.restarts,
         "skipped_steps": counters.skipped_steps,
+        "copies": build.run_notes.copies,
         "spikes": [spike.to_dict() for spike in build.run_notes.spikes],
         "techniques": _techniques(plan, {**evidence, **(last.evidence if last else {})}),
         "guard": counters.guard,

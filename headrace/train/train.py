@@ -9,7 +9,7 @@ Stack at the gradient: cli.train -> train.run -> train.step -> engine -> backwar
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from headrace.assemble.autotune import choose_attention
 from headrace.assemble.build import check_weights, make_build
 from headrace.assemble.context import check_supported, choose_device, make_context
 from headrace.assemble.sockets import Build, RunNotes
+from headrace.core.errors import RunError
 from headrace.core.model_config import ModelConfig
 from headrace.core.progress import Progress
 from headrace.data.chat.encode import template_line
@@ -47,6 +48,8 @@ from headrace.train.identity import (
     without_base,
 )
 from headrace.train.interrupts import Interrupts
+from headrace.train.others import heartbeats
+from headrace.train.replicas import compare_copies
 from headrace.train.result import Result
 from headrace.train.run_folder import RunFolder, telling_of_lost_ranks
 from headrace.train.session import Session
@@ -106,11 +109,13 @@ def run(
             stack.enter_context(flags())
         files, checkpoint = _open_folder(build, resume, folder, checkpoint, branch)
         session = stack.enter_context(Session(build, files, progress, start))
+        stack.enter_context(heartbeats_of(session, stop))
         if resume:
             session.restore(checkpoint)
         build.now = build.values_after(session.counters.step)
         for begin in build.begins:
             begin(build)
+        compare_copies(build, session.checkpoints)
         session.evaluate_before()
         inspect = guard(build, step) if session.counters.step == 0 else None
         start.mark("guard")
@@ -195,6 +200,17 @@ def divide_gradients(build: Build, factor: Tensor) -> None:
     for parameter in build.model.parameters():
         if parameter.grad is not None:
             local_of(parameter.grad).div_(factor)
+
+
+def heartbeats_of(session: Session, stop: Interrupts) -> AbstractContextManager[Any]:
+    """Return a context in which a rank that holds up the others of a run is found and named."""
+
+    def last_words(error: RunError) -> None:
+        session.report_alone("failed", str(error), type(error).__name__)
+
+    build, run = session.build, session.folder.path
+    patience_s = build.plan.mesh.patience_s
+    return heartbeats(build.world, patience_s, run, lambda: session.counters.step, stop, last_words)
 
 
 def prepare_together(
