@@ -174,16 +174,16 @@ class SlicingTechnique(Technique[Build]):
                 # Gathered weights are copied out of one buffer, gradients into one.
                 copies = count / (sizes["micro_batches"] if once else 1)
                 yield f"shards/{name}_copy", Stream(phase, copies, 2 * each)
-        yield from self._between_groups(sizes, last, gradients)
+        yield from self._between_groups(sizes, gradients - last, last, 1 + bool(apart))
 
     def _between_groups(
-        self, sizes: Mapping[str, float], last: float, gradients: float
+        self, sizes: Mapping[str, float], early: float, last: float, lasts: int
     ) -> Iterator[tuple[str, Work]]:
         """Add up slices of the gradients over the groups, once a step; the last beside nothing."""
         layers, slices = max(1.0, sizes["layers"]), sizes["slices_ranks"]
         parts: dict[str, tuple[float, float, Beside]] = {
-            "sum": (gradients - last, layers - 1, "blocks"),
-            "sum_last": (last, 1, ""),
+            "sum": (early, layers - 1, "blocks"),
+            "sum_last": (last, lasts, ""),
         }
         for name, (bytes, count, beside) in parts.items():
             if sizes["replicate_ranks"] > 1 and bytes and count:

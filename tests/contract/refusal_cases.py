@@ -318,6 +318,15 @@ CASES: dict[str, Asked] = {
     "techniques/parallel/pipeline_parallel:PipelineParallel.supports#4": Asked(
         ("mesh.pipeline=8",), ("pipeline_parallel",)
     ),
+    "techniques/parallel/pipeline_parallel:PipelineParallel._refuse_whole#1": Asked(
+        (
+            "mesh.pipeline=2",
+            "mesh.data=2",
+            "techniques.pipeline_parallel.schedule=zbv",
+            "techniques.pipeline_parallel.chunks=2",
+        ),
+        ("pipeline_parallel", "fsdp"),
+    ),
     "techniques/parallel/pipeline_parallel:PipelineParallel.supports#5": Asked(
         (
             "mesh.pipeline=2",

@@ -13,6 +13,7 @@ BUCKETS: dict[str, Any] = {"data_parallel": {}}
 TP: dict[str, Any] = {"tensor_parallel": {}}
 PP: dict[str, Any] = {"pipeline_parallel": {}}
 INTERLEAVED: dict[str, Any] = {"pipeline_parallel": {"schedule": "interleaved", "chunks": 2}}
+ZBV: dict[str, Any] = {"pipeline_parallel": {"schedule": "zbv", "chunks": 2}}
 CP: dict[str, Any] = {"context_parallel": {}}
 ULYSSES: dict[str, Any] = {"ulysses": {}}
 COMPILE: dict[str, Any] = {"torch_compile": {"backend": "aot_eager", "scope": "block"}}
@@ -134,6 +135,11 @@ COMPOSITIONS = [
     case("pp-fsdp", PP, FSDP, pipeline=2, data=2, layers=5, slow=True),
     case("pp-fsdp-checkpoint-compile", PP, FSDP, SAC, COMPILE, pipeline=2, data=2, slow=True),
     case("pp-checkpoint-compile", PP, SAC, COMPILE, pipeline=2, slow=True),
+    case("zbv-tied", ZBV, pipeline=2, layers=5, shape="tied", micro_rows=1),
+    case("zbv4-gpt2", ZBV, pipeline=4, layers=9, shape="gpt2", micro_rows=2, slow=True),
+    case("zbv-tp", ZBV, TP, pipeline=2, tensor=2, layers=4, slow=True),
+    case("zbv-experts", ZBV, EXPERTS, pipeline=2, data=2, layers=4, micro_rows=1, slow=True),
+    case("zbv-muon-cp", ZBV, CP, MUON, pipeline=2, context=2, layers=4, length=12, slow=True),
     case("pp4-tied", PP, pipeline=4, layers=5, shape="tied", micro_rows=1),
     case(
         "pp-interleaved-fsdp-gpt2",
