@@ -138,6 +138,8 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> Conte
         if isinstance(answer, Unsupported):
             name, mesh = technique.name(), context.plan.mesh
             split = [f"mesh.{axis}=1" for axis in technique.axes if getattr(mesh, axis) > 1]
+            if "shard" in technique.composes and mesh.replicate > 1:
+                split.append("mesh.replicate=1")
             raise UnsupportedError(
                 f"{name} was asked for and cannot run here: {answer.reason}",
                 answer.remedy.otherwise(mend(*split, f"-{name}")),

@@ -179,8 +179,8 @@ class PipelineRank:
 
     def _is_own(self, kind: Direction, chunk: int, *, sends: bool) -> bool:
         """Return whether a message stays on this rank, at the foot of the V."""
-        turns = self.v and self.rank == self.ranks - 1
-        return turns and chunk == (0 if (kind == "forward") == sends else 1)
+        at_foot = self.v and self.rank == self.ranks - 1
+        return at_foot and chunk == (0 if (kind == "forward") == sends else 1)
 
     def receive(
         self, kind: Direction, chunk: int, shape: Sequence[int], dtype: torch.dtype
@@ -291,13 +291,13 @@ def run(actions: Sequence[Action], line: PipelineRank, stages: Stages) -> Tensor
         if kind == "weights":
             _weights(states.pop((chunk, micro)), stages)
             continue
-        way: Direction = "forward" if kind == "forward" else "backward"
+        direction: Direction = "forward" if kind == "forward" else "backward"
         message = None
         if not (line.first(chunk) if kind == "forward" else line.last(chunk)):
             # Not sooner: a kernel that is loaded for the first time waits for the whole device, a
             # receive in flight included, and two ranks that load wait for each other for ever.
             stages.waiting()
-            message = line.receive(way, chunk, stages.shape(micro), stages.dtype)
+            message = line.receive(direction, chunk, stages.shape(micro), stages.dtype)
         if kind == "forward":
             output, kept = _forward(stages, line, chunk, micro, message)
             for loss in kept.losses:
@@ -305,7 +305,7 @@ def run(actions: Sequence[Action], line: PipelineRank, stages: Stages) -> Tensor
             if torch.is_grad_enabled():
                 states[chunk, micro] = kept
             if not line.last(chunk):
-                line.send(way, chunk, output)
+                line.send(direction, chunk, output)
         else:
             left[chunk] -= 1
             stages.before_backward(chunk, left[chunk] == 0)
@@ -314,7 +314,7 @@ def run(actions: Sequence[Action], line: PipelineRank, stages: Stages) -> Tensor
             else:
                 gradient = _backward(states.pop((chunk, micro)), message)
             if gradient is not None:
-                line.send(way, chunk, gradient)
+                line.send(direction, chunk, gradient)
     line.flush()
     return total
 
@@ -324,9 +324,9 @@ def _inputs(state: ForwardState, gradient: Tensor | None, stages: Stages) -> Ten
     if state.x is None:
         state.gradient = gradient
         return None
-    found, state.put_off = backward_inputs(*_roots(state, gradient), state.x, stages.weights())
+    sent, state.put_off = backward_inputs(*_roots(state, gradient), state.x, stages.weights())
     state.losses, state.output = [], None
-    return found
+    return sent
 
 
 def _weights(state: ForwardState, stages: Stages) -> None:

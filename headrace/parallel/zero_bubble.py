@@ -110,9 +110,9 @@ def bubble_of_v(ranks: int, micros: int) -> float:
                 if ready is None:
                     break
                 clock[rank] = max(clock[rank], ready) + 1
-                way = "forward" if action.kind == "forward" else "backward"
+                direction = "forward" if action.kind == "forward" else "backward"
                 if action.kind != "weights":
-                    key = (way, stage_of(ranks, rank, action.chunk), action.micro)
+                    key = (direction, stage_of(ranks, rank, action.chunk), action.micro)
                     done[key] = clock[rank]
                 at[rank], moved = at[rank] + 1, True
     assert all(at[rank] == len(plan) for rank, plan in enumerate(plans)), "a rank waits for ever"
@@ -206,13 +206,13 @@ def _joined(
 
     nodes: Any = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
     begins: Any = [cut._get_grad_fn_or_grad_acc(x)]
-    way, _ = cut.reverse_closure(begins, set(), cut.construct_reverse_graph(nodes))
+    behind, _ = cut.reverse_closure(begins, set(), cut.construct_reverse_graph(nodes))
     pairs = list(zip(roots, gradients, nodes, strict=True))
-    apart = [(root, gradient) for root, gradient, node in pairs if node not in way]
+    apart = [(root, gradient) for root, gradient, node in pairs if node not in behind]
     if apart:
-        own, ones = zip(*apart, strict=True)
-        torch.autograd.backward(own, ones, retain_graph=True)  # type: ignore[arg-type]
-    joined = [(root, gradient) for root, gradient, node in pairs if node in way]
+        own, factors = zip(*apart, strict=True)
+        torch.autograd.backward(own, factors, retain_graph=True)  # type: ignore[arg-type]
+    joined = [(root, gradient) for root, gradient, node in pairs if node in behind]
     return [root for root, _ in joined], [gradient for _, gradient in joined]
 
 
@@ -246,13 +246,13 @@ def backward_weights(kept: PutOff, weights: Iterable[nn.Parameter]) -> None:
         ]
         try:
             ends = [*group["params"]]
-            found = torch.autograd.grad(
+            sums = torch.autograd.grad(
                 starts, [GradientEdge(node, 0) for node in ends], grad_outputs=arrived
             )
         finally:
             for clamp in clamps:
                 clamp.remove()
-        for node, gradient in zip(ends, found, strict=True):
+        for node, gradient in zip(ends, sums, strict=True):
             _add(by_node[node], gradient)
     kept.groups.clear()
 

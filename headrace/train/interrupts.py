@@ -38,8 +38,6 @@ CODES = {
     "SIGHUP": EXIT_HANGUP,
     "SIGUSR1": EXIT_REQUEUE,
 }
-SCHEDULERS = ("SLURM_JOB_ID", "JOB_COMPLETION_INDEX", "SKYPILOT_TASK_ID")
-"""Variables that Slurm, a Job of Kubernetes and SkyPilot set in the processes of a batch job."""
 PATIENCE_S = 4.0
 """Seconds that a compiler has to end by itself after a signal."""
 LAST_WORDS_S = 3.0
@@ -158,7 +156,7 @@ class Interrupts:
     @property
     def exit_code(self) -> int:
         """Return the exit code of the signal that came; of Ctrl-C where none came."""
-        if self.name == "SIGTERM" and any(name in os.environ for name in SCHEDULERS):
+        if self.name == "SIGTERM" and in_a_batch_job():
             return EXIT_REQUEUE
         return CODES[self.name or "SIGINT"]
 
@@ -224,6 +222,16 @@ class AsCtrlC(Interrupts):
     def _caught(self, number: int, frame: FrameType | None) -> None:
         self.name = signal.Signals(number).name
         raise KeyboardInterrupt
+
+
+def in_a_batch_job() -> bool:
+    """Return whether a scheduler started this process: Slurm, a Job of Kubernetes or SkyPilot."""
+    numbers = (
+        os.environ.get("SLURM_JOB_ID"),
+        os.environ.get("JOB_COMPLETION_INDEX"),
+        os.environ.get("SKYPILOT_TASK_ID"),
+    )
+    return any(number is not None for number in numbers)
 
 
 def is_compiling(thread: int) -> bool:

@@ -96,7 +96,7 @@ def heartbeats(
         stop: how the command prints an error of a process that is ended by another thread.
         last_words: writes the report; called with the error on the rank that tells it.
     """
-    if world.ranks == 1 or not patience_s or "MASTER_ADDR" not in os.environ:
+    if world.ranks == 1 or not patience_s or os.environ.get("MASTER_ADDR") is None:
         return nullcontext()
 
     def end(culprit: Culprit, mine: bool) -> None:

@@ -106,7 +106,7 @@ def summarize(
         "phase_s": counters.phase_s,
         "start_s": build.run_notes.start_s,
         "wasted_token_fraction": counters.wasted_tokens / max(1, counters.tokens),
-        **_padding(build),
+        **_notes(build),
         "input_wait": _waits(waits_s, step_s),
         "signals": _signals(build, ledger, last),
         "before": counters.before,
@@ -116,8 +116,6 @@ def summarize(
         "dollars": None if price is None else counters.wall_s / 3600 * price,
         "restarts": counters.restarts,
         "skipped_steps": counters.skipped_steps,
-        "copies": build.run_notes.copies,
-        "spikes": [spike.to_dict() for spike in build.run_notes.spikes],
         "techniques": _techniques(plan, {**evidence, **(last.evidence if last else {})}),
         "guard": counters.guard,
         "attention": counters.attention,
@@ -142,10 +140,12 @@ def _techniques(plan: Plan, evidence: Mapping[str, Evidence]) -> dict[str, Any]:
     }
 
 
-def _padding(build: Build) -> dict[str, float]:
-    """Return the share of padding, where the loss leaves out other tokens too."""
+def _notes(build: Build) -> dict[str, Any]:
+    """Return spikes, compared copies, and the padding where the loss leaves other tokens out."""
+    notes = build.run_notes
+    facts = {"spikes": [spike.to_dict() for spike in notes.spikes], "copies": notes.copies}
     padding = getattr(build.loader.packer, "padding", 0.0)
-    return {"padding_fraction": padding} if build.prepared.chat else {}
+    return {**facts, "padding_fraction": padding} if build.prepared.chat else facts
 
 
 def _data(build: Build, counters: Counters) -> dict[str, Any]:

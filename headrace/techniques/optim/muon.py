@@ -211,7 +211,6 @@ class Muon(Technique[Build]):
     ) -> "_Batch":
         sizes = ledger.sizes
         on_gpu, slices = bool(sizes["on_gpu"]), sizes.get("slices", 1.0)
-        axis = "slices" if slices > 1 else "shard"
         return _Batch(
             shape=how[0],
             cut=how[1],
@@ -221,7 +220,7 @@ class Muon(Technique[Build]):
             rows=self.normalize_rows,
             ahead=self.nesterov,
             slices=slices,
-            axis=axis,
+            axis=(axis := "slices" if slices > 1 else "shard"),
             ranks=int(sizes.get(f"{axis}_ranks", 1) * sizes.get("tensor_ranks", 1)),
             sizes=sizes,
         )
@@ -327,8 +326,7 @@ class _Batch:
         rows: whether rows are normalised.
         ahead: whether a direction is more than the momentum.
         slices: ranks of which each holds a slice.
-        axis: the axis of the mesh whose ranks share the matrices.
-        ranks: how many they are, with those of the axis of tensors.
+        axis: the axis of the mesh whose `ranks`, with those of tensors, share the matrices.
         sizes: the ledger's.
     """
 
