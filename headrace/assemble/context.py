@@ -111,6 +111,21 @@ def elsewhere(context: Context, device_name: str) -> Context:
     )
 
 
+def check_reads_images(technique: Technique[Any], plan: Plan) -> None:
+    """Refuse a technique of tokens in a plan for images.
+
+    Raises:
+        UnsupportedError: names it.
+    """
+    if plan.vision is not None and not technique.images:
+        name = technique.name()
+        raise UnsupportedError(
+            f"{name} was asked for and cannot run here: it is made for tokens of text, and the "
+            f"plan trains {plan.vision.architecture} on images",
+            mend(f"-{name}"),
+        )
+
+
 def _has_compiler() -> bool:
     return any(shutil.which(c) for c in ("c++", "g++", "clang++", "cl"))
 
@@ -133,6 +148,7 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> Conte
             mend("+fp16_loss_scaling").otherwise(mend("model.precision=bf16")),
         )
     for technique in techniques:
+        check_reads_images(technique, context.plan)
         answer = technique.supports(context)
         if isinstance(answer, Unsupported):
             name, mesh = technique.name(), context.plan.mesh

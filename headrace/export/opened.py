@@ -44,6 +44,7 @@ def open_any(
     adapter: str = "",
     checkpoint: str | None = None,
     with_data: bool = False,
+    images: bool = False,
 ) -> Opened:
     """Return the model of a run, its base with another adapter, or a quantized model.
 
@@ -53,6 +54,7 @@ def open_any(
         adapter: its name or folder; "" for the run as it was trained.
         checkpoint: "step-N", "latest" or "best" of the run, where no adapter is named.
         with_data: whether to open the validation set too.
+        images: whether a network that tells images apart will do too.
 
     Raises:
         ConfigError: it is neither, or a quantized model is asked for a checkpoint or an adapter;
@@ -63,7 +65,12 @@ def open_any(
     folder = _point(name)
     if folder is None:
         return open_chosen(
-            name, catalogue, adapter=adapter, checkpoint=checkpoint, with_data=with_data
+            name,
+            catalogue,
+            adapter=adapter,
+            checkpoint=checkpoint,
+            with_data=with_data,
+            images=images,
         )
     if checkpoint is not None or adapter:
         raise ConfigError(
@@ -99,6 +106,7 @@ def open_chosen(
     adapter: str = "",
     checkpoint: str | None = None,
     with_data: bool = False,
+    images: bool = False,
 ) -> Opened:
     """Return the model of a run, or its base with another adapter.
 
@@ -111,6 +119,7 @@ def open_chosen(
         adapter: its name or folder; "" for the run as it was trained.
         checkpoint: "step-N", "latest" or "best" of the run, where no adapter is named.
         with_data: whether to open the validation set too.
+        images: whether a network that tells images apart will do too.
 
     Raises:
         ConfigError: there is no such run or adapter, it is of another base, or a checkpoint is
@@ -119,7 +128,9 @@ def open_chosen(
     """
     run = resolve_run(name)
     if not adapter:
-        build = open_model(run, catalogue, checkpoint=checkpoint, with_data=with_data)
+        build = open_model(
+            run, catalogue, checkpoint=checkpoint, with_data=with_data, images=images
+        )
 
         def compute(work: Callable[[], Any]) -> Any:
             return computed(work, build, run, catalogue, checkpoint=checkpoint)

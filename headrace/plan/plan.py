@@ -31,12 +31,14 @@ from headrace.core.overrides import known_of, settle, write_override
 from headrace.core.remedy import leave_out, mend
 from headrace.core.strict import READ, Strict, Wrong, explained, read_table
 from headrace.core.units import largest_divisor
+from headrace.core.vision_config import VisionConfig
 from headrace.plan.batches import BatchStages
 from headrace.plan.data_config import DataConfig
 from headrace.plan.mixture import check_mixture
 from headrace.plan.optimizer_config import OptimizerConfig
 from headrace.plan.schedule import ENDLESS, ScheduleConfig
 from headrace.plan.technique import Catalogue, Technique, installed
+from headrace.plan.vision import check_vision
 
 RANKS = 1 << 20
 """Largest number of processes along one axis of the mesh."""
@@ -188,6 +190,8 @@ class Plan(Strict):
     """Backend of attention: `plan` takes what the techniques say, `measured` the exact one that is
     fastest at the run's shapes."""
     model: ModelConfig = ModelConfig()
+    vision: VisionConfig | None = None
+    """Tell images apart by this network, and read no text; `model` then says `precision` alone."""
     data: DataConfig = DataConfig()
     goal: Goal = Goal()
     batch: Batch = Batch()
@@ -231,6 +235,7 @@ class Plan(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> "Plan":
+        check_vision(self)
         length, ranks = self.data.sequence_length, self.mesh.data
         unit = length * ranks
         if self.batch.tokens % unit:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.assemble.sockets import Build, MicroBatch
+from headrace.assemble.vision import images_of_validation
 from headrace.core.errors import ConfigError, Diverged
 from headrace.core.remedy import mend
 from headrace.core.units import part_of_text
@@ -309,6 +310,7 @@ def _placed(
         ranks=world.size("data"),
         segments=build.mask.document,
         stride=stride,
+        beside=images_of_validation(build),
     ):
         yield build.place(build, micro)
 

@@ -148,8 +148,13 @@ def _plain(build: Build) -> Plan:
     return plan.replaced(
         techniques=kept,
         model=plan.model.model_copy(update=whole),
-        batch=plan.batch.model_copy(update={"micro_sequences": 1}),
+        batch=plan.batch.model_copy(update={"micro_sequences": _plain_rows(plan)}),
     )
+
+
+def _plain_rows(plan: Plan) -> int:
+    """Return the rows of a plain micro-batch: the plan's of images, which are normalised together."""
+    return 1 if plan.vision is None else plan.micro_rows
 
 
 def _first(build: Build, step: TakeStep, draw: int, ready: list[bool]) -> First:

@@ -19,6 +19,7 @@ from headrace.costs.count import model_flops_per_token
 from headrace.costs.footprint import Footprint, make_footprint
 from headrace.costs.hardware import lookup
 from headrace.costs.ledger import Ledger
+from headrace.costs.vision import model_flops_per_image
 from headrace.costs.work import HostCopy, Stream
 from headrace.data.chat.encode import other_template
 from headrace.data.mix_count import MixCount, count_mix
@@ -176,12 +177,13 @@ def mix_of(build: Build, steps: int | None = None) -> MixCount | None:
 
 def _outcome(build: Build, counters: Counters, error: str) -> Outcome:
     """Return whether the run learned or diverged."""
+    vision = build.plan.vision
     return outcome_of(
         counters.val,
         counters.first_loss,
         counters.last_loss,
         step=counters.step,
-        vocab=build.prepared.tokenizer.vocab,
+        vocab=build.prepared.tokenizer.vocab if vision is None else vision.classes,
         ended_wild=error == Diverged.__name__,
     )
 
@@ -190,13 +192,19 @@ def _utilization(build: Build, rate: float | None) -> dict[str, Any]:
     """Return model FLOPs utilization with the peak that it is divided by."""
     hardware = lookup(build.context.device_name)
     peak = hardware.peak_flops(build.context.precision)
-    per_token = model_flops_per_token(build.config, build.plan.data.sequence_length)
+    vision = build.plan.vision
+    if vision is None:
+        per_token = model_flops_per_token(build.config, build.plan.data.sequence_length)
+        formula = "tokens/s x (6 N + 12 L d T) / peak, N without the embedding (arXiv 2204.02311)"
+    else:
+        per_token = model_flops_per_image(vision)
+        formula = "images/s x 6 x (weights x places of each convolution) / peak"
     share = rate * per_token / (peak * build.world.ranks) if rate and peak else None
     return {
         "value": share,
         "peak_flops": peak,
         "peak_source": hardware.source,
-        "formula": "tokens/s x (6 N + 12 L d T) / peak, N without the embedding (arXiv 2204.02311)",
+        "formula": formula,
         "model_flops_per_token": per_token,
     }
 

@@ -20,7 +20,6 @@ from headrace.assemble.autotune import choose_attention
 from headrace.assemble.build import check_weights, make_build
 from headrace.assemble.context import check_supported, choose_device, make_context
 from headrace.assemble.sockets import Build, RunNotes
-from headrace.core.model_config import ModelConfig
 from headrace.core.progress import Progress
 from headrace.data.chat.encode import template_line
 from headrace.data.ingest import is_current, prepare, reopen
@@ -88,12 +87,14 @@ def run(
     with ExitStack() as stack:
         stop = stack.enter_context(Interrupts())
         run_before = RunFolder.find(plan, folder) if resume else None  # before any work
-        first = plan.model
+        first = plan
         plan = _as_restored(plan, run_before, checkpoint) if run_before else plan
         world = stack.enter_context(open_world(plan.mesh, device))
         stack.enter_context(telling_of_lost_ranks())
         device = _own_device(device, world)
-        checked = _check_plan(plan, device, progress, given=first.pretrained, begins=not resume)
+        checked = _check_plan(
+            plan, device, progress, given=first.model.pretrained, begins=not resume
+        )
         prepared = prepare_together(plan, world, progress, run_before)
         prepared = prepare_general(plan, prepared, world, progress)
         start.mark("prepare")
@@ -230,7 +231,14 @@ def _note_data(
     if recorded and not is_current(plan, prepared):
         where = prepared.directory
         progress.note(f"text or tokenizer changed since: going on with shards in {where}")
-    progress.note(prepared.sides(plan.data.validation).line)
+    if plan.vision is None:
+        progress.note(prepared.sides(plan.data.validation).line)
+    else:
+        shown = plan.vision
+        progress.note(
+            f"images: {shown.images:,} to train on and {shown.validation_images:,} held out, of "
+            f"{shown.classes} classes in {shown.size} x {shown.size} pixels"
+        )
     for one in prepared.left_out:
         progress.note(one.line())
     for line in prepared.chat.lines() if prepared.chat else ():
@@ -308,13 +316,13 @@ def _as_restored(plan: Plan, run: RunFolder, checkpoint: str | None) -> Plan:
 
 
 def _first_notes(
-    build: Build, first: ModelConfig, progress: Progress, timed: dict[str, Any] | None, start: Start
+    build: Build, first: Plan, progress: Progress, timed: dict[str, Any] | None, start: Start
 ) -> RunNotes:
     """Return the notes of a run before its first step; the plan names its first folders again.
 
     Args:
         build: the run. Its plan lacks the folders where a checkpoint makes the model.
-        first: the model of the plan, with the folders that the run first began from.
+        first: the plan with the folders that the run first began from.
         progress: shows what makes the validation loss doubtful.
         timed: the measured times of attention backends; None where they were not measured.
         start: the parts of the time before the first step; it measures later parts too.
@@ -323,8 +331,9 @@ def _first_notes(
     if build.world.rank == 0 and (mix := mix_of(build)) is not None:
         for line in mix.lines():
             progress.note(line)
-    folders = {"pretrained": first.pretrained, "adapter": first.adapter}
-    build.plan = build.plan.replaced(model={**dict(build.plan.model), **folders})
+    folders = {"pretrained": first.model.pretrained, "adapter": first.model.adapter}
+    own = {**dict(build.plan.model), **folders}
+    build.plan = build.plan.replaced(model=own, vision=first.vision)
     return RunNotes(
         timed_attention=timed,
         start_s=start.spent_s,
