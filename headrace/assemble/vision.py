@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.assemble.mesh_sizes import ranks_of
 from headrace.assemble.sockets import Build
 from headrace.core.vision_config import VisionConfig
 from headrace.costs.ledger import Ledger
@@ -46,7 +47,12 @@ def predict_images(plan: Plan, context: Context) -> Ledger:
         device=context.device,
         accumulates=plan.micro_rows < plan.rows_per_step,
     )
-    sizes = {"micro_batches": plan.rows_per_step / plan.micro_rows}
+    sizes = ranks_of(plan.mesh) | {
+        "pipeline_rank": 0.0,
+        "micro_batches": plan.rows_per_step / plan.micro_rows,
+        "other_loss": float(any("terms" in t.composes for t in plan.techniques.values())),
+        "other_objective": 0.0,
+    }
     return Ledger(ledger.memory, ledger.flops, {**ledger.sizes, **sizes}, matrices=ledger.matrices)
 
 

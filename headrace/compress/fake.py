@@ -143,7 +143,7 @@ class _Through(torch.autograd.Function):
         return grad, None, None
 
 
-def linear_forward(module: Any, input: Tensor) -> Tensor:
+def _linear_forward(module: Any, input: Tensor) -> Tensor:
     """Compute a linear with its rounded weight; one that is adapted, with its adapter merged."""
     if not module.fake_is_on() or getattr(module, "is_off", False):
         return type(module).forward(module, input)
@@ -170,11 +170,6 @@ def _head_inputs(model: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return hidden, weight
 
 
-def through(weight_RC: Tensor, rounding: Rounding) -> Tensor:
-    """Return the rounded weight; its gradient goes through as it comes."""
-    return _Through.apply(weight_RC, rounding, True)
-
-
 def install(model: Any, roundings: Mapping[str, Rounding], is_on: IsOn) -> None:
     """Let every matmul with one of these matrices round it; names of parameters stay.
 
@@ -193,7 +188,7 @@ def install(model: Any, roundings: Mapping[str, Rounding], is_on: IsOn) -> None:
         module = model.get_submodule(name.removesuffix(".weight"))
         _put(module, rounding, is_on)
         linear = isinstance(module, nn.Linear)
-        module.forward = MethodType(linear_forward if linear else _embedding_forward, module)
+        module.forward = MethodType(_linear_forward if linear else _embedding_forward, module)
 
 
 def _put(module: Any, rounding: Rounding, is_on: IsOn) -> None:

@@ -14,19 +14,59 @@ Shapes: R channels that a convolution gives, C numbers of each.
 
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from headrace.compress.codes import Codes, quantize_nearest
-from headrace.compress.fake import Rounding, linear_forward, through
+from headrace.compress.fake import Rounding
 from headrace.compress.spec import ROW_INT8, NumberFormat
 from headrace.core.vision_config import VisionConfig
 from headrace.model.vision import ImageClassifier, convolve
 
+MOST_CODE = 127
+"""The largest code of 8 bits; the least is its negative, so that zero has the code 0."""
+SMALLEST = 1e-12
+"""The least of a row's largest magnitude, so that a row of zeros has a scale."""
 EIGHT = 8
 """Channels are kept in multiples of so many, which vector units multiply together."""
+
+
+class ImageCodes(NamedTuple):
+    """Hold a weight in codes of 8 bits: whole numbers in its shape, and a scale of each row."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def dequantize(self) -> Tensor:
+        """Return the numbers that the codes stand for."""
+        return self.codes * self.scales.view(-1, *(1 for _ in self.codes.shape[1:]))
+
+
+def image_codes(weight: Tensor) -> ImageCodes:
+    """Return the nearest codes of a weight, from -127 to 127 as XNNPACK has them.
+
+    The largest magnitude of each row has the code 127 or -127.
+    """
+    weight = weight.detach().float()
+    scales = weight.flatten(1).abs().amax(1).clamp(min=SMALLEST) / MOST_CODE
+    shape = (-1, *(1 for _ in weight.shape[1:]))
+    codes = (weight / scales.view(shape)).round().clamp(-MOST_CODE, MOST_CODE)
+    return ImageCodes(codes, scales)
+
+
+class RoundedWeight(torch.autograd.Function):
+    """It rounds a weight to its codes, and gives the gradient on as it comes (arXiv 1308.3432)."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:  # type: ignore[override]
+        """Return what the codes stand for, in the weight's type."""
+        return image_codes(weight).dequantize().to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the gradient as it is."""
+        return grad
 
 
 def image_formats(model: nn.Module) -> dict[str, NumberFormat]:
@@ -35,17 +75,14 @@ def image_formats(model: nn.Module) -> dict[str, NumberFormat]:
     return {f"{n}.weight": ROW_INT8 for n, m in model.named_modules() if isinstance(m, kinds)}
 
 
-def image_codes(weight: Tensor, kind: NumberFormat = ROW_INT8) -> Codes:
-    """Return the codes of a weight, as a matrix of a row for each channel that it gives."""
-    return quantize_nearest(weight.detach().float().flatten(1), kind)
-
-
-def _convolution_forward(module: Any, input: Tensor) -> Tensor:
-    """Convolve with the rounded weight."""
+def _rounded_forward(module: Any, input: Tensor) -> Tensor:
+    """Multiply with the rounded weight."""
     if not module.fake_is_on():
         return type(module).forward(module, input)
-    rounded = through(module.weight.flatten(1), module.fake_rounding).view_as(module.weight)
-    return convolve(input, rounded, module.bias, module)
+    weight = RoundedWeight.apply(module.weight)
+    if isinstance(module, nn.Linear):
+        return nn.functional.linear(input, weight, module.bias)
+    return convolve(input, weight, module.bias, module)
 
 
 def install_images(
@@ -58,27 +95,31 @@ def install_images(
         roundings: by the full names of the weights.
         is_on: whether the step that runs rounds.
     """
-    for name, rounding in roundings.items():
+    for name in roundings:
         module: Any = model.get_submodule(name.removesuffix(".weight"))
-        module.fake_rounding, module.fake_is_on = rounding, is_on
-        convolves = isinstance(module, nn.Conv2d)
-        module.forward = MethodType(_convolution_forward if convolves else linear_forward, module)
+        module.fake_is_on = is_on
+        module.forward = MethodType(_rounded_forward, module)
 
 
 @torch.no_grad()
-def look_at_convolution(module: Any) -> tuple[bool, float]:
+def look_at_rounding(module: Any) -> tuple[bool, float]:
     """Return whether a convolution gives what its codes stand for, and how far these move it.
 
-    It convolves drawn numbers as it is, and by the numbers of its codes.
+    It multiplies drawn numbers as it is, and by the numbers of its codes. A linear is looked at
+    likewise.
     """
     weight = module.weight.detach().float()
-    stored = image_codes(weight, module.fake_rounding.kind).dequantize().view_as(weight)
-    draw = torch.Generator().manual_seed(0)
-    width = max(module.kernel_size)
-    drawn = torch.rand(2, module.in_channels, width, width, generator=draw).to(weight.device)
-    found, wanted = module.forward(drawn), convolve(drawn, stored, module.bias, module)
+    stored, draw = image_codes(weight).dequantize(), torch.Generator().manual_seed(0)
+    if isinstance(module, nn.Linear):
+        drawn = torch.rand(2, module.in_features, generator=draw).to(weight.device)
+        wanted = nn.functional.linear(drawn, stored, module.bias)
+    else:
+        width = max(module.kernel_size)
+        drawn = torch.rand(2, module.in_channels, width, width, generator=draw).to(weight.device)
+        wanted = convolve(drawn, stored, module.bias, module)
     near = 1e-5 * float(wanted.abs().max())
-    return bool(((found - wanted).abs() <= near).all()), float((stored - weight).abs().max())
+    is_rounded = bool(((module.forward(drawn) - wanted).abs() <= near).all())
+    return is_rounded, float((stored - weight).abs().max())
 
 
 # --- fewer channels ---------------------------------------------------------------------------

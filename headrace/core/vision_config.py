@@ -153,7 +153,7 @@ class VisionConfig(Strict):
     """Images that are trained on, drawn with the seed 0."""
     validation_images: int = Field(default=2048, ge=16, le=MOST)
     """Images that are held out, drawn with another seed."""
-    noise: float = Field(default=0.15, ge=0, le=1)
+    noise: float = Field(default=0.08, ge=0, le=1)
     """Standard deviation of the noise of each color of a pixel, of the range from black to white.
     """
     stem_stride: Literal[1, 2] = 2

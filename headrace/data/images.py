@@ -45,11 +45,11 @@ FONT = (
     "01110 10001 10001 01111 00001 00010 01100",
 )
 """The digits in dots, row by row from the top."""
-TURN, SHEAR, MOVE = 0.35, 0.3, 0.14
+TURN, SHEAR, MOVE = 0.2, 0.2, 0.08
 """Most radians, most shear, and most of the image's width by which a digit is changed."""
-HEIGHTS = (0.5, 0.8)
+HEIGHTS = (0.65, 0.85)
 """Least and most height of a digit, as shares of the image's."""
-CONTRAST = 0.3
+CONTRAST = 0.5
 """Least difference of the digit's brightness from the ground's, of the range of a color."""
 AT_ONCE = 256
 """Images that are drawn together."""

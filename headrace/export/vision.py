@@ -39,7 +39,7 @@ from headrace.export.edge_runtime import IMAGES, RECORD, VERSION
 from headrace.export.folder import new_folder, write_json
 from headrace.export.gguf import Origin
 from headrace.export.onnx_file import OPSET, quiet
-from headrace.model.vision import MEAN, SPREAD, ImageClassifier, convolve, folded
+from headrace.model.vision import MEAN, SPREAD, ImageClassifier, folded
 from headrace.model.vision_folder import images_state, write_images_folder
 
 FORMATS = {"onnx": "model.onnx", "executorch": "model.pte"}
@@ -50,34 +50,10 @@ PRESETS = ("fp32", "int8")
 """How weights are stored: whole, or in 8 bits with a scale for each channel."""
 COMPARED = 64
 """Held-out images on which a new file is compared with the network."""
+CALIBRATED = 128
+"""Training images over which the ranges of what convolutions read and give are found."""
 TIMED = 50
 """Images that are told one by one for the time of one."""
-
-
-class CodedConvolution(nn.Module):
-    """A convolution, or a linear, whose weight is codes of 8 bits with a scale for each row."""
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor
-
-    def __init__(self, like: Any, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.like = [like]  # not a module of this one: its weight is not stored
-        self.register_buffer("codes", codes)
-        self.register_buffer("scales", scales)
-        self.register_buffer("zeros", torch.zeros_like(scales, dtype=torch.int64))
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return what the numbers of the codes give."""
-        weight = torch.ops.quantized_decomposed.dequantize_per_channel(
-            self.codes, self.scales, self.zeros, 0, -128, 127, torch.int8
-        )
-        like = self.like[0]
-        if isinstance(like, nn.Linear):
-            return nn.functional.linear(x, weight, self.bias)
-        return convolve(x, weight, self.bias, like)
 
 
 @dataclass(frozen=True)
@@ -114,8 +90,8 @@ def stored_weights(model: ImageClassifier, preset: str) -> dict[str, StoredWeigh
             found[name] = StoredWeight(None, factor, whole, bias)
             continue
         made = image_codes(weight)
-        codes = made.codes_RC.to(torch.int8).view_as(weight)
-        scales = made.scales_RG.flatten() * factor
+        codes = made.codes.to(torch.int8)
+        scales = made.scales * factor
         whole = codes.float() * scales.view(shape)
         found[name] = StoredWeight(codes, scales, whole, bias)
     return found
@@ -127,26 +103,17 @@ class DeviceNetwork(nn.Module):
     Args:
         model: the network.
         stored: its weights, from `stored_weights`.
-        coded: whether weights are codes in this module; else the numbers that they stand for.
     """
 
-    def __init__(
-        self, model: ImageClassifier, stored: Mapping[str, StoredWeight], *, coded: bool
-    ) -> None:
+    def __init__(self, model: ImageClassifier, stored: Mapping[str, StoredWeight]) -> None:
         super().__init__()
         own = copy.deepcopy(model)
         for name, one in stored.items():
             parent, _, child = name.rpartition(".")
             module: Any = own.get_submodule(name)
             vars(module).pop("forward", None)  # which rounds while it trains
-            made: nn.Module
-            if coded and one.codes is not None:
-                made = CodedConvolution(module, one.codes, one.scales, one.bias)
-            else:
-                module.weight = nn.Parameter(one.whole, requires_grad=False)
-                bias = None if one.bias is None else nn.Parameter(one.bias, requires_grad=False)
-                module.bias, made = bias, module
-            setattr(own.get_submodule(parent), child, made)
+            module.weight = nn.Parameter(one.whole, requires_grad=False)
+            module.bias = None if one.bias is None else nn.Parameter(one.bias, requires_grad=False)
             owner: Any = own.get_submodule(parent)
             normed = isinstance(owner, nn.Sequential) and len(owner) > 1
             if normed and isinstance(owner[1], nn.BatchNorm2d):
@@ -209,7 +176,7 @@ class ImagesExport:
         model, config = _network(self.build)
         stored = stored_weights(model, self.preset)
         images = torch.from_numpy(draw(config, 1, COMPARED)[0])
-        expected = DeviceNetwork(model, stored, coded=False).eval()(images)
+        expected = DeviceNetwork(model, stored).eval()(images)
         if self.preset == "int8" and self.build.fake_quantized:
             expected = model.logits_of(images)  # as it was trained and evaluated
         with new_folder(output) as aside:
@@ -262,7 +229,7 @@ def _write_onnx(
     model: ImageClassifier, stored: Mapping[str, StoredWeight], config: VisionConfig, file: Path
 ) -> None:
     """Write a graph whose weights are whole, and then put codes in their place."""
-    network = DeviceNetwork(model, stored, coded=False).eval()
+    network = DeviceNetwork(model, stored).eval()
     with quiet():
         program = torch.onnx.export(
             network,
@@ -311,14 +278,18 @@ def _with_codes(file: Path, stored: Mapping[str, StoredWeight]) -> None:
 def _write_executorch(
     model: ImageClassifier, stored: Mapping[str, StoredWeight], config: VisionConfig, file: Path
 ) -> None:
-    """Write a program for one image at a time."""
-    import torch.ao.quantization.fx._decomposed  # noqa: F401  (it registers the operator)
+    """Write a program for one image at a time, whose convolutions XNNPACK computes.
 
-    network = DeviceNetwork(model, stored, coded=True).eval()
+    It multiplies codes of 8 bits by codes of 8 bits, so with weights in codes what convolutions
+    read and give has codes too. Their ranges are those over some training images.
+    """
+    network: Any = DeviceNetwork(model, stored).eval()
     with quiet():
         exir = import_module("executorch.exir")
         xnnpack = import_module(f"{executorch_file.XNNPACK}.xnnpack_partitioner")
         given = (torch.zeros(1, COLORS, config.size, config.size, dtype=torch.uint8),)
+        if any(one.codes is not None for one in stored.values()):
+            network = _in_codes(network, given, config)
         lowered = exir.to_edge_transform_and_lower(
             torch.export.export(network, given),
             partitioner=[xnnpack.XnnpackPartitioner()],
@@ -326,6 +297,22 @@ def _write_executorch(
         )
         with file.open("wb") as opened:
             lowered.to_executorch().write_to_file(opened)
+
+
+def _in_codes(network: nn.Module, given: tuple[Tensor], config: VisionConfig) -> nn.Module:
+    """Return the graph of a network with codes of 8 bits wherever XNNPACK multiplies them.
+
+    A row of codes from -127 to 127 that has one of either keeps its codes and its scale.
+    """
+    quantizers = import_module("executorch.backends.xnnpack.quantizer.xnnpack_quantizer")
+    pt2e = import_module("torchao.quantization.pt2e.quantize_pt2e")
+    quantizer = quantizers.XNNPACKQuantizer().set_global(
+        quantizers.get_symmetric_quantization_config(is_per_channel=True)
+    )
+    watched = pt2e.prepare_pt2e(torch.export.export(network, given).module(), quantizer)
+    for image in torch.from_numpy(draw(config, 0, CALIBRATED)[0]).split(1):
+        watched(image)
+    return pt2e.convert_pt2e(watched)
 
 
 class ImagesRuntime:
@@ -373,7 +360,6 @@ class ImagesRuntime:
             runtime = import_module("executorch.runtime")
         self.name = f"ExecuTorch {version('executorch')}"
         with silent_library():
-            import_module("executorch.kernels.quantized")
             self._program = runtime.Runtime.get().load_program(file)
             self._method: Any = self._program.load_method("forward")
 

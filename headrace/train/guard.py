@@ -153,7 +153,7 @@ def _plain(build: Build) -> Plan:
 
 
 def _plain_rows(plan: Plan) -> int:
-    """Return the rows of a plain micro-batch: the plan's of images, which are normalised together."""
+    """Return the rows of a plain micro-batch: all of a plan's images are normalised together."""
     return 1 if plan.vision is None else plan.micro_rows
 
 

@@ -328,7 +328,8 @@ def _first_notes(
         start: the parts of the time before the first step; it measures later parts too.
     """
     targets = _look_at_validation(build, progress)
-    if build.world.rank == 0 and (mix := mix_of(build)) is not None:
+    of_text = build.plan.vision is None
+    if build.world.rank == 0 and of_text and (mix := mix_of(build)) is not None:
         for line in mix.lines():
             progress.note(line)
     folders = {"pretrained": first.model.pretrained, "adapter": first.model.adapter}

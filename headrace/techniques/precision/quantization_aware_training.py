@@ -32,7 +32,7 @@ from headrace.compress.codes import quantize_nearest
 from headrace.compress.fake import Rounding, fake_input
 from headrace.compress.quantized_model import formats_of
 from headrace.compress.spec import PRESETS, QuantizationSpec
-from headrace.compress.vision import image_formats, look_at_convolution
+from headrace.compress.vision import image_formats, look_at_rounding
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import Remedy, mend
 from headrace.core.units import divisors
@@ -274,8 +274,8 @@ def _looked(build: Build) -> list[_Look]:
     with torch.no_grad(), torch.autocast(build.device.type, enabled=False):
         for name, rounding in build.fake_quantized.items():
             module = _module(build, name)
-            if isinstance(module, nn.Conv2d):
-                looks.append(_Look(*look_at_convolution(module)))
+            if build.plan.vision is not None:
+                looks.append(_Look(*look_at_rounding(module)))
                 continue
             shown = _shown(build, name, rounding)
             if shown is None:
