@@ -55,21 +55,21 @@ def weights_of(args: argparse.Namespace, name: str) -> str:
 
 def measured(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Return what one seed's chain came to: accuracies by hop, and what its files are."""
-    found: dict[str, Any] = {}
-    found["teacher"] = trained(args, f"teacher-{seed}", seed, args.steps, *TEACHER)
+    measures: dict[str, Any] = {}
+    measures["teacher"] = trained(args, f"teacher-{seed}", seed, args.steps, *TEACHER)
     teacher = weights_of(args, f"teacher-{seed}")
     taught = (*STUDENT, *taught_by(teacher))
-    found["student"] = trained(args, f"student-{seed}", seed, args.steps, *taught)
+    measures["student"] = trained(args, f"student-{seed}", seed, args.steps, *taught)
     cut = args.work / f"cut-{seed}"
     if not cut.exists():
         words = ("prune", f"student-{seed}", "--by", args.by, "--output", cut.name)
         headrace(args.work, *words)
     made = json.loads((cut / "pruning.json").read_text())
-    found |= {"pruned": made["left_accuracy"], "weights": made["left"] / made["parameters"]}
+    measures |= {"pruned": made["left_accuracy"], "weights": made["left"] / made["parameters"]}
     channels = f"vision.channels={made['channels']}".replace(" ", "")
     on = (f"vision.pretrained={cut.name}", channels, f"optimizer.lr={args.rate}", QAT)
     small = f"small-{seed}"
-    found["rounded"] = trained(args, small, seed, args.more, *taught, *on)
+    measures["rounded"] = trained(args, small, seed, args.more, *taught, *on)
     for to, preset in FILES:
         out = args.work / f"{to}-{preset}-{seed}"
         if not out.exists():
@@ -79,11 +79,13 @@ def measured(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         ran = headrace(args.work, "run", file)
         record = json.loads((out / "headrace.json").read_text())
         (verdict,) = headrace_rows(args.work, "doctor", file)
-        found[f"{to} {preset}"] = ran["accuracy"]
+        measures[f"{to} {preset}"] = ran["accuracy"]
         facts = {"bytes": ran["bytes"], "drift": record["drift"], "image_s": ran["image_s"]}
-        found.setdefault("files", {})[f"{to} {preset}"] = facts | {"binds": verdict["bottleneck"]}
-    print(f"seed {seed}: {found}", flush=True)
-    return found
+        measures.setdefault("files", {})[f"{to} {preset}"] = facts | {
+            "binds": verdict["bottleneck"]
+        }
+    print(f"seed {seed}: {measures}", flush=True)
+    return measures
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ It sees each micro-batch before the step, and its logits lie beside the images f
 Shapes: B images, V classes.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ class ImagesTeaching(Teaching):
         self.head_VD = torch.eye(network.vision.classes, device=build.device)
 
     @torch.no_grad()
-    def enrich(self, build: Build, works: list[MicroBatch]) -> list[MicroBatch]:  # type: ignore[override]
+    def enrich(self, build: Build, works: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with the teacher's logits."""
         works = super().enrich(build, works)
         build.phases.mark("forward")

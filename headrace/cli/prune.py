@@ -56,8 +56,10 @@ def prune(
                 from headrace.export.compression import plain_build
                 from headrace.export.pruned import prune_model
                 from headrace.inference.images import images_run
-            if (found := images_run(model, catalogue())) is not None:
-                prune_images(found, share, output, checkpoint, tokens, progress, as_json=json)
+            if (run_of_images := images_run(model, catalogue())) is not None:
+                prune_images(
+                    run_of_images, share, output, checkpoint, tokens, progress, as_json=json
+                )
                 return
             opened, folder, _, _ = open_with_text(model, overrides, checkpoint, progress, FOLDER)
             out = output or folder

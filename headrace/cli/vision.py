@@ -38,7 +38,7 @@ def export_images(
 
     if (folder := images_run(run, catalogue())) is None:
         raise UnsupportedError(
-            f"--to {to} is a folder of a network of images, and {resolve_run(run)} is a run of text",
+            f"--to {to} is a folder of a network of images, and {resolve_run(run)} is of text",
             rerun_with("--to", "hf", verb="export"),
         )
     if to not in (FOLDER, *FORMATS):
@@ -54,7 +54,7 @@ def export_images(
         )
     if to == FOLDER and quantize is not None:
         raise ConfigError(
-            f"--quantize {quantize} is of a file for a device, and --to {FOLDER} keeps weights whole",
+            f"--quantize {quantize} is of a file for a device, and {FOLDER} keeps weights whole",
             rerun_without("--quantize", verb="export"),
         )
     opened = open_chosen(run, catalogue(), checkpoint=checkpoint, images=True)

@@ -71,8 +71,8 @@ class RoundedWeight(torch.autograd.Function):
 
 def image_formats(model: nn.Module) -> dict[str, NumberFormat]:
     """Return the format of each convolution's and each linear's weight: codes of 8 bits a row."""
-    kinds = (nn.Conv2d, nn.Linear)
-    return {f"{n}.weight": ROW_INT8 for n, m in model.named_modules() if isinstance(m, kinds)}
+    layers = (nn.Conv2d, nn.Linear)
+    return {f"{n}.weight": ROW_INT8 for n, m in model.named_modules() if isinstance(m, layers)}
 
 
 def _rounded_forward(module: Any, input: Tensor) -> Tensor:
@@ -132,15 +132,15 @@ def importance(model: ImageClassifier) -> list[Tensor]:
     the classifier, counts by that layer's own weights.
     """
     config = model.vision
-    found = [
+    scores = [
         _of_norm(model, f"{one.name}.block.{1 if one.widens else 0}") for one in config.blocks()
     ]
-    found.append(_of_norm(model, config.last_name))
+    scores.append(_of_norm(model, config.last_name))
     if config.classifier:
         linear: Any = model.classifier[0]
         weighed = (linear.weight * linear.weight.grad).sum(1) + linear.bias * linear.bias.grad
-        found.append(weighed.detach().square())
-    return found
+        scores.append(weighed.detach().square())
+    return scores
 
 
 def _of_norm(model: nn.Module, name: str) -> Tensor:

@@ -74,10 +74,10 @@ def image_ledger(
         accumulates: whether a step has several micro-batches.
     """
     parameters, size = image_parameters(config), FP32 if precision == "fp32" else 2
-    held = ("always",) if accumulates else ("backward", "optimizer")
+    instants = ("always",) if accumulates else ("backward", "optimizer")
     memory = {
         "parameters": Line(FP32 * parameters, ("always",)),
-        "gradients": Line(FP32 * parameters, held),
+        "gradients": Line(FP32 * parameters, instants),
         "optimizer": Line(2 * FP32 * parameters, ("always",)),
         "images": Line(rows * COLORS * config.size**2 * (1 + FP32), ("loss", "turn", "backward")),
         "logits": Line(3 * FP32 * rows * config.classes, ("loss",)),

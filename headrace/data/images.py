@@ -45,7 +45,7 @@ FONT = (
     "01110 10001 10001 01111 00001 00010 01100",
 )
 """The digits in dots, row by row from the top."""
-TURN, SHEAR, MOVE = 0.2, 0.2, 0.08
+ROTATION, SHEAR, MOVE = 0.2, 0.2, 0.08
 """Most radians, most shear, and most of the image's width by which a digit is changed."""
 HEIGHTS = (0.65, 0.85)
 """Least and most height of a digit, as shares of the image's."""
@@ -79,12 +79,12 @@ def _drawn(random: np.random.Generator, labels: np.ndarray, config: VisionConfig
     count, size = len(labels), config.size
     least, most = HEIGHTS
     height = size * (least + (most - least) * random.random((count, 1, 1)))
-    turn = TURN * (2 * random.random((count, 1, 1)) - 1)
+    rotation = ROTATION * (2 * random.random((count, 1, 1)) - 1)
     shear = SHEAR * (2 * random.random((count, 1, 1)) - 1)
     across, down = MOVE * size * (2 * random.random((2, count, 1, 1)) - 1)
     places = np.arange(size) + 0.5 - size / 2
     x, y = places[None, None, :] - across, places[None, :, None] - down
-    x, y = np.cos(turn) * x + np.sin(turn) * y, np.cos(turn) * y - np.sin(turn) * x
+    x, y = np.cos(rotation) * x + np.sin(rotation) * y, np.cos(rotation) * y - np.sin(rotation) * x
     dot = height / 7  # pixels of a dot of the font
     ink = _sampled(labels, (x + shear * y) / dot + 2.5, y / dot + 3.5)
     ground = random.random((count, COLORS, 1, 1))
@@ -152,10 +152,10 @@ class Images:
     def __init__(self, shards: Shards) -> None:
         path, source = shards.directory / FILE, shards.source
         wanted = source.removeprefix(SOURCE)
-        found = sha256_of(path) if path.is_file() else "none"
-        if not source.startswith(SOURCE) or found != wanted:
+        digest = sha256_of(path) if path.is_file() else "none"
+        if not source.startswith(SOURCE) or digest != wanted:
             raise ConfigError(
-                f"{path} is damaged: its sha256 is {found[:12]}, and its labels are those of "
+                f"{path} is damaged: its sha256 is {digest[:12]}, and its labels are those of "
                 f"{wanted[:12]}",
                 f"rm -r {shell(shards.directory.parent)}, which is drawn again",
             )

@@ -75,7 +75,7 @@ class StoredWeight:
 
 def stored_weights(model: ImageClassifier, preset: str) -> dict[str, StoredWeight]:
     """Return by the name of its module every weight as a file stores it."""
-    norms, found = folded(model), {}
+    norms, stored = folded(model), {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Conv2d | nn.Linear):
             continue
@@ -87,14 +87,14 @@ def stored_weights(model: ImageClassifier, preset: str) -> dict[str, StoredWeigh
         shape = (rows, *(1 for _ in weight.shape[1:]))
         if preset == "fp32":
             whole = weight * factor.view(shape)
-            found[name] = StoredWeight(None, factor, whole, bias)
+            stored[name] = StoredWeight(None, factor, whole, bias)
             continue
         made = image_codes(weight)
         codes = made.codes.to(torch.int8)
         scales = made.scales * factor
         whole = codes.float() * scales.view(shape)
-        found[name] = StoredWeight(codes, scales, whole, bias)
-    return found
+        stored[name] = StoredWeight(codes, scales, whole, bias)
+    return stored
 
 
 class DeviceNetwork(nn.Module):
@@ -109,7 +109,7 @@ class DeviceNetwork(nn.Module):
         super().__init__()
         own = copy.deepcopy(model)
         for name, one in stored.items():
-            parent, _, child = name.rpartition(".")
+            parent = name.rpartition(".")[0]
             module: Any = own.get_submodule(name)
             vars(module).pop("forward", None)  # which rounds while it trains
             module.weight = nn.Parameter(one.whole, requires_grad=False)
@@ -186,8 +186,8 @@ class ImagesExport:
             self.files, self.bytes = [file], file.stat().st_size
             self._record(aside, config)
             runtime = ImagesRuntime(file, self._facts(config))
-            found = torch.from_numpy(runtime.logits(images.numpy()))
-            self.drift = float((found - expected.detach()).abs().max())
+            logits = torch.from_numpy(runtime.logits(images.numpy()))
+            self.drift = float((logits - expected.detach()).abs().max())
             self._record(aside, config)
         return output / file.name
 

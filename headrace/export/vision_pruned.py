@@ -83,7 +83,7 @@ def prune_network(
     small = ImageClassifier(config)
     load_images_state(small, state)
     build.model = small.to(build.device).eval()  # type: ignore[assignment]
-    found = ImagesPruning(
+    pruning = ImagesPruning(
         parameters=image_parameters(whole),
         left=image_parameters(config),
         flops=image_flops(whole),
@@ -94,8 +94,8 @@ def prune_network(
     )
     with new_folder(output) as aside:
         write_images_folder(aside, config, state)
-        write_json(aside / RECORD, found.to_dict())
-    return found
+        write_json(aside / RECORD, pruning.to_dict())
+    return pruning
 
 
 def _judged(build: Build, model: ImageClassifier, images: int) -> list[Tensor]:

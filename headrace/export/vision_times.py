@@ -22,7 +22,7 @@ QUANTIZED_BYTES = {"fp32": 4, "int8": 1}
 
 
 @dataclass(frozen=True)
-class ImagesTold(Decoding):
+class ImageTiming(Decoding):
     """Hold what was measured of a file that tells images apart: a token is an image."""
 
     @property
@@ -68,7 +68,7 @@ class ImagesTold(Decoding):
         )
 
 
-def examine_images(file: Path, record: Mapping[str, Any]) -> ImagesTold:
+def examine_images(file: Path, record: Mapping[str, Any]) -> ImageTiming:
     """Tell some images apart with an exported file, and return what binds it.
 
     Args:
@@ -84,4 +84,4 @@ def examine_images(file: Path, record: Mapping[str, Any]) -> ImagesTold:
     work = TokenWork(weight_bytes, 0, round(image_flops(runtime.config) / 2))
     image_s, rates = runtime.image_s(), measure_host(weight_bytes)
     run = (record.get("origin") or {}).get("run", "RUN")
-    return ImagesTold(file, runtime.name, image_s, work, rates, run, record["preset"])
+    return ImageTiming(file, runtime.name, image_s, work, rates, run, record["preset"])

@@ -89,9 +89,9 @@ def _check_shapes(config: VisionConfig, state: dict[str, Tensor]) -> None:
     wanted = {n: tuple(p.shape) for n, p in model.named_parameters()}
     wanted |= {n: tuple(b.shape) for n, b in norm_statistics(model).items()}
     for name, shape in wanted.items():
-        found = tuple(state[name].shape) if name in state else None
-        if found != shape:
-            raise ValueError(f"{name} is {found}, and by its config.json {shape}")
+        stored = tuple(state[name].shape) if name in state else None
+        if stored != shape:
+            raise ValueError(f"{name} is {stored}, and by its config.json {shape}")
 
 
 def _check_same(folder: Path, key: str, config: VisionConfig, like: VisionConfig) -> None:

@@ -26,15 +26,15 @@ SHRUNK = [
 ]
 
 
-FROM_RANDOM = [
-    name
-    for name in recipes()
-    if not any(
-        "frozen" in t.composes
-        for t in Plan.read(read_recipe(name), installed()).techniques.values()
-    )
-]
-"""Recipes without an adapter, which random weights refuse: test_finetune runs the others."""
+def of_random_text(name: str) -> bool:
+    """Whether a recipe trains on text, and all of its weights."""
+    plan = Plan.read(read_recipe(name), installed())
+    return plan.vision is None and not any("frozen" in t.composes for t in plan.techniques.values())
+
+
+FROM_RANDOM = [name for name in recipes() if of_random_text(name)]
+"""Recipes of text without an adapter, which random weights refuse: test_finetune runs the others,
+and test_vision_runs those of images."""
 
 
 @pytest.mark.parametrize("name", FROM_RANDOM)

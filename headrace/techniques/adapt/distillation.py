@@ -41,7 +41,7 @@ from headrace.assemble.vision_teacher import make_images_teaching
 from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.folders import Folder
 from headrace.core.model_config import ModelConfig
-from headrace.core.remedy import Remedy, leave_out, mend
+from headrace.core.remedy import Remedy, mend
 from headrace.core.vision_config import VisionConfig
 from headrace.costs.count import FP32, linear_parameters, total_parameters
 from headrace.costs.ledger import Ledger, Line
@@ -165,12 +165,6 @@ class Distillation(Technique[Build]):
         """Run everywhere; kept rows of a teacher must reach the model as it read them."""
         if context.plan is None or not self.top_k:
             return Supported()
-        if context.plan.vision is not None:
-            return Unsupported(
-                f"top_k = {self.top_k} keeps the likeliest of many tokens, and an image has "
-                f"{context.plan.vision.classes} classes",
-                leave_out(f"techniques.{self.name()}.top_k"),
-            )
         if not self.teacher:  # the run's own start, and other runs start elsewhere
             return Unsupported(
                 f"top_k = {self.top_k} keeps what another model says, and no teacher is named",
@@ -185,6 +179,12 @@ class Distillation(Technique[Build]):
                     mend(f"-{name}"),
                     RefusalKind.COMBINATION,
                 )
+        if context.plan.vision is not None:
+            return Unsupported(
+                f"top_k = {self.top_k} keeps the likeliest of many tokens, and an image has "
+                f"{context.plan.vision.classes} classes",
+                mend("-distillation"),
+            )
         return Supported()
 
     def doubt(self, plan: Any) -> Doubt | None:

@@ -154,8 +154,8 @@ class CudnnAutotune(Technique[Build]):
         """Read the steps under the flag, and what the run's convolutions were launched with."""
         noted: dict[str, Any] = build.notes[self.name()]
         seen, launched = noted["seen"], libraries(noted["before"])
-        kinds = (CausalConvolution, nn.Conv2d)
-        here = [m for m in build.model.modules() if isinstance(m, kinds)]
+        layers = (CausalConvolution, nn.Conv2d)
+        here = [m for m in build.model.modules() if isinstance(m, layers)]
         steps = f"{seen['timed']} of {seen['timed'] + seen['plain']} steps ran under the flag"
         timed = seen["timed"] > 0 == seen["plain"]
         # A network's convolutions are of several kinds, some of which torch has one kernel for.

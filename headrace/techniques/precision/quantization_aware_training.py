@@ -117,12 +117,6 @@ class QuantizationAwareTraining(Technique[Build]):
         plan, name = context.plan, self.name()
         if plan is None:
             return Supported()
-        if plan.vision is not None and self.to != "int8":
-            return Unsupported(
-                f"convolutions are stored in 8 bits a channel (int8), and "
-                f"techniques.{name}.to = {self.to!r} is of the matrices of a decoder",
-                mend(f"techniques.{name}.to=int8"),
-            )
         if not plan.model.pretrained and (refused := self._refuse_group(plan.model)):
             return refused
         for other, technique in plan.techniques.items():
@@ -145,6 +139,12 @@ class QuantizationAwareTraining(Technique[Build]):
                 f"techniques.{name}.start = {self.start:g} is a share of schedule.steps or "
                 "goal.steps, and the plan has neither",
                 mend("schedule.steps=1000") | mend(f"techniques.{name}.start=0"),
+            )
+        if plan.vision is not None and self.to != "int8":
+            return Unsupported(
+                f"convolutions are stored in 8 bits a channel (int8), and "
+                f"techniques.{name}.to = {self.to!r} is of the matrices of a decoder",
+                mend(f"techniques.{name}.to=int8"),
             )
         return Supported()
 

@@ -1,4 +1,4 @@
-"""The chain of a network of images: teacher, student with 8 bits, fewer channels, file, runtime."""
+"""A network of images goes from its teacher to a file that its own runtime runs."""
 
 import json
 from collections.abc import Callable, Iterator
