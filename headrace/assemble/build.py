@@ -23,7 +23,7 @@ from headrace.assemble.materialize import freeze, materialize
 from headrace.assemble.mesh_sizes import ranks_of
 from headrace.assemble.ordered import order_rows
 from headrace.assemble.sockets import Build, Pass, Route, auxiliary_loss, place
-from headrace.assemble.vision import add_images, begin_images, images_source, predict_images
+from headrace.assemble.vision import add_images, images_source, predict_images
 from headrace.compress.fake import install
 from headrace.compress.vision import install_images
 from headrace.core.errors import ConfigError, Diverged
@@ -87,10 +87,9 @@ def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
         device=context.device,
         accumulates=plan.micro_rows * plan.mesh.data < plan.rows_per_step,
     )
-    mesh = plan.mesh
-    ranks = ranks_of(mesh)
+    ranks = ranks_of(plan.mesh)
     ranks["pipeline_rank"] = float(pipeline_rank)
-    ranks["micro_batches"] = plan.rows_per_step / mesh.data / plan.micro_rows
+    ranks["micro_batches"] = plan.rows_per_step / plan.mesh.data / plan.micro_rows
     ranks["other_loss"] = float(any("terms" in t.composes for t in plan.techniques.values()))
     others = any("objective" in t.composes for t in plan.techniques.values())
     ranks["other_objective"] = float(others or bool(model.logit_cap))
@@ -314,8 +313,8 @@ def _parts(build: Build) -> None:
     """Make the parts and the initial values from the config, which is final now."""
     build.parts = baseline_parts(build.config)
     build.source = random_source(build.config, build.plan.seed)
-    if build.plan.vision is not None:
-        build.source = images_source(build, build.plan.vision)
+    if (vision := build.plan.vision) is not None:
+        build.source = images_source(build, vision)
     if build.config.pretrained:
         _, stored = load_pretrained(Path(build.config.pretrained))
         build.source = adding(stored, build.source)
@@ -362,12 +361,6 @@ def _linears(build: Build) -> None:
     _note_layouts(build)
 
 
-def _materialize(build: Build) -> None:
-    materialize(build)
-    if build.plan.vision is not None:
-        begin_images(build)
-
-
 def _optimizers(build: Build) -> None:
     """Make the optimizers: each route takes its parameters, and AdamW takes the rest."""
     rest = {n: p for n, p in build.model.named_parameters() if p.requires_grad}
@@ -411,7 +404,7 @@ BEGIN: Mapping[Stage, Callable[[Build], None]] = {
 FINISH: Mapping[Stage, Callable[[Build], None]] = {
     Stage.LINEAR: _linears,
     Stage.FREEZE: freeze,
-    Stage.MATERIALIZE: _materialize,
+    Stage.MATERIALIZE: materialize,
     Stage.OPTIMIZER: _optimizers,
     Stage.DATA: _data,
     Stage.STEP: _objective,

@@ -30,8 +30,7 @@ def export_images(
         ConfigError: an option is of text, or the format is none.
         UnsupportedError: the run is of text, or the format is.
     """
-    from headrace.cli.export import origin_of
-    from headrace.export.opened import open_chosen
+    from headrace.export.opened import open_chosen, origin_of
     from headrace.export.vision import FOLDER, FORMATS, ImagesExport, preset_of, write_torchvision
     from headrace.inference.images import images_run
     from headrace.inference.load import read_plan, resolve_run
@@ -67,7 +66,9 @@ def export_images(
         return
     plan = read_plan(folder, catalogue())
     preset = preset_of(quantize, bool(opened.build.fake_quantized))
-    export = ImagesExport(opened.build, to, preset, plan.name, origin_of(opened, checkpoint))
+    export = ImagesExport(
+        opened.build, to, preset, plan.name, origin_of(opened, checkpoint, catalogue())
+    )
     ending = "" if preset == "fp32" else f"-{preset}"
     file = export.write(output or folder / f"{to}{ending}")
     if as_json:

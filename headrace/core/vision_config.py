@@ -29,7 +29,7 @@ MOST_CLASSES = 10
 
 
 @dataclass(frozen=True)
-class BlockShape:
+class InvertedBlock:
     """Hold the shape of one inverted residual block.
 
     Args:
@@ -220,14 +220,14 @@ class VisionConfig(Strict):
         """Return the name of the module of the last convolution."""
         return f"features.{12 if self.architecture == 'mobilenet_v3_small' else 8}"
 
-    def blocks(self) -> list[BlockShape]:
+    def blocks(self) -> list[InvertedBlock]:
         """Return the blocks in their order, with the channels of `channels`."""
         return [
-            BlockShape(**{**vars(one), "hidden": hidden})
+            InvertedBlock(**{**vars(one), "hidden": hidden})
             for one, hidden in zip(self._whole_blocks(), self.resolved_channels, strict=False)
         ]
 
-    def _whole_blocks(self) -> list[BlockShape]:
+    def _whole_blocks(self) -> list[InvertedBlock]:
         """Return the blocks as published."""
         if self.architecture == "mobilenet_v3_small":
             return [*_mobilenet_blocks(self.stem)]
@@ -260,11 +260,11 @@ class VisionConfig(Strict):
             yield Convolution("classifier.1", self.last, self.classes, 1, 1, 0, biased=True)
 
 
-def _mobilenet_blocks(inputs: int) -> Iterator[BlockShape]:
+def _mobilenet_blocks(inputs: int) -> Iterator[InvertedBlock]:
     """Yield the blocks of MobileNetV3 small."""
     for place, row in enumerate(MOBILENET_V3_SMALL, start=1):
         kernel, hidden, outputs, squeezes, activation, stride = row
-        yield BlockShape(
+        yield InvertedBlock(
             f"features.{place}",
             inputs,
             hidden,
@@ -278,11 +278,11 @@ def _mobilenet_blocks(inputs: int) -> Iterator[BlockShape]:
         inputs = outputs
 
 
-def _efficientnet_blocks(inputs: int) -> Iterator[BlockShape]:
+def _efficientnet_blocks(inputs: int) -> Iterator[InvertedBlock]:
     """Yield the blocks of EfficientNet-B0."""
     for place, (ratio, kernel, stride, outputs, count) in enumerate(EFFICIENTNET_B0, start=1):
         for number in range(count):
-            yield BlockShape(
+            yield InvertedBlock(
                 f"features.{place}.{number}",
                 inputs,
                 by_eights(inputs * ratio),

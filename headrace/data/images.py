@@ -14,6 +14,7 @@ Shapes: N images, C colors, H x W pixels.
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,8 +27,8 @@ from headrace.data.rows import Row
 from headrace.data.shards import Shards, ShardWriter, sync_file
 from headrace.data.tokenizer import train_tokenizer
 
-FILE = "images.npy"
-"""Name of the images of a side, beside its labels: uint8 [N, C, H, W]."""
+FILE = "images.bin"
+"""Name of the images of a side, beside its labels: the bytes of uint8 [N, C, H, W]."""
 IMAGE = "image"
 """Name of an image among what a row carries beside its tokens."""
 SOURCE = "digits, sha256 "
@@ -128,7 +129,7 @@ def write_images(config: VisionConfig, folder: Path) -> None:
         images, labels = draw(config, seed, count)
         path = folder / name / FILE
         with path.open("wb") as file:
-            np.save(file, images)
+            file.write(images.data)
             sync_file(file)
         writer = ShardWriter(
             folder / name,
@@ -159,7 +160,9 @@ class Images:
                 f"{wanted[:12]}",
                 f"rm -r {shell(shards.directory.parent)}, which is drawn again",
             )
-        self.images = np.load(path, mmap_mode="r")
+        pixels = np.memmap(path, np.uint8, "r")
+        size = math.isqrt(pixels.size // COLORS // (shards.tokens - 1))
+        self.images = pixels.reshape(-1, COLORS, size, size)
 
     def beside(self, source: int, unit: int, row: Row) -> Row:
         """Return a row of training with its image; the loader calls it on any thread."""

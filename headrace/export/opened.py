@@ -14,11 +14,19 @@ from headrace.core.command import rerun_without
 from headrace.core.errors import ConfigError
 from headrace.core.files import shell
 from headrace.core.folders import is_point
+from headrace.export.gguf import Origin
 from headrace.export.point import is_pruned_point, open_point
 from headrace.export.start import beginning
 from headrace.inference.adapted import open_adapted, resolve_adapter
-from headrace.inference.load import computed, open_model, read_plan, resolve_run
+from headrace.inference.load import (
+    checkpoint_of,
+    computed,
+    open_model,
+    read_plan,
+    resolve_run,
+)
 from headrace.plan.technique import Catalogue
+from headrace.train.checkpoint import Saved
 from headrace.train.identity import trains_adapters
 
 
@@ -149,3 +157,17 @@ def open_chosen(
     build = open_adapted(run, base, folder, catalogue, with_data=with_data)
     source = folder if (folder / "plan.toml").is_file() else None
     return Opened(build, run, source or run, source, lambda work: work())
+
+
+def origin_of(opened: Opened, checkpoint: str | None, catalogue: Catalogue) -> Origin | None:
+    """Return the run whose checkpoint an opened model has; None where it has none.
+
+    Args:
+        opened: the model.
+        checkpoint: the one that it was opened from, as a command names it.
+        catalogue: the techniques and model families.
+    """
+    if (source := opened.made_of) is None:
+        return None
+    saved = Saved(checkpoint_of(source, checkpoint), verify=False)
+    return Origin.of(read_plan(source, catalogue).name, saved.values)

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from headrace import __version__
@@ -40,7 +41,7 @@ from headrace.export.folder import new_folder, write_json
 from headrace.export.gguf import Origin
 from headrace.export.onnx_file import OPSET, quiet
 from headrace.model.vision import MEAN, SPREAD, ImageClassifier, folded
-from headrace.model.vision_folder import images_state, write_images_folder
+from headrace.model.vision_folder import KIND, SHAPES, WEIGHTS, images_state
 
 FORMATS = {"onnx": "model.onnx", "executorch": "model.pte"}
 """Format of `headrace export --to` -> the name of its file."""
@@ -214,6 +215,19 @@ def _network(build: Build) -> tuple[ImageClassifier, VisionConfig]:
     model: Any = build.model
     assert isinstance(model, ImageClassifier)
     return model.to("cpu").eval().requires_grad_(False), model.vision
+
+
+def write_images_folder(folder: Path, config: VisionConfig, state: dict[str, Tensor]) -> None:
+    """Write a network into an empty folder, which `vision_folder.read_images_folder` reads.
+
+    Args:
+        folder: an existing folder.
+        config: what network it is.
+        state: its weights and statistics, as `images_state` returns them.
+    """
+    shapes = {key: value for key, value in config.model_dump(mode="json").items() if key in SHAPES}
+    write_json(folder / "config.json", {"model_type": KIND, **shapes})
+    save_file(state, folder / WEIGHTS)
 
 
 def write_torchvision(build: Build, output: Path) -> Path:

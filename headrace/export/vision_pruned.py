@@ -17,9 +17,10 @@ from headrace.assemble.sockets import Build
 from headrace.compress.vision import cut, importance, kept_channels
 from headrace.costs.vision import image_flops, image_parameters
 from headrace.export.folder import new_folder, write_json
+from headrace.export.vision import write_images_folder
 from headrace.model.head import cross_entropy
 from headrace.model.vision import IMAGE, ImageClassifier, load_images_state
-from headrace.model.vision_folder import images_state, write_images_folder
+from headrace.model.vision_folder import images_state
 
 BATCHES, IMAGES_EACH = 16, 64
 """Batches of training images over which channels are judged, and the images of each."""

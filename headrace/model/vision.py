@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.core.vision_config import COLORS, BlockShape, VisionConfig
+from headrace.core.vision_config import COLORS, InvertedBlock, VisionConfig
 from headrace.model.head import IGNORED, Objective, Vocabulary
 from headrace.model.init import Source, drawn
 from headrace.model.mask import MaskSpec, Rows
@@ -78,7 +78,7 @@ class SqueezeExcitation(nn.Module):
 class InvertedResidual(nn.Module):
     """Widen, filter each channel by itself, scale channels, narrow, and add the input."""
 
-    def __init__(self, shape: BlockShape, eps: float) -> None:
+    def __init__(self, shape: InvertedBlock, eps: float) -> None:
         super().__init__()
         self.shape = shape
         hidden, kind = shape.hidden, shape.activation

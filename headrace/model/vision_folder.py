@@ -1,4 +1,4 @@
-"""Write and read the folder of a network of images: `config.json` and `model.safetensors`.
+"""Read the folder of a network of images: `config.json` and `model.safetensors`.
 
 The tensors have torchvision's names and shapes, so that `torchvision.models.mobilenet_v3_small`
 (or `efficientnet_b0`) with as many classes loads them by `load_state_dict(..., strict=False)`, in
@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from headrace.core.errors import ConfigError
@@ -33,20 +33,6 @@ def images_state(model: ImageClassifier) -> dict[str, Tensor]:
     """Return the weights and running statistics of a network, on the host, fp32."""
     own = {**dict(model.named_parameters()), **norm_statistics(model)}
     return {name: one.detach().float().cpu().contiguous() for name, one in own.items()}
-
-
-def write_images_folder(folder: Path, config: VisionConfig, state: dict[str, Tensor]) -> None:
-    """Write a network into an empty folder.
-
-    Args:
-        folder: an existing folder.
-        config: what network it is.
-        state: its weights and statistics, as `images_state` returns them.
-    """
-    shapes = {key: value for key, value in config.model_dump(mode="json").items() if key in SHAPES}
-    text = json.dumps({"model_type": KIND, **shapes}, indent=2) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
-    save_file(state, folder / WEIGHTS)
 
 
 def read_images_folder(

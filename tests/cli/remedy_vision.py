@@ -31,7 +31,7 @@ def without_images(folder: Path) -> None:
     """Train a network of images, and cut its images short."""
     seen(folder)
     assert run(["data", "ingest", *TRAIN.split()[1:]]).code == 0
-    (file,) = Path("data").glob("*/train-00/images.npy")
+    (file,) = Path("data").glob("*/train-00/images.bin")
     file.write_bytes(file.read_bytes()[:-1])
 
 
@@ -76,7 +76,7 @@ VISION = {
     "model/vision_folder:_check_same#1": Case(
         f"{TRAIN} vision.stem_stride=2 vision.pretrained=network", seen
     ),
-    "assemble/vision_teacher:make_images_teaching#1": Case(
+    "assemble/teacher:make_images_teaching#1": Case(
         f"{TRAIN} vision.classes=5 --with distillation techniques.distillation.teacher=network",
         seen,
     ),

@@ -1,6 +1,7 @@
 """Runs of images go through the trainer of text: steps, resumes, evaluations, refusals."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from headrace.inference.load import open_model
 from headrace.parallel.world import World
 from headrace.plan.plan import Plan
 from headrace.recipes import read_recipe
+from headrace.techniques.compile.cudnn_autotune import CudnnAutotune
 from headrace.train.evaluate import evaluate
-from headrace.train.train import run
+from headrace.train.train import run, step
 
 TINY = (
     *("device=cpu", "vision.size=16", "vision.images=64", "vision.validation_images=40"),
@@ -29,6 +31,7 @@ TINY = (
     *("schedule.warmup_steps=0", "eval.every_steps=2", "checkpoint.every_steps=2"),
 )
 Make = Callable[..., Plan]
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture
@@ -93,6 +96,27 @@ def test_micro_batches_change_no_image(plan: Make) -> None:
     assert torch.equal(images, whole.numbers_BT["image"])
     first.loader.close()
     second.loader.close()
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, on_a_gpu])],
+)
+def test_the_libraries_of_a_networks_convolutions_are_counted(plan: Make, device: str) -> None:
+    """A CPU has no cuDNN, which the evidence says; on a GPU it times its algorithms."""
+    asked = plan(f"device={device}")
+    build = make_build(asked, prepare(asked), World(), torch.device(device))
+    technique = CudnnAutotune()
+    technique.apply(build)
+    with ExitStack() as stack:
+        for enter in build.runtime:
+            stack.enter_context(enter())
+        for index in range(2):
+            step(build, build.loader.step(index).micros, index)
+    evidence = technique.active(build)
+    build.loader.close()
+    assert evidence.active is (device == "cuda")
+    assert evidence.numbers == {"steps": 2, "launched": 52}, evidence.detail
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,12 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
-from headrace.assemble.teacher import Teaching, keep_likeliest, make_teaching
-from headrace.assemble.vision_teacher import make_images_teaching
+from headrace.assemble.teacher import (
+    Teaching,
+    keep_likeliest,
+    make_images_teaching,
+    make_teaching,
+)
 from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.folders import Folder
 from headrace.core.model_config import ModelConfig

@@ -159,7 +159,8 @@ class CudnnAutotune(Technique[Build]):
         steps = f"{seen['timed']} of {seen['timed'] + seen['plain']} steps ran under the flag"
         timed = seen["timed"] > 0 == seen["plain"]
         # A network's convolutions are of several kinds, some of which torch has one kernel for.
-        others = {*launched} - {CUDNN} if build.plan.vision is None else set()
+        is_network = any(isinstance(module, nn.Conv2d) for module in here)
+        others = set() if is_network else {*launched} - {CUDNN}
         how = " and ".join(f"{count} by {name}" for name, count in launched.items())
         return Evidence(
             active=None if timed and not here else timed and CUDNN in launched and not others,
