@@ -20,7 +20,7 @@ from headrace.core.limits import MOST
 from headrace.core.remedy import leave_out, mend
 from headrace.core.strict import Strict, Wrong
 
-Architecture = Literal["mobilenet_v3_small", "efficientnet_b0"]
+NetworkName = Literal["mobilenet_v3_small", "efficientnet_b0"]
 Activation = Literal["relu", "hard_swish", "swish", "none"]
 COLORS = 3
 """Channels of an image: red, green and blue."""
@@ -141,7 +141,7 @@ def by_eights(channels: float) -> int:
 class VisionConfig(Strict):
     """Say which network tells which images apart. With this table a run reads no text."""
 
-    architecture: Architecture = "mobilenet_v3_small"
+    architecture: NetworkName = "mobilenet_v3_small"
     """The network, with torchvision's names and shapes of parameters."""
     source: Literal["digits"] = "digits"
     """The images: digits that are drawn here, turned, sheared, moved and colored, with noise."""
