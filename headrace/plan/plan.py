@@ -381,7 +381,7 @@ class Plan(Strict):
         for item in overrides:
             write_override(values, item, Plan)
         made = left_to_techniques(
-            values, overrides, without, lambda: Plan.read(text, catalogue).made()
+            values, overrides, without, lambda: Plan._read(text, catalogue, [], [], []).made()
         )
         for key in (*left_to_weights(values, overrides), *made):
             table, _, leaf = key.partition(".")
