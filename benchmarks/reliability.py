@@ -3,7 +3,7 @@
     python benchmarks/reliability.py fuzz --minutes 5 --results results
     python benchmarks/reliability.py soak --steps 100000 --kills 8 --results results
 
-`fuzz` takes the readers of `tests/security/readers.py`, each in a process of its own, and writes a
+`fuzz` takes the readers of `tests/security/readers.py`, each in a forked process, and writes a
 row with how many files were read, refused, and ended otherwise; the longest time of one file, and
 how much the process grew. A file that ended otherwise is kept in the folder of work.
 
@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +43,9 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 LOOK_S = 0.5
 WARM_STEPS = 500
 """Steps of a session after which its memory is compared: before them it is still growing."""
-STOP_S = 60.0
-"""Seconds in which a run that was asked to stop has saved and ended."""
+STOP_S = 120.0
+"""Seconds in which a run that was asked to stop has saved and ended, and one file was read."""
+OUTCOME = "outcome.json"
 
 
 # ---- files that were spoiled ------------------------------------------------------------------
@@ -51,27 +53,28 @@ STOP_S = 60.0
 
 def fuzz(minutes: float, only: Sequence[str], seed: int, work: Path, results: Path) -> int:
     """Run the readers on spoiled files for so many minutes in all; return the number of faults."""
-    from security.readers import READERS
+    from security.readers import READERS, make_shared
 
     names = [name for name in READERS if not only or name in only]
     share_s = 60 * minutes / len(names)
     outcomes: dict[str, dict[str, Any]] = {}
+    make_shared()
     for number, name in enumerate(names):
         folder = work / f"{number:02d}"
         folder.mkdir(parents=True)
-        words = ["fuzz-one", "--reader", name, "--seconds", f"{share_s:.1f}"]
-        words += ["--seed", str(seed + number), "--work", str(folder)]
-        ended = subprocess.run(
-            [sys.executable, __file__, *words], capture_output=True, text=True, check=False
-        )
-        last = ended.stdout.splitlines()[-1:] or ["{}"]
-        try:
-            outcomes[name] = json.loads(last[0])
-        except ValueError:
-            outcomes[name] = {}
-        if ended.returncode:  # a crash of a library, or memory that ran out
-            outcomes[name].setdefault("faults", []).append(f"exit code {ended.returncode}")
-            print(ended.stderr[-2000:], file=sys.stderr)
+        process = os.fork()
+        if not process:
+            try:
+                fuzz_one(name, share_s, seed + number, folder)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0 if (folder / OUTCOME).is_file() else 1)
+        code = ended(process, share_s + STOP_S)
+        file = folder / OUTCOME
+        outcomes[name] = json.loads(file.read_text()) if file.is_file() else {"faults": []}
+        if code:  # a crash of a library, memory that ran out, or a file that hung
+            outcomes[name]["faults"].append(f"exit status {code}")
         print(name, outcomes[name], flush=True)
     faults = sum(len(one.get("faults", ())) for one in outcomes.values())
     counted = {
@@ -107,8 +110,9 @@ def fuzz(minutes: float, only: Sequence[str], seed: int, work: Path, results: Pa
 
 
 def fuzz_one(name: str, seconds: float, seed: int, work: Path) -> None:
-    """Run one reader on spoiled files until the time is over, and print what came of it."""
-    from security.readers import READERS, outcome, spoiled
+    """Run one reader on spoiled files until the time is over, and write what came of it."""
+    from security.readers import READERS, outcome
+    from security.spoil import spoiled
 
     reader, chance = READERS[name], random.Random(seed)
     file = reader.make(work)
@@ -133,11 +137,20 @@ def fuzz_one(name: str, seconds: float, seed: int, work: Path) -> None:
                 break
         longest = max(longest, time.perf_counter() - started)
     grown = max(0.0, peak_mib() - before)
-    print(
-        json.dumps(
-            {**counts, "faults": faults, "longest_s": round(longest, 3), "grown_mib": round(grown)}
-        )
-    )
+    made = {**counts, "faults": faults, "longest_s": round(longest, 3), "grown_mib": round(grown)}
+    (work / OUTCOME).write_text(json.dumps(made))
+
+
+def ended(process: int, seconds: float) -> int:
+    """Return how a process ended, which is killed where it has not in so many seconds."""
+    stop = time.monotonic() + seconds
+    while time.monotonic() < stop:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.05)
+    os.kill(process, signal.SIGKILL)
+    return os.waitpid(process, 0)[1]
 
 
 def resident_mib() -> float:
@@ -338,12 +351,10 @@ def last_step(run: Path) -> tuple[int, int]:
 
 def main() -> int:
     """Run what the command line asks for; return 1 where anything was broken."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["fuzz", "fuzz-one", "soak"])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=["fuzz", "soak"])
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--only", action="append", default=[], help="a reader's name; else all")
-    parser.add_argument("--reader", default="", help="of fuzz-one")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of fuzz-one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--often", type=int, default=500, help="steps between saves")
@@ -355,9 +366,6 @@ def main() -> int:
     receipts.given_commit = given.commit
     with tempfile.TemporaryDirectory(prefix="headrace-reliability-") as made:
         work = given.work or Path(made)
-        if given.what == "fuzz-one":
-            fuzz_one(given.reader, given.seconds, given.seed, work)
-            return 0
         if given.what == "fuzz":
             return min(1, fuzz(given.minutes, given.only, given.seed, work, given.results))
         return min(1, soak(given.steps, given.often, given.kills, given.seed, work, given.results))

@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.migrate.draft import (
     Draft,
-    Rule,
+    KeyRule,
     always,
     as_number,
     flat,
@@ -201,9 +201,8 @@ def _adapter(draft: Draft, key: str) -> None:
     targets = draft.value("lora_target_modules")
     if isinstance(targets, list) and not draft.is_on("lora_target_linear"):
         knobs["targets"] = sorted({TARGETS[one] for one in map(str, targets) if one in TARGETS})
-    also = draft.value("lora_modules_to_save") or []
     saved = {"embed_tokens": "embedding", "lm_head": "head"}
-    learned = [saved[one] for one in map(str, also) if one in saved] if isinstance(also, list) else []
+    learned = [saved[one] for one in _names(draft, "lora_modules_to_save") if one in saved]
     if learned:
         knobs["train_also"] = learned
     draft.carry(key, *draft.add(technique, **knobs))
@@ -218,11 +217,11 @@ def _adapter(draft: Draft, key: str) -> None:
     if name == "qlora" and draft.is_on("load_in_4bit"):
         draft.carry("load_in_4bit", f"{stem}base=nf4")
     if targets:
-        other = [one for one in map(str, targets) if one not in TARGETS] if isinstance(targets, list) else []
+        other = [one for one in _names(draft, "lora_target_modules") if one not in TARGETS]
         words = f"{stem}targets={knobs.get('targets', [])}"
         why = "queries, keys and values are one linear here, and gate and up another"
         if other:
-            draft.leave("lora_target_modules", f"{', '.join(map(str, other))} has no counterpart")
+            draft.leave("lora_target_modules", f"{', '.join(other)} has no counterpart")
         else:
             draft.near("lora_target_modules", words, why=why)
     draft.idle("lora_target_linear", "without targets all linears of the blocks are adapted")
@@ -231,6 +230,12 @@ def _adapter(draft: Draft, key: str) -> None:
     for one in ("peft_use_rslora", "peft_use_dora"):
         if draft.is_on(one):
             draft.carry(one, f"--with {technique}")
+
+
+def _names(draft: Draft, key: str) -> list[str]:
+    """Return the names in a key's list; none where it has no list."""
+    value = draft.value(key)
+    return [str(one) for one in value] if isinstance(value, list) else []
 
 
 def _with_adapter(draft: Draft, key: str) -> None:
@@ -344,7 +349,7 @@ def _inputs(draft: Draft, key: str) -> None:
         draft.idle(key, "data.chat counts answers alone")
 
 
-def _per_pass(what: str, path: str) -> Rule:
+def _per_pass(what: str, path: str) -> KeyRule:
     """Return a rule for how often something is done in a pass over the text."""
 
     def rule(draft: Draft, key: str) -> None:
@@ -369,7 +374,7 @@ def _attends(draft: Draft, key: str) -> None:
 
 
 _SHARDS = "fsdp wraps each block, and its checkpoints are readable under any layout"
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, KeyRule] = {
     "base_model": _base,
     "reinit_weights": switch("weight_init", "new weights follow weight_init's rule"),
     "model_type": always("config.json beside the weights says it"),

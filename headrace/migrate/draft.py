@@ -176,7 +176,7 @@ class Draft:
     def _note(self, key: str, fate: Fate, words: tuple[str, ...], why: str) -> None:
         self.lines[key] = KeyLine(key, self.value(key), fate, words, why)
 
-    def follow(self, rules: Mapping[str, "Rule"]) -> None:
+    def follow(self, rules: Mapping[str, "KeyRule"]) -> None:
         """Let each key's rule decide, and note what no rule names."""
         for key, rule in rules.items():
             if key in self.lines or (key not in self.values and key not in self.defaults):
@@ -267,11 +267,11 @@ class Draft:
         return "".join(f"# {printable(line)}\n" for line in head) + "\n"
 
 
-Rule = Callable[[Draft, str], None]
+KeyRule = Callable[[Draft, str], None]
 """What becomes of a key; it notes its line itself."""
 
 
-def to(path: str, *, why: str = "") -> Rule:
+def to(path: str, *, why: str = "") -> KeyRule:
     """Return a rule that gives a key's value to a key of the plan."""
 
     def rule(draft: Draft, key: str) -> None:
@@ -283,7 +283,7 @@ def to(path: str, *, why: str = "") -> Rule:
     return rule
 
 
-def text_to(path: str, *, why: str = "") -> Rule:
+def text_to(path: str, *, why: str = "") -> KeyRule:
     """Return a rule that gives a key's value to a key of the plan as a text."""
 
     def rule(draft: Draft, key: str) -> None:
@@ -293,7 +293,7 @@ def text_to(path: str, *, why: str = "") -> Rule:
     return rule
 
 
-def never(why: str, *off: Any) -> Rule:
+def never(why: str, *off: Any) -> KeyRule:
     """Return a rule that leaves a key out.
 
     Args:
@@ -311,12 +311,12 @@ def never(why: str, *off: Any) -> Rule:
     return rule
 
 
-def always(why: str) -> Rule:
+def always(why: str) -> KeyRule:
     """Return a rule for a key that says what is so in every plan."""
     return lambda draft, key: draft.idle(key, why)
 
 
-def only_with(switch: str, rule: Rule) -> Rule:
+def only_with(switch: str, rule: KeyRule) -> KeyRule:
     """Return a rule that counts only where another key asks for something."""
 
     def guarded(draft: Draft, key: str) -> None:
@@ -328,7 +328,7 @@ def only_with(switch: str, rule: Rule) -> Rule:
     return guarded
 
 
-def switch(technique: str, why: str = "", **knobs: Any) -> Rule:
+def switch(technique: str, why: str = "", **knobs: Any) -> KeyRule:
     """Return a rule that adds a technique where a key is on."""
 
     def rule(draft: Draft, key: str) -> None:

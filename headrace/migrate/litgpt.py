@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.migrate.draft import (
     Draft,
-    Rule,
+    KeyRule,
     always,
     as_number,
     flat,
@@ -114,7 +114,7 @@ def _model(draft: Draft, shape: str, named: str) -> None:
             draft.leave(named, "model.family names a shape: headrace list --families")
 
 
-def _shape_rules(shape: str) -> dict[str, Rule]:
+def _shape_rules(shape: str) -> dict[str, KeyRule]:
     """Return the rules of a model's sizes, which stand in `model` or in `model_config`."""
     whole = {
         "n_layer": "layers",
@@ -153,7 +153,7 @@ def _shape_rules(shape: str) -> dict[str, Rule]:
     return {f"{shape}.{name}": rule for name, rule in rules.items()}
 
 
-def _class(path: str, names: Mapping[str, str]) -> Rule:
+def _class(path: str, names: Mapping[str, str]) -> KeyRule:
     def rule(draft: Draft, key: str) -> None:
         name = str(draft.value(key))
         if name in names:
@@ -300,7 +300,7 @@ def _optimizer(draft: Draft, key: str) -> None:
 
 _FOLDER = "a folder of safetensors and config.json, not litgpt's lit_model.pth"
 _RATE = to("optimizer.lr")
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, KeyRule] = {
     "checkpoint_dir": text_to(
         "model.pretrained",
         why="a folder of safetensors and config.json, not litgpt's lit_model.pth",

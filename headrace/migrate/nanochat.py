@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.migrate.draft import (
     Draft,
-    Rule,
+    KeyRule,
     always,
     flat,
     never,
@@ -62,7 +62,7 @@ MOST_DEPTH = 1000
 
 
 @dataclass(frozen=True)
-class Scale:
+class ScaledRun:
     """Hold what the script computes of its options.
 
     Args:
@@ -82,7 +82,7 @@ class Scale:
     decay: float
 
     @classmethod
-    def of(cls, draft: Draft) -> "Scale":
+    def of(cls, draft: Draft) -> "ScaledRun":
         """Compute the scale of a run, as the script does."""
         dim, parameters = _width(draft, _depth(draft)), _parameters(draft, _depth(draft))
         ratio = draft.number("target_param_data_ratio", 12)
@@ -136,7 +136,7 @@ def import_nanochat(file: Path, ranks: int) -> Draft:
     for key, value in values.items():
         if _is_variable(value):
             draft.leave(key, "a variable of the shell: its value is not in the file")
-    scale = Scale.of(draft)
+    scale = ScaledRun.of(draft)
     _model(draft, scale)
     _batch(draft, scale)
     _rates(draft, scale)
@@ -149,7 +149,7 @@ def _is_variable(value: Any) -> bool:
     return isinstance(value, str) and "$" in value
 
 
-def _model(draft: Draft, scale: Scale) -> None:
+def _model(draft: Draft, scale: ScaledRun) -> None:
     """Set `model.*`: the width follows from the depth."""
     head = max(2, min(1 << 12, draft.whole("head_dim", 128)))
     depth = _depth(draft)
@@ -182,7 +182,7 @@ def _model(draft: Draft, scale: Scale) -> None:
         draft.need("model.value_embeddings", tables, why)
 
 
-def _batch(draft: Draft, scale: Scale) -> None:
+def _batch(draft: Draft, scale: ScaledRun) -> None:
     """Set the tokens of a step, the rows of a pass, and the steps."""
     length, data = max(2, draft.whole("max_seq_len")), draft.ranks
     rows = max(1, scale.batch // (length * data)) * data
@@ -208,7 +208,7 @@ def _batch(draft: Draft, scale: Scale) -> None:
         draft.carry("target_param_data_ratio", word)
 
 
-def _rates(draft: Draft, scale: Scale) -> None:
+def _rates(draft: Draft, scale: ScaledRun) -> None:
     """Set rates: of the output matrix, and factors of it for embeddings and vectors."""
     narrow = (scale.dim / REFERENCE_WIDTH) ** -0.5
     head = draft.number("unembedding_lr") or 0.008
@@ -254,7 +254,7 @@ def _run(draft: Draft, key: str) -> None:
         draft.carry(key, draft.put("track.to", ["wandb"]), draft.put("name", name))
 
 
-def _every(path: str, otherwise: str) -> Rule:
+def _every(path: str, otherwise: str) -> KeyRule:
     """Return a rule for a number of steps of which -1 means never, or at the end alone."""
 
     def rule(draft: Draft, key: str) -> None:
@@ -282,7 +282,7 @@ def _device(draft: Draft, key: str) -> None:
 
 
 _TASKS = "headrace eval RUN --tasks FILE asks questions of a run"
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, KeyRule] = {
     "run": _run,
     "model_tag": text_to("name"),
     "device_type": _device,

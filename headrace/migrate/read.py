@@ -65,7 +65,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     """
     import yaml  # which only this verb needs
 
-    class Loader(yaml.SafeLoader):
+    class PlainLoader(yaml.SafeLoader):
         """Load plain values, and no alias: few of them can make a file as large as memory."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
@@ -75,7 +75,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
     text = config_text(file, YAML_BYTES)
     try:
-        loader = Loader(text)
+        loader = PlainLoader(text)
         try:
             values = loader.get_single_data()
         finally:

@@ -14,7 +14,7 @@ from typing import Any
 from headrace.core.errors import UnsupportedError, nearest
 from headrace.migrate.draft import (
     Draft,
-    Rule,
+    KeyRule,
     always,
     as_number,
     flat,
@@ -103,7 +103,7 @@ def _model(draft: Draft, key: str) -> None:
             "headrace plan changes its sizes",
         )
     words = [draft.put(f"model.{one}", value) for one, value in shape.items()]
-    draft.carry("model.name", *words)
+    draft.carry("model.name", words[0])
     why = "torchtitan may slow rotations as Llama 3.1 does; model.rope_scaling.kind=llama3 does so"
     if backend:
         draft.near("model.flavor", why=f"{backend[1:]} is a choice of attention=measured here")
@@ -297,7 +297,7 @@ def _reshard(draft: Draft, key: str) -> None:
         draft.idle(key, "weights are freed after the forward pass, as fsdp does")
 
 
-def _track(name: str) -> Rule:
+def _track(name: str) -> KeyRule:
     def rule(draft: Draft, key: str) -> None:
         if not draft.is_on(key):
             draft.idle(key)
@@ -341,7 +341,7 @@ def _pipeline_schedule(draft: Draft, key: str) -> None:
 
 _TRACED = "profiling.enable_profiling"
 _ON_DISK = "a run's files lie in its folder, under names of Headrace's own"
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, KeyRule] = {
     "job.dump_folder": to("directory"),
     "job.description": never("a plan has no description; name=NAME names the run's folder"),
     "job.print_args": always("headrace explain PLAN prints every key"),

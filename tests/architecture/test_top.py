@@ -14,6 +14,7 @@ KNOWN = {
     "LOG.md",
     "Makefile",
     "README.md",
+    "SECURITY.md",
     "benchmarks",
     "constraints.txt",
     "docs",

@@ -59,6 +59,7 @@ def numbers() -> Iterator[str]:
         (("chat", RUN, "--prompt", "x"), "--temperature"),
         (("chat", RUN, "--prompt", "x"), "--top-k"),
         (("chat", RUN, "--prompt", "x"), "--seed"),
+        (("import", "torchtitan", "x.toml"), "--ranks"),
         (("data", "tokenizer", "x.txt"), "--vocab"),
         (("data", "ingest", "demo", "--engine", "local"), "--workers"),
         (("probe",), "--seconds"),

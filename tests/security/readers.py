@@ -1,4 +1,4 @@
-"""Every reader of a file that a user brings, with a valid file for each; and how to spoil one.
+"""Every reader of a file that a user brings, with a valid file for each.
 
 The tests of this folder and `benchmarks/reliability.py` share it. A reader may give what it read,
 or raise an error that is shown as one message; anything else is a fault.
@@ -9,11 +9,8 @@ import bz2
 import gzip
 import hashlib
 import json
-import random
 import shutil
-import struct
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -23,7 +20,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
-import tomli_w
 import torch
 import zstandard
 from safetensors.torch import save_file
@@ -56,17 +52,6 @@ from headrace.train.train import run as train
 CONFIGS = Path(__file__).parents[1] / "migrate" / "configs"
 FINE = (HeadraceError, TemplateRefused)
 """Errors that are shown as one message, or made into one where a template is read."""
-ODD: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 2**31, 2**63, 10**400, 1e308, float("nan"), float("inf"), -0.0),
-    *("", "x", "\x00", "\ud800", "../../etc/passwd", "9" * 5000, "<script>alert(1)</script>"),
-    *([], {}, [[]], [None], {"": None}, [1] * 70, {"a": {"b": {"c": []}}}, "e" * 3000, [{}]),
-)
-"""Values that stand in the place of one of a file."""
-PIECES = (
-    *(b"", b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b'"', b"\\", b"{", b"[" * 3000, b"]}", b"\n"),
-    *(b"null", b"-1", b"1e999", b"9" * 400, b"NaN", b"\\ud800", b"<!--", b"{{", b"%}", b"\r\n\r\n"),
-)
-"""Bytes that are written over others, or between them."""
 
 
 @dataclass(frozen=True)
@@ -82,78 +67,6 @@ class Reader:
     """"json", "jsonl", "toml" or "safetensors", where values of it are replaced too"""
     sealed: Callable[[Path], Any] = lambda file: None
     """make digests anew that a spoiled value would be recognised by"""
-
-
-def spoil(raw: bytes, chance: random.Random) -> bytes:
-    """Return the bytes of a file after one to three changes."""
-    for _ in range(chance.randint(1, 3)):
-        at = chance.randrange(len(raw) + 1)
-        size = chance.choice((1, 1, 2, 4, 8, 64, 1000))
-        what = chance.randrange(7)
-        if what == 0:
-            raw = raw[:at]
-        elif what == 1 and raw:
-            at = min(at, len(raw) - 1)
-            raw = raw[:at] + bytes([raw[at] ^ (1 << chance.randrange(8))]) + raw[at + 1 :]
-        elif what == 2:
-            raw = raw[:at] + raw[at + size :]
-        elif what == 3:
-            raw = raw[:at] + raw[at : at + size] * chance.choice((2, 3, 20)) + raw[at + size :]
-        elif what == 4:
-            raw = raw[:at] + chance.randbytes(size) + raw[at + size :]
-        elif what == 5:
-            raw = raw[:at] + chance.choice(PIECES) + raw[at:]
-        else:
-            other = chance.choice(PIECES)
-            raw = raw[:at] + other + raw[at + len(other) :]
-    return raw
-
-
-def spoil_value(value: Any, chance: random.Random) -> Any:
-    """Return a tree of tables and lists in which one value is odd, absent, or renamed."""
-    if isinstance(value, dict) and value:
-        key = chance.choice([*value])
-        what = chance.randrange(12)
-        rest = {k: v for k, v in value.items() if k != key}
-        if what == 0:
-            return rest
-        if what == 1:
-            return {**rest, chance.choice(("", "x", key * 2, "__class__", "\x00")): value[key]}
-        if what == 2:
-            return {**value, key: chance.choice(ODD)}
-        return {**value, key: spoil_value(value[key], chance)}
-    if isinstance(value, list) and value and chance.randrange(4):
-        at = chance.randrange(len(value))
-        if not chance.randrange(6):
-            return value[:at] + value[at + 1 :]
-        return [*value[:at], spoil_value(value[at], chance), *value[at + 1 :]]
-    return chance.choice(ODD)
-
-
-def spoiled(raw: bytes, values: str, chance: random.Random) -> bytes:
-    """Return a spoiled file: its bytes changed, or a value of it."""
-    if not values or not chance.randrange(3):
-        return spoil(raw, chance)
-    if values == "jsonl":
-        rows = raw.splitlines()
-        at = chance.randrange(len(rows))
-        rows[at] = _dumped(spoil_value(json.loads(rows[at]), chance))
-        return b"\n".join(rows) + b"\n"
-    if values == "toml":
-        table = spoil_value(tomllib.loads(raw.decode()), chance)
-        try:
-            return tomli_w.dumps(table).encode()
-        except (TypeError, AttributeError, ValueError, UnicodeEncodeError):
-            return spoil(raw, chance)
-    if values == "safetensors":
-        (size,) = struct.unpack("<Q", raw[:8])
-        head = _dumped(spoil_value(json.loads(raw[8 : 8 + size]), chance))
-        return struct.pack("<Q", len(head)) + head + raw[8 + size :]
-    return _dumped(spoil_value(json.loads(raw), chance))
-
-
-def _dumped(value: Any) -> bytes:
-    return json.dumps(value).encode()
 
 
 def outcome(reader: Reader, file: Path) -> str:
@@ -475,6 +388,12 @@ def _read_gguf(file: Path) -> None:
 def _machine(folder: Path) -> Path:
     Machine.assumed("H100").write(file := folder / "m.json")
     return file
+
+
+def make_shared() -> None:
+    """Make what several readers share, before processes are forked for them."""
+    _weights()
+    catalogue()
 
 
 READERS: dict[str, Reader] = {

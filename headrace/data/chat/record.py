@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from headrace.core.errors import MALFORMED, ConfigError
 from headrace.core.files import shell, write_whole

@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 from security.readers import _run_folder
 from trees import tree_of
-from typer.testing import CliRunner
 
 import headrace
-from headrace.cli.app import app
 from headrace.report.compare import compare_reports
 from headrace.report.single import write_report
 
@@ -97,26 +95,14 @@ def test_a_comparison_of_hostile_runs_is_text(evil_run: Path, tmp_path: Path) ->
     assert "&lt;script&gt;alert" in page
 
 
-def test_the_page_of_a_text_that_was_looked_at_is_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    rows = [{"text": f"{EVIL} the mill {n} grinds corn"} for n in range(40)]
-    Path("x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ended = CliRunner().invoke(app, ["data", "inspect", "x.jsonl"], prog_name="headrace")
-    assert ended.exit_code == 0, ended.output
-    pages = [*tmp_path.rglob("*.html")]
-    assert pages
-    for page in pages:
-        check(page.read_text())
-
-
 def test_only_what_draws_calls_a_text_safe() -> None:
     wrong = []
     for file in sorted(PACKAGE.rglob("*.py")):
         name = file.relative_to(PACKAGE).as_posix()
+        if name in DRAW or "Safe(" not in file.read_text():
+            continue
         for node in ast.walk(tree_of(file)):
             called = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Safe")
-            if called and name not in DRAW and not isinstance(node.args[0], ast.Constant):
+            if called and not isinstance(node.args[0], ast.Constant):
                 wrong.append(f"{name}:{node.lineno}")
     assert wrong == []
