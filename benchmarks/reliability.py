@@ -84,18 +84,18 @@ def fuzz(minutes: float, only: Sequence[str], seed: int, work: Path, results: Pa
     receipts.append(
         TOPIC,
         {
-            "files": {"value": counted["files"], "unit": "spoiled files"},
-            "read": {"value": counted["read"], "unit": "spoiled files"},
-            "refused": {"value": counted["refused"], "unit": "spoiled files"},
-            "faults": {"value": faults, "unit": "spoiled files"},
-            "longest_s": {
-                "value": max((one.get("longest_s", 0.0) for one in outcomes.values()), default=0.0),
-                "unit": "s of one file",
-            },
-            "grown_mib": {
-                "value": max((one.get("grown_mib", 0.0) for one in outcomes.values()), default=0.0),
-                "unit": "MiB of the process that grew most",
-            },
+            "files": receipts.spread([counted["files"]], "spoiled files"),
+            "read": receipts.spread([counted["read"]], "spoiled files"),
+            "refused": receipts.spread([counted["refused"]], "spoiled files"),
+            "faults": receipts.spread([faults], "spoiled files"),
+            "longest_s": receipts.spread(
+                [one.get("longest_s", 0.0) for one in outcomes.values()],
+                "s of the longest file of a reader",
+            ),
+            "grown_mib": receipts.spread(
+                [one.get("grown_mib", 0.0) for one in outcomes.values()],
+                "MiB that a reader's process grew",
+            ),
         },
         results=results,
         kind="fuzz",
@@ -259,19 +259,19 @@ def soak(steps: int, often: int, kills: int, seed: int, work: Path, results: Pat
     receipts.append(
         TOPIC,
         {
-            "steps": {"value": len(rows), "unit": "steps"},
-            "wall_s": {"value": round(time.monotonic() - begun, 1), "unit": "s"},
+            "steps": receipts.spread([len(rows)], "steps"),
+            "wall_s": receipts.spread([round(time.monotonic() - begun, 1)], "s"),
             "memory_growth_mib": receipts.spread(growth or [0.0], "MiB from the warm-up on"),
             "open_files": receipts.spread(handles, "open files of a process"),
             "threads": receipts.spread([k[3] for s in sessions for k in s.looks], "threads"),
-            "files_in_run": {"value": most_files, "unit": "files, at most"},
-            "run_bytes_a_step": {
-                "value": round((run / "metrics.jsonl").stat().st_size / len(rows), 1),
-                "unit": "bytes of metrics.jsonl a step",
-            },
-            "reads_while_written": {"value": reads, "unit": "reads of metrics.jsonl"},
-            "torn_reads": {"value": torn, "unit": "reads with a row that is none"},
-            "broken": {"value": sum(broken.values()), "unit": "promises"},
+            "files_in_run": receipts.spread([most_files], "files, at most"),
+            "run_bytes_a_step": receipts.spread(
+                [round((run / "metrics.jsonl").stat().st_size / len(rows), 1)],
+                "bytes of metrics.jsonl a step",
+            ),
+            "reads_while_written": receipts.spread([reads], "reads of metrics.jsonl"),
+            "torn_reads": receipts.spread([torn], "reads with a row that is none"),
+            "broken": receipts.spread([sum(broken.values())], "promises"),
         },
         results=results,
         kind="soak",

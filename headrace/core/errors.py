@@ -199,6 +199,9 @@ MALFORMED = (
 )
 """Errors that code raises which takes values out of tables that somebody else wrote."""
 
+MOST_REPEATED = 200
+"""Letters of another library's message that are repeated."""
+
 
 @contextmanager
 def interpreting(what: str | Path, remedy: Remedy | str) -> Iterator[None]:
@@ -214,14 +217,10 @@ def interpreting(what: str | Path, remedy: Remedy | str) -> Iterator[None]:
     try:
         yield
     except MALFORMED as error:
-        first = f"{type(error).__name__}: {error}".splitlines()[0][:MOST_SAID]
+        first = f"{type(error).__name__}: {error}".splitlines()[0][:MOST_REPEATED]
         raise ConfigError(
             f"{what} holds a value that none of its kind has: {first}", remedy
         ) from None
-
-
-MOST_SAID = 200
-"""Letters of another library's message that are repeated."""
 
 
 def is_full_disk(error: BaseException) -> bool:

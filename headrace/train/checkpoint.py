@@ -410,10 +410,12 @@ class Saved:
     def shape_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the global shape and the dtype of a saved tensor."""
         _, piece = self._where[name][0]
-        dtype = getattr(torch, str(piece["dtype"]), None)
+        dtype = getattr(torch, str(piece.get("dtype")), None)
         if not isinstance(dtype, torch.dtype):
-            raise self.damaged(f"{name} has no dtype of torch: {piece['dtype']!r}")
-        return tuple(piece["shape"]), dtype
+            raise self.damaged(f"{name} has no dtype of torch: {piece.get('dtype')!r}")
+        if not isinstance(shape := piece.get("shape"), list):
+            raise self.damaged(f"{name} has no shape: {shape!r:.40}")
+        return tuple(shape), dtype
 
     def fill_(self, name: str, tensor: Tensor | TensorPart, *, converts: bool = False) -> None:
         """Copy the saved tensor `name` into `tensor`, whatever the layouts of both.

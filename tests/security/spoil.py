@@ -1,4 +1,4 @@
-"""Spoil a file: change its bytes, or put an odd value in the place of one of its values."""
+"""Spoil a file: change its bytes, or put an odd value where one of its values is."""
 
 import json
 import random
