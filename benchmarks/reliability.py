@@ -99,6 +99,7 @@ def fuzz(minutes: float, only: Sequence[str], seed: int, work: Path, results: Pa
         },
         results=results,
         kind="fuzz",
+        n=1,
         seed=seed,
         readers={
             name: {k: v for k, v in one.items() if k != "faults"}
@@ -275,6 +276,7 @@ def soak(steps: int, often: int, kills: int, seed: int, work: Path, results: Pat
         },
         results=results,
         kind="soak",
+        n=1,
         seed=seed,
         sessions=[
             {"ended_by": one.ended_by, "looks": len(one.looks), "growth_mib": one.growth_mib()}

@@ -165,18 +165,26 @@ def _named(entry: Mapping[str, Any]) -> str:
     """Return the source that an entry of `datasets` names."""
     path = str(entry["path"])
     files = entry.get("data_files")
-    if entry.get("ds_type") or path.startswith((".", "/", "~")) or Path(path).exists():
+    if entry.get("ds_type") or path.startswith((".", "/", "~")) or _is_here(path):
         return str(files[0] if isinstance(files, list) and files else files or path)
     name = f":{entry['name']}" if entry.get("name") else ""
     split = f"@{entry['split']}" if entry.get("split") else ""
     return f"hf:{path}{name}{split}"
 
 
+def _is_here(path: str) -> bool:
+    """Return whether a path is on this machine; one that no file can have is not."""
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
 def _base(draft: Draft, key: str) -> None:
     folder = str(draft.value(key))
     if draft.is_on("reinit_weights"):
         draft.leave(key, "model.family=NAME is a shape with new weights: headrace list --families")
-    elif Path(folder).expanduser().is_dir():
+    elif _is_here(folder):
         draft.carry(key, draft.put("model.pretrained", folder))
     else:
         local = Path(folder).name or "FOLDER"

@@ -9,6 +9,7 @@ import ast
 import re
 import shlex
 import tomllib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,8 @@ def read_command(file: Path, program: str) -> tuple[dict[str, Any], int]:
 def _assigned(text: str, file: Path) -> dict[str, Any]:
     """Return name -> literal of each assignment at the top of a Python file, which is not run."""
     try:
-        tree = ast.parse(text)
+        with warnings.catch_warnings(action="ignore"):  # of a file that is not run
+            tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise _no_config(file, f"it is no Python: {in_one_line(str(error))}") from None
     assigned: dict[str, Any] = {}

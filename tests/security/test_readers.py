@@ -81,6 +81,7 @@ ONCE_FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("adapter_config.json", {"rank_pattern": {"(": 4}}),
     ("adapter_config.json", {"rank_pattern": {"(.*)*x": 4}}),
     ("environment.json", {"device": True}),
+    ("report.json", {"input_wait": {"p50_s": "9" * 5000, "p99_s": "inf"}}),
     ("tokenizer.json", {"added_tokens": {"x": 1}}),
     ("machine rates", {"bytes_per_s": 10**400}),
 ]
