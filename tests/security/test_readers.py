@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from security.readers import READERS, outcome
 from security.spoil import spoiled
 
-QUICK, MANY = 8, 400
+QUICK, MANY = 5, 400
 """Spoiled files of each reader in `make test`, and in `make test-full`."""
 LONGEST_S = 20.0
 """Seconds that one small file may take on a machine that is busy with other things."""
