@@ -87,7 +87,13 @@ def least_steps(rounds_state: bool) -> int:
     return STATE_STEPS if rounds_state else LEAST_STEPS
 
 
-def equality(one: Reading, two: Reading, effect: Effect, rounds_state: bool = False) -> Equality:
+def equality(
+    one: Reading,
+    two: Reading,
+    effect: Effect,
+    rounds_state: bool = False,
+    shown_before: bool = False,
+) -> Equality:
     """Return whether two readings show that their plans compute the same.
 
     Args:
@@ -95,6 +101,7 @@ def equality(one: Reading, two: Reading, effect: Effect, rounds_state: bool = Fa
         two: with the change.
         effect: what the change does to learning.
         rounds_state: whether what it rounds stays from step to step.
+        shown_before: whether receipts show that it learns the same.
     """
     if not all(map(isfinite, two.losses)):
         return Equality("different", "its loss is not finite")
@@ -108,7 +115,22 @@ def equality(one: Reading, two: Reading, effect: Effect, rounds_state: bool = Fa
     why = _other_numbers(one, two, effect)
     if why or effect == "exact":
         return Equality("different" if why else "same", why, off, noise)
+    if shown_before:
+        return _not_worse(a, b, noise)
     return _trained(a, b, noise, least_steps(rounds_state))
+
+
+def _not_worse(a: list[float], b: list[float], noise: float) -> Equality:
+    """Judge a change that learned the same elsewhere: "different" where it is worse here."""
+    differences = [y - x for x, y in zip(a, b, strict=True)]
+    if len(differences) < 2 * BATCHES:
+        return Equality("same", "", fmean(differences), noise)
+    test = no_worse(differences, NATS, LEVEL, BATCHES)
+    if test.verdict != "worse":
+        return Equality("same", "", test.mean, noise)
+    reason = f"the mean loss of {len(differences)} steps is off by {test.mean:+.4f} nats "
+    reason += f"({test.mean - test.half:+.4f} to {test.mean + test.half:+.4f}), and {NATS:.3g} "
+    return Equality("different", f"{reason}are allowed", test.mean, noise)
 
 
 def _trained(a: list[float], b: list[float], noise: float, least: int) -> Equality:
