@@ -1,42 +1,55 @@
 """Measure whether techniques that round otherwise learn the same, over shapes and seeds.
 
     python benchmarks/equal_learning.py measure --shapes 160m 330m --data NOVELS --minutes 9
-    python benchmarks/equal_learning.py write     # headrace/tuner/equal_learning.json, of the rows
-    python benchmarks/equal_learning.py write --check
+    python benchmarks/equal_learning.py planted --steps 500 --seeds 0 1 2 3
 
-Of each shape a compiled bf16 plan is trained for 1,000 steps with each technique and without it, of
-the same seed and rows. A pair has a row in equal_learning.jsonl: by how many nats its last quarter
-of the steps is off. Losers have theirs. `write` makes receipts of them, that the tuner's judge
-rests on (headrace/tuner/equal_learning.py): the mean over all pairs of a technique, with the upper
-end of its one-sided interval of 95% by Student's t over pairs. Trainings are kept in `--folder`, so
-that a call which was cut off goes on.
+`measure`: of each shape a compiled bf16 plan is trained for 1,000 steps with each technique and
+without it, of the same seed and rows. A pair has a row in equal_learning.jsonl: by how many nats
+its last quarter of the steps is off. Trainings are kept in `--folder`, so that a call which was cut
+off goes on.
+
+`planted`: a tiny plan is trained on a CPU with an error in each step, whose size is known: linears
+that keep few bits, gradients with noise, gradients without some of their numbers. A row has what
+the tuner's judge says of it after few steps (tuner/equality.py), and the nats that it loses in the
+end. In fp32 and at this size two trainings do not drift apart, so the loss is the error's alone.
 """
 
 import argparse
 import json
 import math
-import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import receipts
-from readme_table import read_rows
+import torch
 from scoring.numbers import LOSER_STEPS
+from torch import Tensor, nn
 
 from headrace.assemble.context import choose_device, make_context
+from headrace.assemble.sockets import Build
 from headrace.cli.catalogue import catalogue
-from headrace.core.files import write_whole
-from headrace.core.statistics import no_worse, t_two_sided
+from headrace.core.statistics import no_worse
 from headrace.data.ingest import prepare
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
-from headrace.tuner.brief_training import train_steps
-from headrace.tuner.equal_learning import FILE, EqualLearning
-from headrace.tuner.equality import BATCHES, NATS
+from headrace.train import train
+from headrace.train.guard import ALL, MEAN, inspects
+from headrace.tuner.brief_training import of_length, train_steps
+from headrace.tuner.equality import (
+    BATCHES,
+    LEAST_STEPS,
+    NATS,
+    SHORT_STEPS,
+    WANTED_STEPS,
+    added_noise,
+    equality,
+)
+from headrace.tuner.pairs import SAME
+from headrace.tuner.readings import Reading, opened
 from headrace.tuner.store import Store, fingerprint, here
 from headrace.tuner.worker import Worker
 
@@ -52,6 +65,19 @@ KNOBS = {"float8_linear": ("recipe",), "bf16_parameters": ("rounding",)}
 """Technique -> the knobs of which its rounding depends; a receipt holds for their values."""
 TAIL = 4
 """A pair is compared over its last steps, one in so many of all."""
+PLANTED: tuple[tuple[str, float], ...] = (
+    *(("bits", 3), ("bits", 2), ("bits", 1)),
+    *(("noise", 0.05), ("noise", 0.2), ("noise", 1.0)),
+    *(("drop", 0.02), ("drop", 0.1), ("drop", 0.3)),
+)
+"""Kind and size of each planted error; e4m3 has 3 bits."""
+PLANTED_PLAN = (
+    "model.dim=64 model.layers=2 model.heads=2 model.ffn=128 model.precision=fp32 device=cpu "
+    "data.sequence_length=64 data.vocab=1024 batch.tokens=512 optimizer.lr=2e-3 "
+    "schedule.warmup_steps=20"
+)
+JUDGED = (SHORT_STEPS, LEAST_STEPS, WANTED_STEPS)
+"""Steps after which the judge is asked about a planted error."""
 READY_S = 60.0
 """Seconds to allow for building and compiling a plan."""
 
@@ -148,52 +174,113 @@ def write_pair(
     print(f"{shape} seed {seed} {name}: {test.mean:+.4f} +- {test.half:.4f} nats", flush=True)
 
 
-# --- receipts --------------------------------------------------------------------------------
+# --- planted errors --------------------------------------------------------------------------
 
 
-def made(rows: Iterable[dict[str, Any]]) -> Iterator[EqualLearning]:
-    """Yield a receipt for each technique, its knobs, precision and device, from pairs of them."""
-    groups: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
-    for row in rows:
-        about = [row[key] for key in ("technique", "knobs", "precision", "hardware", "steps")]
-        pair = (row["shape"], row["seeds"][0])
-        groups.setdefault(json.dumps(about, sort_keys=True), {})[pair] = row  # the newest stands
-    for key in sorted(groups):
-        pairs = [*groups[key].values()]
-        nats = [row["metrics"]["nats"]["value"] for row in pairs]
-        if len(nats) < 2:
-            continue
-        half = t_two_sided(0.9, len(nats) - 1) * stdev(nats) / math.sqrt(len(nats))
-        yield EqualLearning(
-            technique=pairs[0]["technique"],
-            knobs=pairs[0]["knobs"],
-            precision=pairs[0]["precision"],
-            least_dim=min(row["dim"] for row in pairs),
-            shapes=tuple(sorted({row["shape"] for row in pairs})),
-            seeds=len(pairs),
-            steps=pairs[0]["steps"],
-            nats=fmean(nats),
-            high=fmean(nats) + half,
-            hardware=pairs[0]["hardware"],
-        )
+class RoundedMatmul(torch.autograd.Function):
+    """A linear whose operands keep few bits of their mantissas, and gradients one bit less."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bits: int) -> Tensor:  # type: ignore[override]
+        """Multiply what is left of both."""
+        x, weight = rounded(x, bits), rounded(weight, bits)
+        ctx.save_for_backward(x, weight)
+        ctx.bits = bits
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        """Multiply the rounded gradient by what was left of both."""
+        x, weight = ctx.saved_tensors
+        grad = rounded(grad, max(1, ctx.bits - 1))
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2), None
 
 
-def write(args: argparse.Namespace) -> int:
-    """Write the receipts, or say whether the file is behind the rows."""
-    rows = read_rows(args.results / f"{TOPIC}.jsonl")
-    text = json.dumps([asdict(one) for one in made(rows)], indent=1) + "\n"
-    if not args.check:
-        write_whole(FILE, text)
-        return 0
-    if FILE.read_text() == text:
-        return 0
-    print("equal_learning.json is behind its rows; try: python benchmarks/equal_learning.py write")
-    return 1
+def rounded(x: Tensor, bits: int) -> Tensor:
+    """Return numbers rounded to so many bits behind the first of their mantissas."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp(torch.round(mantissa * 2 ** (bits + 1)) / 2 ** (bits + 1), exponent)
 
 
-def main() -> int:
+def plant(build: Build, kind: str, size: float) -> None:
+    """Put an error into each step of a build.
+
+    Args:
+        build: it is ready to train.
+        kind: "bits": blocks' linears keep so many bits; "noise": each gradient gets noise of that
+            share of its norm; "drop": that share of a gradient's numbers is 0, always the same.
+        size: how large.
+    """
+    draw = torch.Generator().manual_seed(7)
+    if kind == "bits":
+        for name, module in build.model.named_modules():
+            if isinstance(module, nn.Linear) and name.startswith("blocks."):
+                multiply: Any = partial(_multiply, module, int(size))
+                module.forward = multiply
+        return
+    for parameter in build.model.parameters():
+        if kind == "noise":
+            parameter.register_hook(partial(_noisy, size, draw))
+        else:
+            keep = (torch.rand(parameter.shape, generator=draw) > size).float()
+            parameter.register_hook(keep.mul)
+
+
+def _multiply(module: nn.Linear, bits: int, x: Tensor) -> Tensor:
+    return RoundedMatmul.apply(x, module.weight, bits)
+
+
+def _noisy(share: float, draw: torch.Generator, grad: Tensor) -> Tensor:
+    spread = share * grad.norm() / grad.numel() ** 0.5
+    return grad + spread * torch.randn(grad.shape, generator=draw)
+
+
+def planted_reading(plan: Plan, kind: str, size: float, steps: int) -> Reading:
+    """Return a training with an error in each step, which begins as the tuner's pairs do."""
+    reading = Reading(limits=dict.fromkeys((MEAN, ALL, ""), 1.0))  # what a guard sees is left out
+    with opened(of_length(plan, steps), text=True) as (build, micros):
+        if kind:
+            plant(build, kind, size)
+        rate = build.values["lr"]
+        build.values["lr"] = lambda index: 0.0 if index < SAME else rate(index - SAME)
+        for index in range(steps):
+            inspect = inspects(reading.firsts.append) if index < SAME else None
+            numbers = train.step(build, micros(index), index, inspect)
+            reading.losses.append(float(numbers[0]))
+            reading.norms.append(float(numbers[1]))
+    return reading
+
+
+def verdict_after(steps: int, one: Reading, two: Reading) -> str:
+    """Return what the tuner's judge says of two trainings of which it sees so many steps."""
+    first, second = (replace(r, losses=r.losses[:steps], norms=r.norms[:steps]) for r in (one, two))
+    return equality(first, second, "approximate").verdict
+
+
+def judge_planted(args: argparse.Namespace) -> None:
+    """Write a row for each planted error: the judge's verdicts on few steps, and the nats lost."""
+    known = catalogue()
+    words = [*PLANTED_PLAN.split(), f"data.directory={args.folder / 'data'}", *args.set]
+    for seed in args.seeds:
+        text = receipts.plan_file("tiny").read_text()
+        plan = changed(Plan.read(text, known), [*words, f"seed={seed}"], known)
+        base = planted_reading(plan, "", 0.0, args.steps)
+        for kind, size in PLANTED:
+            found = planted_reading(plan, kind, size, args.steps)
+            tail = args.steps // TAIL
+            nats = fmean(found.losses[-tail:]) - fmean(base.losses[-tail:])
+            verdicts = {steps: verdict_after(steps, base, found) for steps in JUDGED}
+            noise = added_noise(base, found)
+            facts = {"kind": "planted", "planted": kind, "size": size, "seeds": [seed], "n": 1}
+            facts |= {"steps": args.steps, "verdicts": verdicts, "added_noise": noise}
+            metrics = {"nats": receipts.spread([nats], "nats")}
+            receipts.append(TOPIC, metrics, results=args.results, **facts)
+            print(f"seed {seed} {kind} {size:g}: {nats:+.4f} nats, {verdicts}", flush=True)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("measure", "write"))
+    parser.add_argument("what", choices=("measure", "planted"))
     parser.add_argument("--shapes", nargs="+", default=["160m", "330m"])
     parser.add_argument("--only", nargs="+", choices=list(CHANGES), default=list(CHANGES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -201,18 +288,14 @@ def main() -> int:
     parser.add_argument("--data", nargs="+", type=Path, help="text; the plans' own without it")
     parser.add_argument("--minutes", type=float, default=9.0, help="nothing begins later")
     parser.add_argument("--folder", type=Path, default=Path("runs") / "equal-learning")
-    parser.add_argument("--check", action="store_true", help="write: exit 1 where it is behind")
     parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     parser.add_argument("--set", nargs="*", default=[], help="changes of every plan, in words")
     parser.add_argument("--commit", help=receipts.COMMIT_HELP)
     args = parser.parse_args()
     receipts.given_commit = args.commit
-    if args.what == "write":
-        return write(args)
-    measure(args)
-    return 0
+    {"measure": measure, "planted": judge_planted}[args.what](args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -24,8 +24,7 @@ from headrace.core.units import format_bytes
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Effect
 from headrace.tuner.effects import effect_of, rounds_state
-from headrace.tuner.equal_learning import shown_before
-from headrace.tuner.equality import NATS, equality
+from headrace.tuner.equality import SHORT_STEPS, equality
 from headrace.tuner.paired_blocks import MARGIN, SampleSize, ratio_of
 from headrace.tuner.pairs import Measure
 from headrace.tuner.readings import Reading
@@ -108,7 +107,6 @@ class Rules:
         slower: times as long as the first plan's a step of the plan before is, by what was kept.
         shown: that it learns the same was shown before, or is not asked.
         rounds_state: what the change rounds stays from step to step.
-        shown_before: what receipts show of its learning, in words; "" for nothing.
     """
 
     aim: TuneAim = "time"
@@ -119,7 +117,6 @@ class Rules:
     slower: float = 1.0
     shown: bool = False
     rounds_state: bool = False
-    shown_before: str = ""
 
     @property
     def margin(self) -> float:
@@ -153,6 +150,12 @@ class WorthMoreSteps:
             return compared.verdict != "undecided"
         return compared.ratio.value > 1 and compared.ratio.high > 1 + self.rules.margin
 
+    @property
+    def least_training(self) -> int:
+        """Return the steps to which a visit trains at once: those of a short training, if any."""
+        asks = self.effect == "approximate" and not (self.rules.shown or self.rules.rounds_state)
+        return SHORT_STEPS if asks else 0
+
     def train_to(self, reading: Reading) -> int:
         """Return the steps that both should train so that a gain is shown; 0 for no more."""
         compared = judge(reading, self.effect, self.rules)
@@ -185,11 +188,7 @@ def compare(
     if limit_s <= 0:
         return Compared("cut", "no time was left")
     effect = effect_of(first, second)
-    rules = replace(
-        rules,
-        rounds_state=rounds_state(first, second),
-        shown_before=shown_before(first, second, NATS, rules.precision),
-    )
+    rules = replace(rules, rounds_state=rounds_state(first, second))
     if screen:
         size = replace(size, worth=WorthMoreSteps(effect, rules))
     return judge(
@@ -216,7 +215,7 @@ def judge(reading: Reading, effect: Effect, rules: Rules) -> Compared:
             ready_s=reading.ready_s,
             refusal=RefusalKind.BASELINE,
         )
-    alike = equality(other, reading, effect, rules.rounds_state, bool(rules.shown_before))
+    alike = equality(other, reading, effect, rules.rounds_state)
     ratio = ratio_of(other.seconds, reading.seconds)
     compared = Compared(
         "undecided",
@@ -242,8 +241,6 @@ def judge(reading: Reading, effect: Effect, rules: Rules) -> Compared:
     else:
         limit = DRIFT.get(rules.device, DRIFT["cpu"])
         compared = _by_time(compared, rules, drifted(other.seconds[0], other.seconds[-1], limit))
-    if compared.verdict == "better" and alike.verdict == "same" and rules.shown_before:
-        return replace(compared, reason=f"{compared.reason}; by receipts {rules.shown_before}")
     if compared.verdict != "better" or alike.verdict == "same" or rules.shown:
         return compared
     reason = f"{compared.reason}, but {alike.reason}"
