@@ -67,7 +67,8 @@ TAIL = 4
 """A pair is compared over its last steps, one in so many of all."""
 PLANTED: tuple[tuple[str, float], ...] = (
     *(("bits", 3), ("bits", 2), ("bits", 1)),
-    *(("noise", 0.05), ("noise", 0.2), ("noise", 1.0)),
+    *(("relative", 0.05), ("relative", 0.3), ("relative", 1.0)),
+    *(("noise", 0.05), ("noise", 0.2)),
     *(("drop", 0.02), ("drop", 0.1), ("drop", 0.3)),
 )
 """Kind and size of each planted error; e4m3 has 3 bits."""
@@ -207,8 +208,9 @@ def plant(build: Build, kind: str, size: float) -> None:
 
     Args:
         build: it is ready to train.
-        kind: "bits": blocks' linears keep so many bits; "noise": each gradient gets noise of that
-            share of its norm; "drop": that share of a gradient's numbers is 0, always the same.
+        kind: "bits": blocks' linears keep so many bits; "relative": each number of a gradient gets
+            noise of that share of itself; "noise": all get alike noise, of that share of the norm;
+            "drop": that share of a gradient's numbers is 0, always the same.
         size: how large.
     """
     draw = torch.Generator().manual_seed(7)
@@ -219,7 +221,9 @@ def plant(build: Build, kind: str, size: float) -> None:
                 module.forward = multiply
         return
     for parameter in build.model.parameters():
-        if kind == "noise":
+        if kind == "relative":
+            parameter.register_hook(partial(_relative, size, draw))
+        elif kind == "noise":
             parameter.register_hook(partial(_noisy, size, draw))
         else:
             keep = (torch.rand(parameter.shape, generator=draw) > size).float()
@@ -228,6 +232,10 @@ def plant(build: Build, kind: str, size: float) -> None:
 
 def _multiply(module: nn.Linear, bits: int, x: Tensor) -> Tensor:
     return RoundedMatmul.apply(x, module.weight, bits)
+
+
+def _relative(share: float, draw: torch.Generator, grad: Tensor) -> Tensor:
+    return grad * (1 + share * torch.randn(grad.shape, generator=draw))
 
 
 def _noisy(share: float, draw: torch.Generator, grad: Tensor) -> Tensor:
@@ -254,7 +262,7 @@ def planted_reading(plan: Plan, kind: str, size: float, steps: int) -> Reading:
 def verdict_after(steps: int, one: Reading, two: Reading) -> str:
     """Return what the tuner's judge says of two trainings of which it sees so many steps."""
     first, second = (replace(r, losses=r.losses[:steps], norms=r.norms[:steps]) for r in (one, two))
-    return equality(first, second, "approximate").verdict
+    return equality(first, second, "approximate", "operands").verdict
 
 
 def judge_planted(args: argparse.Namespace) -> None:

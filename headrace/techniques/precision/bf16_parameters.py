@@ -210,7 +210,7 @@ class Bf16Parameters(Technique[Build]):
     stage: ClassVar[Stage] = Stage.MATERIALIZE
     composes: ClassVar[tuple[str, ...]] = ("storage", "routes", "block_forward")
     equality: ClassVar = "approximate"
-    rounds_state: ClassVar[bool] = True
+    rounds: ClassVar = "state"
     band: ClassVar[float] = 0.05  # bf16's own: products have the operands that autocast gives them
     symptoms: ClassVar[tuple[str, ...]] = (
         "memory capacity:parameters",
