@@ -41,9 +41,9 @@ from headrace.train.guard import ALL, MEAN, inspects
 from headrace.tuner.brief_training import of_length, train_steps
 from headrace.tuner.equality import (
     BATCHES,
+    BRIEF_STEPS,
     LEAST_STEPS,
     NATS,
-    SHORT_STEPS,
     WANTED_STEPS,
     added_noise,
     equality,
@@ -77,7 +77,7 @@ PLANTED_PLAN = (
     "data.sequence_length=64 data.vocab=1024 batch.tokens=512 optimizer.lr=2e-3 "
     "schedule.warmup_steps=20"
 )
-JUDGED = (SHORT_STEPS, LEAST_STEPS, WANTED_STEPS)
+JUDGED = (BRIEF_STEPS, LEAST_STEPS, WANTED_STEPS)
 """Steps after which the judge is asked about a planted error."""
 READY_S = 60.0
 """Seconds to allow for building and compiling a plan."""
@@ -179,7 +179,7 @@ def write_pair(
 
 
 class RoundedMatmul(torch.autograd.Function):
-    """A linear whose operands keep few bits of their mantissas, and gradients one bit less."""
+    """Multiply as a linear whose operands keep few bits of mantissas, and gradients one less."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bits: int) -> Tensor:  # type: ignore[override]
@@ -274,11 +274,11 @@ def judge_planted(args: argparse.Namespace) -> None:
         plan = changed(Plan.read(text, known), [*words, f"seed={seed}"], known)
         base = planted_reading(plan, "", 0.0, args.steps)
         for kind, size in PLANTED:
-            found = planted_reading(plan, kind, size, args.steps)
+            second = planted_reading(plan, kind, size, args.steps)
             tail = args.steps // TAIL
-            nats = fmean(found.losses[-tail:]) - fmean(base.losses[-tail:])
-            verdicts = {steps: verdict_after(steps, base, found) for steps in JUDGED}
-            noise = added_noise(base, found)
+            nats = fmean(second.losses[-tail:]) - fmean(base.losses[-tail:])
+            verdicts = {steps: verdict_after(steps, base, second) for steps in JUDGED}
+            noise = added_noise(base, second)
             facts = {"kind": "planted", "planted": kind, "size": size, "seeds": [seed], "n": 1}
             facts |= {"steps": args.steps, "verdicts": verdicts, "added_noise": noise}
             metrics = {"nats": receipts.spread([nats], "nats")}

@@ -51,7 +51,7 @@ class Stage(IntEnum):
 
 
 Effect = Literal["exact", "approximate", "learning"]
-Rounding = Literal["operands", "state", "other"]
+Rounds = Literal["operands", "state", "other"]
 EFFECTS: tuple[Effect, ...] = get_args(Effect)
 """What a change may do to the gradients, the mildest first."""
 
@@ -255,7 +255,7 @@ class Technique(Strict, Generic[B]):
     """Names of techniques with `rest` that may stand beside this one: it runs their updates too."""
     timed: ClassVar[bool] = False
     """Whether `predict` also covers what it does to a step's time, be it nothing."""
-    rounds: ClassVar[Rounding] = "other"
+    rounds: ClassVar[Rounds] = "other"
     """What an `approximate` technique rounds: `operands` of products, each relative to itself and
     anew in each step, which a short training shows; `state` that stays from step to step, which
     only a long one does; or something else."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.plan.changes import difference, flat, rewritten
 from headrace.plan.plan import Plan
-from headrace.plan.technique import EFFECTS, Effect, Rounding, Technique
+from headrace.plan.technique import EFFECTS, Effect, Rounds, Technique
 
 EXECUTION = {
     "name",
@@ -84,14 +84,14 @@ def _words_of(techniques: set[str], before: Plan, after: Plan) -> set[str]:
     }
 
 
-def rounding_of(before: Plan, after: Plan) -> Rounding:
+def rounding_of(before: Plan, after: Plan) -> Rounds:
     """Return what two plans round otherwise: the kind that takes the longest to show.
 
     Keys of `APPROXIMATE` round the operands of products.
     """
     differing = _differing_techniques(before, after).values()
-    kinds = {t.rounds for t in differing if t.equality == "approximate"}
-    return "state" if "state" in kinds else "other" if "other" in kinds else "operands"
+    rounded = {t.rounds for t in differing if t.equality == "approximate"}
+    return "state" if "state" in rounded else "other" if "other" in rounded else "operands"
 
 
 def changes_architecture(before: Plan, after: Plan) -> bool:

@@ -14,9 +14,9 @@ that the guard of a run allows. That is asked of every change.
 - Longer is not surer: two trainings that differ by rounding drift apart, by 0.03 nats after 1,000
   steps of 160M parameters (equal_learning.jsonl), where 0.01 are allowed. What rounds the operands
   of products, anew in each step, does two things, and both show early. A gradient that points
-  elsewhere learns less in every step, which the losses of `SHORT_STEPS` show. Noise that it adds
+  elsewhere learns less in every step, which the losses of `BRIEF_STEPS` show. Noise that it adds
   raises the loss at which a training settles, and it is in the gradients' squares at the same
-  weights from the first batch. Where these differ by less than `NOISE`, a training of `SHORT_STEPS`
+  weights from the first batch. Where these differ by less than `NOISE`, a training of `BRIEF_STEPS`
   is enough. Of planted errors that judged right what keeps 3, 2 and 1 bits, and wrong a noise that
   has nothing to do with the numbers that it is added to: 0.05 nats came later. So other errors
   than of operands are trained for `LEAST_STEPS`.
@@ -39,7 +39,7 @@ from statistics import fmean, median
 from typing import Literal
 
 from headrace.core.statistics import no_worse
-from headrace.plan.technique import Effect, Rounding
+from headrace.plan.technique import Effect, Rounds
 from headrace.train.guard import ALL, MEAN, apart
 from headrace.tuner.readings import Reading
 
@@ -51,7 +51,7 @@ LEARNED = 0.02
 training that has hardly begun hides what is lost later."""
 BATCHES = 8
 """Batch means of consecutive steps from which the test takes the spread."""
-SHORT_STEPS = 64
+BRIEF_STEPS = 64
 """Steps of a training below which no equality is shown: the second half has batches of four."""
 NOISE = 0.02
 """Share by which a change may raise the mean square of a batch's gradient at the same weights, and
@@ -93,7 +93,7 @@ class Equality:
     enough: int = 0
 
 
-def least_steps(rounding: Rounding, noise: float = 0.0) -> int:
+def least_steps(rounding: Rounds, noise: float = 0.0) -> int:
     """Return the steps of a training below which no equality is shown.
 
     Args:
@@ -102,13 +102,13 @@ def least_steps(rounding: Rounding, noise: float = 0.0) -> int:
     """
     if rounding == "state":
         return STATE_STEPS
-    return SHORT_STEPS if rounding == "operands" and abs(noise) < NOISE else LEAST_STEPS
+    return BRIEF_STEPS if rounding == "operands" and abs(noise) < NOISE else LEAST_STEPS
 
 
 def added_noise(one: Reading, two: Reading) -> float:
     """Return by which share the second's gradients are larger in the mean square; inf for none.
 
-    Rounding errors that have nothing to do with a gradient add their squares to its own. They are
+    Rounds errors that have nothing to do with a gradient add their squares to its own. They are
     of the first batches, at the same weights.
     """
     pairs = zip(one.firsts, two.firsts, strict=False)
@@ -116,7 +116,7 @@ def added_noise(one: Reading, two: Reading) -> float:
     return fmean(ratios) - 1 if ratios else inf
 
 
-def equality(one: Reading, two: Reading, effect: Effect, rounding: Rounding = "other") -> Equality:
+def equality(one: Reading, two: Reading, effect: Effect, rounding: Rounds = "other") -> Equality:
     """Return whether two readings show that their plans compute the same.
 
     Args:
@@ -148,7 +148,7 @@ def _trained(a: list[float], b: list[float], noise: float, least: int) -> Equali
     differences = [y - x for x, y in zip(a[half:], b[half:], strict=True)]
     if n < least:
         reason = f"{n} steps of a training are too few to show that it learns the same"
-        wanted = least if least == SHORT_STEPS else max(least, WANTED_STEPS)
+        wanted = least if least == BRIEF_STEPS else max(least, WANTED_STEPS)
         return Equality("not shown", reason, fmean(differences), noise, wanted)
     if margin <= 0:
         reason = f"nothing was learned in {n} steps, so that it learns the same is not shown"

@@ -22,9 +22,9 @@ from headrace.core.limits import TuneAim
 from headrace.core.statistics import Interval, accept, drifted
 from headrace.core.units import format_bytes
 from headrace.plan.plan import Plan
-from headrace.plan.technique import Effect, Rounding
+from headrace.plan.technique import Effect, Rounds
 from headrace.tuner.effects import effect_of, rounding_of
-from headrace.tuner.equality import SHORT_STEPS, equality
+from headrace.tuner.equality import BRIEF_STEPS, equality
 from headrace.tuner.paired_blocks import MARGIN, SampleSize, ratio_of
 from headrace.tuner.pairs import Measure
 from headrace.tuner.readings import Reading
@@ -116,7 +116,7 @@ class Rules:
     peaks: tuple[float, float] | None = None
     slower: float = 1.0
     shown: bool = False
-    rounding: Rounding = "other"
+    rounding: Rounds = "other"
 
     @property
     def margin(self) -> float:
@@ -154,7 +154,7 @@ class WorthMoreSteps:
     def least_training(self) -> int:
         """Return the steps to which a visit trains at once: those of a short training, if any."""
         asks = self.effect == "approximate" and not self.rules.shown
-        return SHORT_STEPS if asks and self.rules.rounding == "operands" else 0
+        return BRIEF_STEPS if asks and self.rules.rounding == "operands" else 0
 
     def train_to(self, reading: Reading) -> int:
         """Return the steps that both should train so that a gain is shown; 0 for no more."""

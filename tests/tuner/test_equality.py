@@ -14,10 +14,10 @@ from headrace.train.guard import First
 from headrace.tuner.command import format_end
 from headrace.tuner.effects import effect_of, rounding_of
 from headrace.tuner.equality import (
+    BRIEF_STEPS,
     LEAST_STEPS,
     NATS,
     NOISE,
-    SHORT_STEPS,
     STATE_STEPS,
     WANTED_STEPS,
     equality,
@@ -168,15 +168,15 @@ def test_an_approximate_gain_is_kept_where_a_training_shows_that_it_learns_the_s
 @pytest.mark.parametrize(("noise", "verdict"), [(0.0, "better"), (NOISE, "not shown")])
 def test_a_short_training_shows_what_adds_no_noise(noise: float, verdict: str) -> None:
     """Gradients whose squares are a fiftieth more ask for a longer one."""
-    before, after = reading(steps=SHORT_STEPS), reading(0.5, 0.0, SHORT_STEPS, 0.002)
+    before, after = reading(steps=BRIEF_STEPS), reading(0.5, 0.0, BRIEF_STEPS, 0.002)
     after.firsts = [one._replace(total=one.total * (1 + noise)) for one in after.firsts]
     rules = replace(CUDA, rounding="operands")
     found = judged(after, before, "approximate", rules)
     assert found.verdict == verdict, found.reason
     assert (found.enough or WANTED_STEPS) == WANTED_STEPS
     assert judged(after, before, "approximate").verdict == "not shown", "it rounds something else"
-    few = judged(reading(0.5, 0.0, SHORT_STEPS - 1, 0.002), before, "approximate", rules)
-    assert few.verdict == "not shown" and few.enough == SHORT_STEPS
+    few = judged(reading(0.5, 0.0, BRIEF_STEPS - 1, 0.002), before, "approximate", rules)
+    assert few.verdict == "not shown" and few.enough == BRIEF_STEPS
 
 
 def test_a_training_that_has_hardly_begun_allows_less() -> None:

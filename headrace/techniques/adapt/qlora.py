@@ -219,10 +219,10 @@ class Qlora(AdapterTechnique):
         count = sum(weight.numel() for weight in stored.values())
         stores = f"{len(stored)} weights are stored in"
         bits = 8 * sum(weight.nbytes for weight in stored.values()) / max(1, count)
-        held = f"; {len(weights) - len(stored)} are held whole" if self.whole_blocks else ""
+        whole = f"; {len(weights) - len(stored)} are held whole" if self.whole_blocks else ""
         return Evidence(
             active=bool(adapters.active) and stored.keys() == wanted and bits < 32,
-            detail=f"{adapters.detail}; {stores} {bits:.2f} bits a number{held}",
+            detail=f"{adapters.detail}; {stores} {bits:.2f} bits a number{whole}",
             numbers={**adapters.numbers, "bits_per_weight": bits},
         )
 
