@@ -33,6 +33,8 @@ LISTED = {
     "gone or has changed: no command knows what was in it",
     "techniques/adapt/qlora:Qlora.apply#1": "tests/techniques/test_qlora.py meets it, of weights "
     "whose shape is not in the plan",
+    "techniques/adapt/qlora:Qlora.apply#2": "tests/techniques/test_qlora.py meets it before, of a "
+    "plan with its shape",
     "techniques/precision/weight_pruning:WeightPruning.apply#1": "tests/techniques/"
     "test_weight_pruning.py meets it, of weights whose shape is not in the plan",
     "assemble/references:_Reading._write#1": "tests/techniques/test_preference.py meets it",
