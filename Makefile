@@ -1,7 +1,8 @@
-# make demo | test | test-full | coverage | check | docs. Each makes .venv when it is missing or out of date.
+# make demo | test | test-full | coverage | check | docs | dist | lock | sbom. Each makes .venv when it is missing or out of date.
 # PYTHON=python3.12 chooses the interpreter; DATA=DIR lets tests read real text from DIR.
 PYTHON ?= python3
 DATA ?=
+REPOSITORY ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 # Two processes, a file of tests to each: one group of ranks serves all compositions of a file. The
@@ -11,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(
 # Rewriting the assertions of all tests takes 15 s a process where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-full coverage check docs clean
+.PHONY: demo test test-full coverage check docs dist lock sbom clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -40,8 +41,26 @@ check: .venv/installed-dev
 docs: .venv/installed-dev
 	$(BIN)/mkdocs build --strict --site-dir site
 
+# The wheel and the sdist, as a release has them; REPOSITORY=https://HOST/OWNER/NAME makes README's links absolute.
+dist: .venv/installed-release
+	rm -rf dist
+	$(BIN)/python .ci/dist.py --repository "$(REPOSITORY)"
+	$(BIN)/python -m twine check --strict dist/*
+
+# requirements.txt: every package that `pip install headrace` brings, with the sha256 of its files, for
+# any system and Python 3.11 to 3.14. pip install --require-hashes -r requirements.txt
+lock: .venv/installed-release
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \
+	  --no-annotate --constraint constraints.txt --output-file requirements.txt pyproject.toml
+
+# dist/sbom.cdx.json: the same packages as a CycloneDX document.
+sbom: .venv/installed-release
+	mkdir -p dist
+	$(BIN)/cyclonedx-py requirements requirements.txt --pyproject pyproject.toml \
+	  --output-reproducible -o dist/sbom.cdx.json
+
 clean:
-	rm -rf .venv site build .coverage
+	rm -rf .venv site build dist .coverage
 
 # A stamp is newer than what it was made from, so a second `make` installs nothing.
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
@@ -53,6 +72,11 @@ clean:
 	@echo "installing headrace with what its tests need into .venv"
 	@$(PIP) -e '.[dev]'
 	@touch $@ .venv/installed
+
+.venv/installed-release: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing what builds, locks and lists a release into .venv"
+	@$(PIP) -e '.[release]'
+	@touch $@
 
 .venv/installed-full: .venv/installed-dev
 	@echo "installing what the tests of engines and object stores need into .venv"

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import receipts
-from finetune_sides import MAKERS, OURS, PACKAGES, missing, plan_of, write_model
+from finetune_sides import MAKERS, OURS, PACKAGES, WHOLE, missing, plan_of, write_model
 from limits import GIB, PLANS, context_of, lengthened, speed_metrics
 from peers import Peer, spreads
 from variants import Variant
@@ -404,7 +404,7 @@ def print_predictions(args: argparse.Namespace) -> None:
         )
 
     for method in ("qlora", "lora"):
-        for side in OURS:
+        for side in (side for side in OURS if method == "qlora" or side not in WHOLE):
             plan = plan_of(side, method, args.plan, shape(args), tiny=args.tiny)
             show(f"speed {method} {side}", predicted(plan, args.device_name))
     for length in args.lengths or (TINY_LENGTHS if args.tiny else LENGTHS):

@@ -55,9 +55,15 @@ OURS = {
     "headrace": "+selective_checkpoint",
     "headrace_half": "+selective_checkpoint techniques.selective_checkpoint.every=2",
     "headrace_kept": "",
+    "headrace_whole": "+selective_checkpoint techniques.qlora.whole_blocks=26",
+    "headrace_autotuned": "+selective_checkpoint techniques.qlora.whole_blocks=26 "
+    "techniques.torch_compile.mode=max-autotune-no-cudagraphs",
     "headrace_small": "+full_checkpoint",
 }
-"""Side -> changes of the shape's plan beside the shared ones: what blocks keep."""
+"""Side -> changes of the shape's plan beside the shared ones: what blocks keep, and what of their
+frozen weights is held whole."""
+WHOLE = ("headrace_whole", "headrace_autotuned")
+"""Sides of QLoRA alone."""
 NEEDS = {
     "peft": ("transformers", "peft"),
     "peft_liger": ("transformers", "peft", "liger_kernel"),

@@ -5,7 +5,7 @@ second matrix learns, and how much of it is left out in a step. A subclass says 
 weights are stored, or that the lengths of rows learn too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,7 +16,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
 from headrace.core.strict import Wrong
-from headrace.costs.adapters import AdapterSizes, with_adapters_alone
+from headrace.costs.adapters import AdapterSizes, StoredBytes, with_adapters_alone
 from headrace.costs.ledger import Ledger
 from headrace.model.adapter import read_config
 from headrace.model.lora import (
@@ -134,8 +134,8 @@ class AdapterTechnique(Technique[Build]):
         """Count gradients and state of the adapters alone; drop the matmuls of frozen gradients."""
         return self.predict_stored(ledger, None)
 
-    def predict_stored(self, ledger: Ledger, stored: Callable[[int, int], float] | None) -> Ledger:
-        """Return the same with adapted weights of `stored(inputs, outputs)` bytes."""
+    def predict_stored(self, ledger: Ledger, stored: StoredBytes | None) -> Ledger:
+        """Return the same with adapted weights of `stored(layer, inputs, outputs)` bytes."""
         return with_adapters_alone(ledger, self.name(), self.sizes, stored)
 
     def apply(self, build: Build) -> None:

@@ -5,8 +5,9 @@ it runs. So `headrace --help` and the help of a verb wait neither for torch nor 
 """
 
 import typer
+from typer.completion import completion_init  # pyright: ignore[reportPrivateImportUsage]
 
-from headrace.cli.arguments import Version
+from headrace.cli.arguments import Completion, Version
 from headrace.cli.verbs import Verb, Verbs
 
 
@@ -110,6 +111,9 @@ app = typer.Typer(
 )
 
 
+completion_init()  # what `--completion` prints asks `headrace` itself, by typer's classes
+
+
 @app.callback()
-def _before_verbs(*, version: Version = False) -> None:
+def _before_verbs(*, version: Version = False, completion: Completion = None) -> None:
     """Train language models, name the bottleneck of a run, and remove it with a receipt."""

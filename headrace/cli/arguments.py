@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from headrace import __version__
+from headrace.cli.completion import Shell, overrides, plans, print_completion, runs, techniques
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.limits import MOST
 
@@ -65,12 +66,34 @@ Version = Annotated[
     bool,
     typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
 ]
+Completion = Annotated[
+    Shell | None,
+    typer.Option(
+        "--completion",
+        callback=print_completion,
+        is_eager=True,
+        help="Print what makes a shell complete words.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as in batch.tokens=16384")]
-With = Annotated[list[str] | None, typer.Option("--with", help="Add a technique.")]
-Without = Annotated[list[str] | None, typer.Option("--without", help="Remove a technique.")]
-PlanName = Annotated[str, typer.Argument(help="A recipe's name or a TOML file.")]
-RunName = Annotated[Path, typer.Argument(help="A run: runs/NAME, or its NAME.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="key=value, as in batch.tokens=16384", autocompletion=overrides),
+]
+With = Annotated[
+    list[str] | None,
+    typer.Option("--with", help="Add a technique.", autocompletion=techniques),
+]
+Without = Annotated[
+    list[str] | None,
+    typer.Option("--without", help="Remove a technique.", autocompletion=techniques),
+]
+PlanName = Annotated[
+    str, typer.Argument(help="A recipe's name or a TOML file.", autocompletion=plans)
+]
+RunName = Annotated[
+    Path, typer.Argument(help="A run: runs/NAME, or its NAME.", autocompletion=runs)
+]
 Adapter = Annotated[
     str, typer.Option(help="Put this adapter on the run's base: a run, a folder, or a name.")
 ]

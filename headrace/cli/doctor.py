@@ -1,8 +1,9 @@
 """This module holds the verb `doctor`."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +14,9 @@ from headrace.core.command import rerun
 from headrace.core.errors import ConfigError
 from headrace.core.files import shell
 from headrace.core.loading import loading
+
+if TYPE_CHECKING:
+    from headrace.doctor.advice import Advice
 
 EXPORTED = (".gguf", ".onnx", ".pte")
 """How the names of files end that `headrace export` writes for a runtime."""
@@ -37,36 +41,56 @@ def doctor(
     """Print the findings of a run, the gravest first, and what each remedy would gain."""
     with exit_codes(json):
         with loading():
-            from headrace.cli.plans import named_plan, place, rates_here
-            from headrace.doctor.advice import advise, advise_loop, advise_plan
-            from headrace.doctor.run import TRACES
             from headrace.doctor.trace.facts import HEAD, kernel_lines
             from headrace.doctor.words.answer import findings_json, render_advice
-        first, kernels = what[0], []
-        if first.suffix in EXPORTED:
-            _decode(first, json)
+        if what[0].suffix in EXPORTED:
+            _decode(what[0], json)
             return
-        if _is_plan(first):
-            words = [str(word) for word in what[1:]]
-            wanted = named_plan(str(first), words, with_, without, verb="doctor")
-            advice = advise_plan(wanted, *place(wanted, device_name), catalogue())
-        elif with_ or without:
-            raise ConfigError(
-                f"--with and --without change a plan, and {first} is none",
-                rerun((first, _plan_of(first)), verb="doctor"),
-            )
-        elif len(what) > 1 or (first.name.endswith(TRACES) and not first.is_dir()):
-            advice = advise_loop(what, catalogue())
-        else:
-            folder = _judged_run(first)
-            advice = advise(folder, catalogue(), partial(rates_here, sure=True))
-            kernels = kernel_lines(folder)
+        advice, folder = advice_on(what, with_ or (), without or (), device_name)
         if json:
             show_json(findings_json(advice))
             return
         print(render_advice(advice))
-        if kernels:
+        if folder is not None and (kernels := kernel_lines(folder)):
             show_table(HEAD, kernels)
+
+
+def advice_on(
+    what: Sequence[Path],
+    with_: Sequence[str] = (),
+    without: Sequence[str] = (),
+    device_name: str = "",
+) -> tuple["Advice", Path | None]:
+    """Return the doctor's answer on what a user named, and the folder where that is a run.
+
+    Args:
+        what: a run; a plan, and words `key=value`; what `headrace.watch` saved; or traces.
+        with_: names of techniques that a plan gets.
+        without: names of techniques that a plan loses.
+        device_name: a GPU that is not here, where a plan is named; "" for this machine's device.
+
+    Raises:
+        ConfigError: it is none of these.
+        RunError: a file of it is damaged.
+    """
+    with loading():
+        from headrace.cli.plans import named_plan, place, rates_here
+        from headrace.doctor.advice import advise, advise_loop, advise_plan
+        from headrace.doctor.run import TRACES
+    first = what[0]
+    if _is_plan(first):
+        words = [str(word) for word in what[1:]]
+        wanted = named_plan(str(first), words, [*with_], [*without], verb="doctor")
+        return advise_plan(wanted, *place(wanted, device_name), catalogue()), None
+    if with_ or without:
+        raise ConfigError(
+            f"--with and --without change a plan, and {first} is none",
+            rerun((first, _plan_of(first)), verb="doctor"),
+        )
+    if len(what) > 1 or (first.name.endswith(TRACES) and not first.is_dir()):
+        return advise_loop(what, catalogue()), None
+    folder = _judged_run(first)
+    return advise(folder, catalogue(), partial(rates_here, sure=True)), folder
 
 
 def _decode(file: Path, json: bool) -> None:

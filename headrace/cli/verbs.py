@@ -17,6 +17,7 @@ from typer.main import get_command, get_group
 from headrace.cli.terminal import exit_codes, is_first
 from headrace.core.command import typed
 from headrace.core.errors import EXIT_PLAN, ConfigError, nearest
+from headrace.core.system import check_system
 
 UsageError: Any = typer.BadParameter.__base__
 """The class of the errors that typer raises where no verb accepts the command line.
@@ -103,7 +104,9 @@ class Verbs(TyperGroup):
 
         Raises:
             ConfigError: the verb was removed.
+            UnsupportedError: this system has not what the verbs need.
         """
+        check_system()
         if args[0] in RETIRED:
             raise ConfigError(*RETIRED[args[0]])
         name, _, rest = super().resolve_command(ctx, args)

@@ -82,7 +82,7 @@ class RefusalKind(StrEnum):
 class HeadraceError(Exception):
     """Base of every error that is shown as one message, without a traceback."""
 
-    exit_code = EXIT_FAILED
+    exit_code: int = EXIT_FAILED
     run: Path | None = None
     """the folder of the run that it ended, whose report holds it"""
 
@@ -94,7 +94,8 @@ class HeadraceError(Exception):
             remedy: what mends it; a plain text where no change of the plan does.
         """
         super().__init__(message)
-        self.message, self.remedy = message, as_remedy(remedy)
+        self.message: str = message
+        self.remedy: Remedy = as_remedy(remedy)
 
     def __str__(self) -> str:
         return f"{self.message}\n  try: {self.remedy}" if self.remedy else self.message

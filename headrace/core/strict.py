@@ -10,14 +10,16 @@ from datetime import date, time
 from functools import cache
 from itertools import pairwise
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from headrace.core.errors import ConfigError, alike
 from headrace.core.foreign import Meant, meant_by
 from headrace.core.guess import choice, guesses
+from headrace.core.inline import inline_text
 from headrace.core.remedy import Remedy, as_remedy, leave_out, mend
 
 T = TypeVar("T", bound=BaseModel)
@@ -48,7 +50,9 @@ class Wrong(ValueError):
 class Strict(BaseModel):
     """A frozen table: unknown keys, wrong types, wrong ranges and infinite numbers are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -64,6 +68,11 @@ class Strict(BaseModel):
         elif str in accepted and not takes_number:
             return str(given)
         return given
+
+    def _repr_html_(self) -> str:
+        values = self.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+        title = f"{type(self).__name__}, what differs from the defaults"
+        return inline_text(title, tomli_w.dumps(values))
 
 
 @cache

@@ -29,6 +29,9 @@ LAST = "mlp.down/adapter_forward"
 """A sum that nothing needs again, nor the product with the frozen weight in it."""
 PIECE = "mlp_piece"
 """The line of a ledger whose MLPs go in pieces that run again, each from its input."""
+StoredBytes = Callable[[int, int, int], float | None]
+"""A function of a layer, and of the features in and out of an adapted weight there: its bytes; None
+where it stays as it is."""
 ALONE = "mixer.out/alone"
 """A size: bytes that a mixer keeps as its last linear's input and does not read itself."""
 GATES = "mixer.gates/alone"
@@ -85,7 +88,7 @@ def adapted_ledger(
     ledger: Ledger,
     owner: str,
     adapters: AdapterSizes,
-    stored: Callable[[int, int], float] | None,
+    stored: StoredBytes | None,
 ) -> Ledger:
     """Return the ledger of a model of which only adapters learn.
 
@@ -93,7 +96,7 @@ def adapted_ledger(
         ledger: of the model that learns whole.
         owner: the technique.
         adapters: their sizes.
-        stored: (features in, features out) -> bytes of an adapted weight; None leaves it fp32.
+        stored: what adapted weights take; None leaves all fp32.
 
     Raises:
         ConfigError: the ledger knows none of the targets, or another technique replaces one.
@@ -108,7 +111,8 @@ def adapted_ledger(
     tables = adapters.tables(tied=sizes["tied"] > 0)
     has_head = _has_head(tables, sizes)
     numbers = added + len(tables) * sizes["embedding"]
-    quantized = {n: stored(inner, outer) for n, (outer, inner) in taken.items()} if stored else {}
+    asked = {n: stored(_layer(n), *shape[::-1]) for n, shape in taken.items()} if stored else {}
+    quantized = {name: bytes for name, bytes in asked.items() if bytes is not None}
     saved = sum(4 * prod(taken[name]) - bytes for name, bytes in quantized.items())
     for name, count in {
         "parameters": memory["parameters"].bytes + 4 * added - saved,
@@ -120,11 +124,12 @@ def adapted_ledger(
         + has_head * sizes["residual"],
     }.items():
         ledger = ledger.with_line(name, replace(memory[name], bytes=count))
-    if stored:  # one weight at a time is made whole
+    if quantized:  # one weight at a time is made whole
         largest = max(map(prod, taken.values()))
         ledger = ledger.with_line("whole_weight", Line(4 * largest, ("backward",)))
     for layer in range(layers):
-        ledger = _adapted_block(ledger, layer, taken, adapters, bool(stored))
+        is_stored = any(_layer(name) == layer for name in quantized)
+        ledger = _adapted_block(ledger, layer, taken, adapters, is_stored)
     if PIECE in memory:  # of which each runs again
         in_mlp = {name: shape for name, shape in taken.items() if _end(name).startswith("mlp.")}
         ledger = ledger.with_flops("recompute", 2 * _total(adapters.numbers, in_mlp))
@@ -203,7 +208,7 @@ def with_adapters_alone(
     ledger: Ledger,
     owner: str,
     adapters: AdapterSizes,
-    stored: Callable[[int, int], float] | None = None,
+    stored: StoredBytes | None = None,
 ) -> Ledger:
     """Return the memory and the work of a model of which only adapters learn.
 
@@ -211,7 +216,7 @@ def with_adapters_alone(
         ledger: of the model that learns whole.
         owner: the technique.
         adapters: their sizes.
-        stored: (features in, features out) -> bytes of an adapted weight; None leaves it fp32.
+        stored: what adapted weights take; None leaves all fp32.
 
     Raises:
         ConfigError: see `adapted_ledger`.
@@ -339,6 +344,11 @@ def _is_linear(name: str, matrix: Matrix) -> bool:
 def _end(name: str) -> str:
     """Return what the linear of a weight is called in its block."""
     return name.split(".", 2)[2].removesuffix(".weight")
+
+
+def _layer(name: str) -> int:
+    """Return the block that a weight is of, from its full name."""
+    return int(name.split(".", 2)[1])
 
 
 def targeted(owner: str, *targets: str) -> Remedy:

@@ -51,6 +51,7 @@ class Stage(IntEnum):
 
 
 Effect = Literal["exact", "approximate", "learning"]
+Rounds = Literal["operands", "state", "other"]
 EFFECTS: tuple[Effect, ...] = get_args(Effect)
 """What a change may do to the gradients, the mildest first."""
 
@@ -254,8 +255,10 @@ class Technique(Strict, Generic[B]):
     """Names of techniques with `rest` that may stand beside this one: it runs their updates too."""
     timed: ClassVar[bool] = False
     """Whether `predict` also covers what it does to a step's time, be it nothing."""
-    rounds_state: ClassVar[bool] = False
-    """Whether what it rounds stays from step to step, and a short training does not show it."""
+    rounds: ClassVar[Rounds] = "other"
+    """What an `approximate` technique rounds: `operands` of products, each relative to itself and
+    anew in each step, which a short training shows; `state` that stays from step to step, which
+    only a long one does; or something else."""
     follows_horizon: ClassVar[bool] = False
     """Whether what a step does depends on where the schedule ends, beside the learning rate. Then
     a state of a shorter run is none of a longer one."""

@@ -72,6 +72,8 @@ class Interrupts:
         self._left = threading.Event()
 
     def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python hears signals in the main thread alone: whoever runs that decides
         for name in CODES:
             number = getattr(signal, name, None)
             if number is None:
@@ -155,6 +157,15 @@ class Interrupts:
     def exit_code(self) -> int:
         """Return the exit code of the signal that came; of Ctrl-C where none came."""
         return CODES[self.name or "SIGINT"]
+
+
+class PatientInterrupts(Interrupts):
+    """Catch signals in a process that does more than one run, as a notebook's kernel.
+
+    A compiler that handles no signal is waited for: nothing ends the process but its owner.
+    """
+
+    patience_s: ClassVar[float | None] = None
 
 
 class Preparing(Interrupts):

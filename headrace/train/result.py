@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from headrace.core.inline import inline_page, inline_table
 from headrace.plan.technique import Catalogue, installed
 from headrace.train.interrupts import Closing
 
@@ -130,6 +131,14 @@ class Result:
     def page(self) -> Path | None:
         """Return the file of the page about the run."""
         return self.conclude().page
+
+    def _repr_html_(self) -> str:
+        if not self.first:
+            return ""
+        if (page := self.page) is None:
+            why = self.conclude().not_made.items()
+            return inline_table(f"{self.folder}: no page was made", (), why)
+        return inline_page(page.read_text())
 
 
 def _ignore(line: str) -> None:

@@ -22,6 +22,7 @@ from headrace.assemble.context import check_supported, choose_device, make_conte
 from headrace.assemble.sockets import Build, RunNotes
 from headrace.core.model_config import ModelConfig
 from headrace.core.progress import Progress
+from headrace.core.system import check_system
 from headrace.data.chat.encode import template_line
 from headrace.data.ingest import is_current, prepare, reopen
 from headrace.data.loader import Micro
@@ -46,7 +47,7 @@ from headrace.train.identity import (
     note_frozen,
     without_base,
 )
-from headrace.train.interrupts import Interrupts
+from headrace.train.interrupts import Interrupts, PatientInterrupts
 from headrace.train.result import Result
 from headrace.train.run_folder import RunFolder, telling_of_lost_ranks
 from headrace.train.session import Session
@@ -75,18 +76,20 @@ def run(
         checkpoint: the checkpoint to continue from, as in "step-100"; the newest without it.
         branch: begin a new run at that checkpoint of `folder`, with `resume`; see inference/branch.
         catalogue: the techniques to choose from, where the plan asks for a choice.
-        command: whether this process serves only this run, so its age counts as part of the start.
+        command: whether this process serves only this run, so its age counts as part of the start,
+            and a signal that comes while it compiles may end it.
 
     Raises:
         ConfigError, UnsupportedError: the plan cannot run; nothing has been trained.
         RunError, MemoryFull: the run failed; the last good checkpoint is intact.
         Stopped: a signal ended the run; a checkpoint is saved.
     """
+    check_system()
     start = Start(process_age_s() if command else None)
     plan, progress = _with_keys(plan), progress or Progress()
     device = choose_device(plan)
     with ExitStack() as stack:
-        stop = stack.enter_context(Interrupts())
+        stop = stack.enter_context(Interrupts() if command else PatientInterrupts())
         run_before = RunFolder.find(plan, folder) if resume else None  # before any work
         first = plan.model
         plan = _as_restored(plan, run_before, checkpoint) if run_before else plan

@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.plan.changes import difference, flat, rewritten
 from headrace.plan.plan import Plan
-from headrace.plan.technique import EFFECTS, Effect, Technique
+from headrace.plan.technique import EFFECTS, Effect, Rounds, Technique
 
 EXECUTION = {
     "name",
@@ -71,7 +71,7 @@ def rounding_words(before: Plan, after: Plan) -> set[str]:
 def state_words(before: Plan, after: Plan) -> set[str]:
     """Return those of the rounding words whose rounding stays from step to step."""
     differing = _differing_techniques(before, after).items()
-    return _words_of({name for name, t in differing if t.rounds_state}, before, after)
+    return _words_of({name for name, t in differing if t.rounds == "state"}, before, after)
 
 
 def _words_of(techniques: set[str], before: Plan, after: Plan) -> set[str]:
@@ -84,9 +84,14 @@ def _words_of(techniques: set[str], before: Plan, after: Plan) -> set[str]:
     }
 
 
-def rounds_state(before: Plan, after: Plan) -> bool:
-    """Return whether two plans round otherwise what stays from step to step."""
-    return bool(state_words(before, after))
+def rounding_of(before: Plan, after: Plan) -> Rounds:
+    """Return what two plans round otherwise: the kind that takes the longest to show.
+
+    Keys of `APPROXIMATE` round the operands of products.
+    """
+    differing = _differing_techniques(before, after).values()
+    rounded = {t.rounds for t in differing if t.equality == "approximate"}
+    return "state" if "state" in rounded else "other" if "other" in rounded else "operands"
 
 
 def changes_architecture(before: Plan, after: Plan) -> bool:

@@ -22,9 +22,9 @@ from headrace.core.limits import TuneAim
 from headrace.core.statistics import Interval, accept, drifted
 from headrace.core.units import format_bytes
 from headrace.plan.plan import Plan
-from headrace.plan.technique import Effect
-from headrace.tuner.effects import effect_of, rounds_state
-from headrace.tuner.equality import equality
+from headrace.plan.technique import Effect, Rounds
+from headrace.tuner.effects import effect_of, rounding_of
+from headrace.tuner.equality import BRIEF_STEPS, equality
 from headrace.tuner.paired_blocks import MARGIN, SampleSize, ratio_of
 from headrace.tuner.pairs import Measure
 from headrace.tuner.readings import Reading
@@ -106,7 +106,7 @@ class Rules:
             on devices that do not count.
         slower: times as long as the first plan's a step of the plan before is, by what was kept.
         shown: that it learns the same was shown before, or is not asked.
-        rounds_state: what the change rounds stays from step to step.
+        rounding: what the change rounds.
     """
 
     aim: TuneAim = "time"
@@ -116,7 +116,7 @@ class Rules:
     peaks: tuple[float, float] | None = None
     slower: float = 1.0
     shown: bool = False
-    rounds_state: bool = False
+    rounding: Rounds = "other"
 
     @property
     def margin(self) -> float:
@@ -150,6 +150,12 @@ class WorthMoreSteps:
             return compared.verdict != "undecided"
         return compared.ratio.value > 1 and compared.ratio.high > 1 + self.rules.margin
 
+    @property
+    def least_training(self) -> int:
+        """Return the steps to which a visit trains at once: those of a short training, if any."""
+        asks = self.effect == "approximate" and not self.rules.shown
+        return BRIEF_STEPS if asks and self.rules.rounding == "operands" else 0
+
     def train_to(self, reading: Reading) -> int:
         """Return the steps that both should train so that a gain is shown; 0 for no more."""
         compared = judge(reading, self.effect, self.rules)
@@ -182,7 +188,7 @@ def compare(
     if limit_s <= 0:
         return Compared("cut", "no time was left")
     effect = effect_of(first, second)
-    rules = replace(rules, rounds_state=rounds_state(first, second))
+    rules = replace(rules, rounding=rounding_of(first, second))
     if screen:
         size = replace(size, worth=WorthMoreSteps(effect, rules))
     return judge(
@@ -209,7 +215,7 @@ def judge(reading: Reading, effect: Effect, rules: Rules) -> Compared:
             ready_s=reading.ready_s,
             refusal=RefusalKind.BASELINE,
         )
-    alike = equality(other, reading, effect, rules.rounds_state)
+    alike = equality(other, reading, effect, rules.rounding)
     ratio = ratio_of(other.seconds, reading.seconds)
     compared = Compared(
         "undecided",

@@ -48,6 +48,11 @@ class Worth(Protocol):
         """Return the steps that both should train to show a gain; 0 for no more."""
         ...
 
+    @property
+    def least_training(self) -> int:
+        """Return the steps to which a visit trains at once, since a gain needs them; 0 for none."""
+        ...
+
 
 @dataclass(frozen=True)
 class SampleSize:
@@ -308,7 +313,11 @@ def take_visits(
     steps = ceil(size.timed / (2 * blocks))
     first_visits = [*known] or [visit(first, blocks, steps, 0.25, 0)]
     cut_off = first_visits[0].timed_out
-    visited = first_visits[0] if cut_off else visit(second, 2 * blocks, steps, 0.5, 0)
+    visited = first_visits[0]
+    if not cut_off:
+        trains = size.worth.least_training if size.worth is not None else 0
+        fits = visited.seconds and trains * median(visited.seconds) < TIMED * left_s()
+        visited = visit(second, 2 * blocks, steps, 0.5, trains if fits else 0)
     reading = _pair(first_visits, visited)
     if visited.refused or first_visits[0].refused:
         return reading, []
@@ -325,7 +334,7 @@ def take_visits(
     last_visit = visit(first, blocks, steps, 0.25 if train else 1.0, train)
     if last_visit.timed_out:
         return reading, []
-    if train and not last_visit.refused:
+    if len(visited.losses) < train and not last_visit.refused:
         own = visit(second, 1, LEAST_STEPS, 0.1, train)
         if not own.refused:
             visited = replace(visited, losses=own.losses, norms=own.norms)
@@ -340,8 +349,9 @@ def _visits_train(reading: Reading, size: SampleSize) -> tuple[int, float]:
     steps = size.worth.train_to(reading) if size.worth and other else 0
     if not steps or other is None:
         return 0, 0.0
-    both_s = median(other.seconds) + median(reading.seconds)
-    return steps, reading.ready_s + steps * both_s
+    is_trained = len(reading.losses) >= steps
+    second_s = 0.0 if is_trained else reading.ready_s + steps * median(reading.seconds)
+    return steps, steps * median(other.seconds) + second_s
 
 
 def _pair(first_visits: Sequence[Reading], second: Reading) -> Reading:

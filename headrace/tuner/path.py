@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.files import shell, write_whole
+from headrace.core.inline import inline_table
 from headrace.core.limits import TuneAim
 from headrace.core.statistics import Interval, break_even_steps
 from headrace.core.units import format_seconds
@@ -252,6 +253,21 @@ class Tuned:
             "time_was_up": self.up,
             "interrupted": self.interrupted,
         }
+
+    def __str__(self) -> str:
+        return self.sentence()
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                " ".join(step.changes),
+                step.verdict,
+                "" if step.ratio is None else f"{format_ratio(step.ratio)} times as fast",
+                step.reason,
+            )
+            for step in self.path
+        ]
+        return inline_table(self.sentence(), ("change", "verdict", "measured", "why"), rows)
 
     def _row(self, step: TrialRow) -> dict[str, Any]:
         """Return a trial as JSON values, with what it bought where it was kept."""

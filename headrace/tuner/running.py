@@ -14,7 +14,7 @@ from headrace.core.units import format_seconds
 from headrace.plan.changes import difference
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage
-from headrace.tuner.effects import effect_of, rounds_state
+from headrace.tuner.effects import effect_of, rounding_of
 from headrace.tuner.equality import least_steps
 from headrace.tuner.judge import Compared, Rules, compare
 from headrace.tuner.minutes import SOONER, TrialSeconds, compiles, needs
@@ -233,7 +233,7 @@ class Tuning:
         best = self.pool.best
         rounds = effect_of(best.plan, proposal.plan) == "approximate"
         rounds &= best.prediction.memory.fits != "no"  # what cannot run asks for no equal losses
-        steps = least_steps(rounds_state(best.plan, proposal.plan)) if rounds else 0
+        steps = least_steps(rounding_of(best.plan, proposal.plan)) if rounds else 0
         step_s = self.pool.best_s or self.first_s or best.prediction.time.step_s or 0.0
         after_s = step_s / (self.pool.faster(proposal) or 1.0)
         return needs(self.ready_of, compiles(proposal.plan), steps, step_s, after_s)

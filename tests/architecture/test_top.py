@@ -5,26 +5,35 @@ from pathlib import Path
 
 KNOWN = {
     ".ci",
+    ".dockerignore",
     ".git",
     ".github",
     ".gitignore",
+    ".pre-commit-config.yaml",
     "CHANGELOG.md",
+    "CITATION.cff",
     "CONTRIBUTING.md",
+    "Containerfile",
     "LICENSE",
     "LOG.md",
+    "MANIFEST.in",
     "Makefile",
+    "PKG-INFO",
     "README.md",
     "SECURITY.md",
     "benchmarks",
     "constraints.txt",
     "docs",
+    "examples",
     "headrace",
     "mkdocs.yml",
     "pyproject.toml",
+    "requirements.txt",
     "results",
+    "setup.cfg",
     "tests",
 }
-"""Every name that is committed, and git's own."""
+"""Every name that is committed, git's own, and what an sdist has beside them."""
 
 
 def test_nothing_else_lies_at_the_top(root: Path) -> None:

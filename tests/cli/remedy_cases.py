@@ -218,7 +218,7 @@ RUNS = {
     "catalogue/explain:check_explained#3": Case("explain muon --with z_loss"),
     "catalogue/explain:nothing_to_explain#1": Case("explain demo-1", copied("demo-1")),
     "catalogue/explain:nothing_to_explain#2": Case("explain muun"),
-    "cli/doctor:doctor#1": Case("doctor runs/demo --with muon"),
+    "cli/doctor:advice_on#1": Case("doctor runs/demo --with muon"),
     "cli/doctor:_judged_run#1": Case(
         "doctor trace", write("trace", ""), does={"runs/demo": nothing}, then="doctor runs/demo"
     ),

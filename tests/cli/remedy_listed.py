@@ -16,6 +16,8 @@ LISTED = {
     "launch/": "tests/launch meets each and reads its remedy: what follows is an engine's",
     "cli/launch": "tests/launch/test_local.py meets it: what follows becomes another process",
     "data/scale/local": SCALE,
+    "api/commands": "tests/api/test_calls.py: the error of a verb, whose own remedy it has",
+    "core/system": "tests/core/test_system.py pretends to be Windows, where WSL is installed",
     "predict/mesh:choose_mesh#1": "tests/predict/test_mesh_chosen.py: only more GPUs mend it",
     "data/remote": "tests/data/test_remote.py asks a store in memory, and reads each remedy",
     "data/scale/job": SCALE,
@@ -37,6 +39,8 @@ LISTED = {
     "gone or has changed: no command knows what was in it",
     "techniques/adapt/qlora:Qlora.apply#1": "tests/techniques/test_qlora.py meets it, of weights "
     "whose shape is not in the plan",
+    "techniques/adapt/qlora:Qlora.apply#2": "tests/techniques/test_qlora.py meets it before, of a "
+    "plan with its shape",
     "techniques/precision/weight_pruning:WeightPruning.apply#1": "tests/techniques/"
     "test_weight_pruning.py meets it, of weights whose shape is not in the plan",
     "assemble/references:_Reading._write#1": "tests/techniques/test_preference.py meets it",

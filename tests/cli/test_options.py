@@ -183,7 +183,7 @@ def test_a_guess_is_only_made_where_a_name_is_near(
     assert "nearest" not in told["error"]
     told = call_here("train", "qqq")
     assert (
-        "the recipes are 124m, chat, demo" in told["error"]
+        "the recipes are 124m, 160m, 1b, 7b, chat, demo" in told["error"]
         and told["remedy"] == "headrace train demo"
     )
 

@@ -28,6 +28,9 @@ CASES: dict[str, Asked] = {
     "techniques/adapt/qlora:Qlora._refuse_cut#1": Asked(
         ("mesh.tensor=2", "model.ffn=192"), ("qlora", "tensor_parallel")
     ),
+    "techniques/adapt/qlora:Qlora._refuse_whole#1": Asked(
+        ("model.layers=2", "techniques.qlora.whole_blocks=2"), ("qlora",)
+    ),
     "techniques/adapt/qlora:Qlora.supports#1": Asked(
         ("model.dim=8", "model.heads=2", "model.ffn=8"), ("qlora",)
     ),

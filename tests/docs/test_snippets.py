@@ -42,6 +42,8 @@ SHORT = ("goal.steps=4", "eval.tokens=512")
 """What makes a fine-tuning short, where the page does not say how long it is."""
 NARROW = ("data.sequence_length=64", "batch.tokens=256")
 """What makes its rows short too, where they are a text of the page."""
+MEASURED = ("160m", "1b", "7b")
+"""Recipes whose shapes pages predict and do not train: they stay as they are."""
 TAKES_PLAN = ("train", "explain", "ingest", "mix", "plan", "tune", "ablate", "lr-find", "mup")
 MINUTES = "0.02"
 """What `--minutes` becomes: tuning ends in the middle of its first trial, as it may."""
@@ -54,6 +56,8 @@ def _tiny(arguments: list[str]) -> list[str]:
     at = next((i + 1 for i, a in enumerate(arguments) if a in TAKES_PLAN), None)
     if arguments[0] == "distill":  # a teacher, the plan of a student, a text, and keys
         return [*arguments[:4], *TINY, *arguments[4:]]
+    if at is not None and arguments[at] in MEASURED:
+        return arguments
     if at is None or not (arguments[at] in recipes() or arguments[at].endswith(".toml")):
         return arguments
     plan = recipes().get(arguments[at], Path(arguments[at])).read_text()

@@ -80,6 +80,37 @@ def test_it_is_lora_on_the_stored_numbers(make_tiny: Make, batch: Batch, base: s
             assert (parameter.grad - wanted).abs().max() <= 2e-6 * wanted.abs().max(), name
 
 
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_whole_blocks_hold_the_same_numbers(make_tiny: Make, batch: Batch, base: str) -> None:
+    """The last block is held whole: losses and gradients are those of one made whole."""
+    knobs = ("model.layers=2", "techniques.qlora.rank=2", f"techniques.qlora.base={base}")
+    stored, part = make_tiny(*knobs), make_tiny(*knobs, "techniques.qlora.whole_blocks=1")
+    for name, module in adapted(part).items():
+        whole, other = name.startswith("blocks.1."), adapted(stored)[name].weight
+        assert isinstance(module.weight, QuantizedWeight) != whole
+        if whole:
+            assert torch.equal(module.weight, other.dequantize())
+    losses = [float(step(b, batch(b), 0)[0]) for b in (stored, part)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    right = dict(stored.model.named_parameters())
+    for name, parameter in part.model.named_parameters():
+        if parameter.requires_grad:
+            wanted = right[name].grad
+            assert wanted is not None and parameter.grad is not None, name
+            assert (parameter.grad - wanted).abs().max() <= 2e-6 * wanted.abs().max(), name
+    assert "are held whole" in check_active(part)["qlora"].detail
+    ledgers = [make_ledger(b.plan, make_context(b.plan, b.device)) for b in (stored, part)]
+    bytes_held = [sum(p.nbytes for p in b.model.parameters()) for b in (stored, part)]
+    foreseen = ledgers[1].memory["parameters"].bytes - ledgers[0].memory["parameters"].bytes
+    assert foreseen == bytes_held[1] - bytes_held[0] > 0
+
+
+def test_all_blocks_whole_are_refused(make_tiny: Make) -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        make_tiny("model.layers=2", "techniques.qlora.rank=2", "techniques.qlora.whole_blocks=2")
+    assert "whole_blocks=1" in str(raised.value)
+
+
 def test_scales_of_blocks_are_quantized_too() -> None:
     """Double quantization takes 0.36 of 4.5 bits a number, and adds a thousandth to the error."""
     weight = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0))

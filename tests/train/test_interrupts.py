@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from tiny import PLAN, assert_same_run, report
 from headrace.core.errors import Stopped
 from headrace.train import checkpoint, interrupts
 from headrace.train.checkpoint import Saved
-from headrace.train.interrupts import AsCtrlC, Closing, Interrupts
+from headrace.train.interrupts import AsCtrlC, Closing, Interrupts, PatientInterrupts
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 75}
 COMMAND = ("train", "tiny.toml", "goal.steps=120")
@@ -227,3 +228,24 @@ def test_children_are_ended() -> None:
     )
     asked = [sys.executable, "-c", code]
     assert subprocess.run(asked, capture_output=True, text=True).stdout == "-9\n"
+
+
+@pytest.mark.parametrize(("catches", "threads"), [(Interrupts, 1), (PatientInterrupts, 0)])
+def test_a_kernel_is_never_ended(catches: type[Interrupts], threads: int) -> None:
+    """A command has a thread that ends a compiler which hears nothing; a kernel is not ended."""
+    before = {*threading.enumerate()}
+    with catches():
+        assert len({*threading.enumerate()} - before) == threads
+
+
+def test_signals_are_left_to_the_main_thread() -> None:
+    usual, seen = signal.getsignal(signal.SIGTERM), []
+
+    def work() -> None:
+        with Interrupts():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [usual]

@@ -1,9 +1,11 @@
-"""Every recipe trains, shrunk to what a CPU does at once."""
+"""Every recipe trains, shrunk to what a CPU does at once, or is the plan of a measured row."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import headrace
 from headrace.plan.plan import Plan
 from headrace.plan.technique import installed
 from headrace.recipes import read_recipe, recipes
@@ -26,10 +28,13 @@ SHRUNK = [
 ]
 
 
+MEASURED = {"160m": "NVIDIA H100 80GB HBM3", "1b": "NVIDIA H100 80GB HBM3", "7b": "NVIDIA H200"}
+"""Recipes of rows of docs/numbers.md -> a GPU that they fit. Their kernels need one."""
 FROM_RANDOM = [
     name
     for name in recipes()
-    if not any(
+    if name not in MEASURED
+    and not any(
         "frozen" in t.composes
         for t in Plan.read(read_recipe(name), installed()).techniques.values()
     )
@@ -65,3 +70,12 @@ def test_a_recipe_learns_with_all_of_its_techniques_in_force(
     assert report["status"] == "done" and {*report["techniques"]} == {*plan.techniques}
     assert all(one["active"] for one in report["techniques"].values())
     assert report["val"][-1]["loss_nats"] < 5.5
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_recipe_repeats_the_plan_of_its_rows_and_fits(name: str) -> None:
+    plans = Path(__file__).parents[2] / "benchmarks" / "plans"
+    assert tomllib.loads(read_recipe(name)) == tomllib.loads((plans / f"{name}.toml").read_text())
+    plan = Plan.read(read_recipe(name), installed())
+    forecast = headrace.predict(plan, device_name=MEASURED[name])
+    assert forecast.memory.fits in ("yes", "tight") and forecast.time.step_s

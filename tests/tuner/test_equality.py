@@ -12,10 +12,12 @@ from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.train.guard import First
 from headrace.tuner.command import format_end
-from headrace.tuner.effects import effect_of, rounds_state
+from headrace.tuner.effects import effect_of, rounding_of
 from headrace.tuner.equality import (
+    BRIEF_STEPS,
     LEAST_STEPS,
     NATS,
+    NOISE,
     STATE_STEPS,
     WANTED_STEPS,
     equality,
@@ -163,6 +165,20 @@ def test_an_approximate_gain_is_kept_where_a_training_shows_that_it_learns_the_s
     assert slower.verdict == ("different" if verdict == "different" else "worse")
 
 
+@pytest.mark.parametrize(("noise", "verdict"), [(0.0, "better"), (NOISE, "not shown")])
+def test_a_short_training_shows_what_adds_no_noise(noise: float, verdict: str) -> None:
+    """Gradients whose squares are a fiftieth more ask for a longer one."""
+    before, after = reading(steps=BRIEF_STEPS), reading(0.5, 0.0, BRIEF_STEPS, 0.002)
+    after.firsts = [one._replace(total=one.total * (1 + noise)) for one in after.firsts]
+    rules = replace(CUDA, rounding="operands")
+    found = judged(after, before, "approximate", rules)
+    assert found.verdict == verdict, found.reason
+    assert (found.enough or WANTED_STEPS) == WANTED_STEPS
+    assert judged(after, before, "approximate").verdict == "not shown", "it rounds something else"
+    few = judged(reading(0.5, 0.0, BRIEF_STEPS - 1, 0.002), before, "approximate", rules)
+    assert few.verdict == "not shown" and few.enough == BRIEF_STEPS
+
+
 def test_a_training_that_has_hardly_begun_allows_less() -> None:
     """Check that 0.004 nats more is too much after 0.1 were learned: a fiftieth is 0.002."""
     before = reading(steps=320)
@@ -181,7 +197,7 @@ def test_a_training_that_has_hardly_begun_allows_less() -> None:
 
 def test_rounded_weights_ask_for_a_longer_training() -> None:
     """Check that what stays rounded from step to step is not kept after 320 steps of no loss."""
-    rules = replace(CUDA, rounds_state=True)
+    rules = replace(CUDA, rounding="state")
     for steps, verdict in ((320, "not shown"), (STATE_STEPS, "better")):
         before, after = reading(steps=steps), reading(0.5, 0.0, steps, 0.005)
         found = judged(after, before, "approximate", rules)
@@ -191,7 +207,7 @@ def test_rounded_weights_ask_for_a_longer_training() -> None:
     stored, rounded = (
         changed(plan, [word], catalogue()) for word in ("+bf16_parameters", "+bf16_autocast")
     )
-    assert rounds_state(plan, stored) and not rounds_state(plan, rounded)
+    assert (rounding_of(plan, stored), rounding_of(plan, rounded)) == ("state", "operands")
 
 
 @pytest.mark.parametrize(("off", "most", "least"), [(NATS, 0.03, 0.0), (0.0, 1.0, 0.9)])
@@ -255,7 +271,7 @@ def test_what_there_is_no_time_to_show_is_not_kept_and_says_what_should_do(
     file = tmp_path / "trials.jsonl"
 
     def call(minutes: float) -> tuple[Any, Tuned]:
-        machine = Machine({ROUNDS: 0.5}, losses={ROUNDS: 0.0002}, base_s=2.0)
+        machine = Machine({ROUNDS: 0.5}, {ROUNDS: 0.0002}, {ROUNDS: NOISE}, base_s=2.0)
         tuned, _ = go(machine, plan, minutes, store=Store(file, {}, machine.clock))
         return machine, tuned
 
@@ -279,15 +295,21 @@ def test_what_there_is_no_time_to_show_is_not_kept_and_says_what_should_do(
 def test_plans_that_do_not_fit_together_train_in_visits_of_their_own(
     Machine: Any, plan: Plan
 ) -> None:
-    """A B A, of which the last trains on, and B once more."""
-    machine = Machine({ROUNDS: 0.5}, losses={ROUNDS: 0.0002}, room_bytes=1.5e6, base_s=0.5)
+    """A B A, of which the last trains on, and B once more where a short training is not enough."""
+    losses, noise = {ROUNDS: 0.0002}, {ROUNDS: NOISE}
+    machine = Machine({ROUNDS: 0.5}, losses, noise, room_bytes=1.5e6, base_s=0.5)
     measure = measure_with(machine)
     sources = machine.sources([], names=[ROUNDS])
     tuned = tune(plan, "time", 20, sources, measure, CUDA, clock=machine.clock)
     (row,) = tuned.path
     assert row.verdict == "kept", row.reason
     assert [bool(run.techniques) for run in machine.visits] == [False, True, False, True]
-    slow = Machine({ROUNDS: 0.5}, losses={ROUNDS: 0.0002}, room_bytes=1.5e6, base_s=2.0)
+    brief = Machine({ROUNDS: 0.5}, losses, room_bytes=1.5e6, base_s=0.5)
+    measured, sources = measure_with(brief), brief.sources([], names=[ROUNDS])
+    (row,) = tune(plan, "time", 8, sources, measured, CUDA, clock=brief.clock).path
+    assert row.verdict == "kept", row.reason
+    assert [bool(run.techniques) for run in brief.visits] == [False, True, False]
+    slow = Machine({ROUNDS: 0.5}, losses, noise, room_bytes=1.5e6, base_s=2.0)
     sources = slow.sources([], names=[ROUNDS])
     tuned = tune(plan, "time", 8, sources, measure_with(slow), CUDA, clock=slow.clock)
     (row,) = tuned.path
@@ -303,7 +325,8 @@ def test_plans_that_do_not_fit_together_train_in_visits_of_their_own(
 def test_what_is_left_unshown_comes_last_beside_other_plans(Machine: Any, plan: Plan) -> None:
     """An exact change that is forecast to gain less is tried before the other plans with it."""
     costs, losses = {ROUNDS: 0.5, "fused_rope": 0.9}, {ROUNDS: 0.0002}
-    machine = Machine(costs, losses, base_s=1.0, build_s=100.0)  # too long to train then
+    noise = {ROUNDS: NOISE}
+    machine = Machine(costs, losses, noise, base_s=1.0, build_s=100.0)  # too long to train then
     whole = [
         machine.proposal(changed(plan, words, KNOWN), step_s)
         for words, step_s in (

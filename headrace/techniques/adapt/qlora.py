@@ -7,8 +7,9 @@ The scales of NF4's blocks are 8-bit numbers themselves: the paper's double quan
 always on. Rows are quantized by themselves (kernels/quantized_weight), so shards of any cut along
 rows hold the same numbers. Where tensor ranks cut columns, each quantizes whole rows and keeps its
 part; NF4 has to be cut between blocks of 64 numbers, int8 anywhere. `export --to hf` adds the
-adapters into the weights as they were stored, not as they were before. Left out: quantized
-embedding and head, paged optimizer state. Source: arXiv 2305.14314.
+adapters into the weights as they were stored, not as they were before. Memory that a device has
+left buys time back: the last `whole_blocks` hold the same rounded numbers whole in the run's dtype.
+Left out: quantized embedding and head, paged optimizer state. Source: arXiv 2305.14314.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from headrace.assemble.adapted import AdapterTechnique
@@ -50,6 +52,10 @@ class Qlora(AdapterTechnique):
 
     base: Literal["nf4", "int8"] = "nf4"
     """How the frozen weights are stored: 4.1 bits a number, or 8 with a tenth of the error."""
+    whole_blocks: int = Field(default=0, ge=0, le=4096)
+    """Last blocks whose weights are rounded as `base` rounds them and then held whole, in the run's
+    dtype: a step makes none of them whole, and computes the same. Memory trades for time in steps
+    of one block."""
 
     composes: ClassVar[tuple[str, ...]] = (*AdapterTechnique.composes, "storage")
     symptoms: ClassVar[tuple[str, ...]] = (
@@ -80,6 +86,8 @@ class Qlora(AdapterTechnique):
         """Require rows long enough to be smaller in few bits, and cuts between blocks of NF4."""
         plan = context.plan
         if not plan.model.pretrained:  # else shapes are known when weights are made
+            if refused := self._refuse_whole(plan.model.layers):
+                return refused
             linears = block_linears(plan.model)
             for name in CUT:
                 if refused := self._refuse_cut(name, linears[name][0], plan.mesh.tensor):
@@ -94,6 +102,15 @@ class Qlora(AdapterTechnique):
                 RefusalKind.COMBINATION,
             )
         return Supported()
+
+    def _refuse_whole(self, layers: int) -> Unsupported | None:
+        """Return why no weight would be left in few bits; None where one is."""
+        if self.whole_blocks < layers:
+            return None
+        return Unsupported(
+            f"whole_blocks = {self.whole_blocks} of {layers} leaves no weight in {self.base}",
+            mend(f"techniques.{self.name()}.whole_blocks={layers - 1}"),
+        )
 
     def _refuse_cut(self, name: str, columns: int, ranks: int) -> Unsupported | None:
         """Return why tensor ranks cannot cut the rows of a linear; None where they can."""
@@ -126,10 +143,12 @@ class Qlora(AdapterTechnique):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Count as lora does, with the adapted weights in few bits."""
-        quantized = self.predict_stored(
-            ledger, lambda inner, outer: quantized_bytes(outer, inner, self.base)
-        )
-        return self._made_whole(quantized)
+        first_whole = int(ledger.sizes["layers"]) - self.whole_blocks
+
+        def stored(layer: int, inner: int, outer: int) -> float | None:
+            return quantized_bytes(outer, inner, self.base) if layer < first_whole else None
+
+        return self._made_whole(self.predict_stored(ledger, stored))
 
     def _made_whole(self, ledger: Ledger) -> Ledger:
         """Make each stored weight whole before both of its matmuls, in the place of its cast.
@@ -141,8 +160,9 @@ class Qlora(AdapterTechnique):
             key[:-3]: sizes[key] * sizes[f"{key[:-3]}/out"] for key in sizes if key.endswith("/in")
         }
         chosen = [n for name, n in every.items() if not self.targets or name in self.targets]
+        stored = max(0.0, sizes["layers"] - self.whole_blocks)
         if (cast := work.pop("weight_cast/forward", None)) is not None:
-            left = 1 - sum(chosen) / sum(every.values())
+            left = 1 - sum(chosen) / sum(every.values()) * stored / sizes["layers"]
             if left > 0:
                 work["weight_cast/forward"] = cast.with_bytes(lambda bytes: left * bytes)
         eager, kernels, fused = WHOLE[self.base]
@@ -150,7 +170,7 @@ class Qlora(AdapterTechnique):
         for phase in phases:
             work[f"whole_weight/{phase}"] = Stream(
                 phase,
-                sizes["layers"],
+                stored,
                 eager * sum(chosen),
                 kernels * len(chosen),
                 fused * sum(chosen),
@@ -159,7 +179,9 @@ class Qlora(AdapterTechnique):
 
     def apply(self, build: Build) -> None:
         """Replace the chosen linears, freeze all but the adapters, store the chosen weights."""
-        weights: set[str] = set()
+        weights, layers = set[str](), build.config.layers
+        if refused := self._refuse_whole(layers):  # of a given model, whose blocks are known now
+            raise UnsupportedError(refused.reason, refused.remedy)
         for name in self.adapt(build):
             weights.add(f"{name}.weight")
             linear, end = build.model.get_submodule(name), name.split(".", 2)[2]
@@ -174,27 +196,37 @@ class Qlora(AdapterTechnique):
             layout = build.layouts[name]
             (_, begin), (_, count) = layout.offsets(build.world)
             if count == layout.shape[1]:
-                return quantize(value, self.base)
-            # A row's scales are of all its numbers, so its matrix is read whole once more.
-            whole = build.source(name, torch.Size(layout.shape)).to(value.device, value.dtype)
-            return quantize(whole, self.base).columns(begin, count)
+                weight = quantize(value, self.base)
+            else:  # a row's scales are of all its numbers, so its matrix is read whole once more
+                whole = build.source(name, torch.Size(layout.shape)).to(value.device, value.dtype)
+                weight = quantize(whole, self.base).columns(begin, count)
+            is_whole = _layer_of(name) >= layers - self.whole_blocks
+            return weight.dequantize() if is_whole else weight
 
         build.storage.append(store)
 
     def active(self, build: Build) -> Evidence:
         """Report bits of a stored number, adapters with a gradient, and frozen weights without."""
         adapters = super().active(build)
-        weights = [
-            getattr(m.weight, "_local_tensor", m.weight)
-            for m in build.model.modules()
+        weights = {
+            name: getattr(m.weight, "_local_tensor", m.weight)
+            for name, m in build.model.named_modules()
             if isinstance(m, LoraLinear)
-        ]
-        stored = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-        count = sum(weight.numel() for weight in stored)
+        }
+        stored = {name: w for name, w in weights.items() if isinstance(w, QuantizedWeight)}
+        first_whole = build.config.layers - self.whole_blocks
+        wanted = {name for name in weights if _layer_of(name) < first_whole}
+        count = sum(weight.numel() for weight in stored.values())
         stores = f"{len(stored)} weights are stored in"
-        bits = 8 * sum(weight.nbytes for weight in stored) / max(1, count)
+        bits = 8 * sum(weight.nbytes for weight in stored.values()) / max(1, count)
+        whole = f"; {len(weights) - len(stored)} are held whole" if self.whole_blocks else ""
         return Evidence(
-            active=bool(adapters.active) and len(stored) == len(weights) and bits < 32,
-            detail=f"{adapters.detail}; {stores} {bits:.2f} bits a number",
+            active=bool(adapters.active) and stored.keys() == wanted and bits < 32,
+            detail=f"{adapters.detail}; {stores} {bits:.2f} bits a number{whole}",
             numbers={**adapters.numbers, "bits_per_weight": bits},
         )
+
+
+def _layer_of(name: str) -> int:
+    """Return the block that a linear or its weight is of, from its full name."""
+    return int(name.split(".")[1])

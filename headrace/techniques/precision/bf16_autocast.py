@@ -45,6 +45,7 @@ class Bf16Autocast(Technique[Build]):
     stage: ClassVar[Stage] = Stage.DESIGN
     claims: ClassVar[tuple[str, ...]] = ("config.precision",)
     equality: ClassVar = "approximate"
+    rounds: ClassVar = "operands"
     band: ClassVar[float] = 0.05  # L2 of a gradient from fp32's, as the suite holds bf16 to
     symptoms: ClassVar[tuple[str, ...]] = ("computation:products", "memory capacity:activations")
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("bf16 autocast",)

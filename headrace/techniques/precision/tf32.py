@@ -60,6 +60,7 @@ class Tf32(Technique[Build]):
     stage: ClassVar[Stage] = Stage.STEP
     composes: ClassVar[tuple[str, ...]] = ("runtime",)
     equality: ClassVar = "approximate"
+    rounds: ClassVar = "operands"
     band: ClassVar[float] = 0.05 / 2**3  # bf16's, with 3 more bits
     symptoms: ClassVar[tuple[str, ...]] = ("computation:products",)
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("tf32 matmuls",)
