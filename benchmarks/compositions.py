@@ -46,7 +46,7 @@ from headrace.assemble.filled import check_active  # noqa: E402
 from headrace.core.errors import HeadraceError  # noqa: E402
 from headrace.data.ingest import prepare  # noqa: E402
 from headrace.parallel.world import World, join  # noqa: E402
-from headrace.plan.plan import MeshConfig  # noqa: E402
+from headrace.plan.mesh_config import MeshConfig  # noqa: E402
 
 BAND = house.BAND_BF16
 """Largest distance that a gradient in bf16 may have from the reference, over its norm."""

@@ -76,6 +76,9 @@ SINCE = (
     ("model", "qkv_bias"),
     ("mesh", "auto"),
     ("eval", "general"),
+    ("mesh", "replicate"),
+    ("mesh", "patience_s"),
+    ("mesh", "compare_every_steps"),
 )
 """Keys that plans got after rows had been written, the newest last. An older fingerprint is without
 them, and at their defaults they change no kernel."""

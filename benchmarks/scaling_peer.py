@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from headrace.parallel.world import World, open_world
-from headrace.plan.plan import MeshConfig
+from headrace.plan.mesh_config import MeshConfig
 from headrace.tuner.readings import Reading, StepClock
 
 KEPT = (

@@ -32,7 +32,8 @@ from headrace.costs.links import Link
 from headrace.data.loader import Micro
 from headrace.data.prepared import Prepared
 from headrace.parallel.world import World, open_world
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage
 from headrace.probes.together import measure_links
 from headrace.train import state, train

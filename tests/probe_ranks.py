@@ -9,7 +9,7 @@ import torch.distributed as dist
 from headrace.costs.links import OPERATIONS, sent
 from headrace.costs.machine import Machine
 from headrace.parallel.world import open_world
-from headrace.plan.plan import MeshConfig
+from headrace.plan.mesh_config import MeshConfig
 from headrace.probes import path
 from headrace.probes.together import measure_links, measure_together
 

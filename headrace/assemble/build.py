@@ -20,9 +20,12 @@ from headrace.assemble.clipping import clip
 from headrace.assemble.context import check_supported, make_context
 from headrace.assemble.filled import fillers, record
 from headrace.assemble.materialize import freeze, materialize
+from headrace.assemble.mesh_sizes import ranks_of
 from headrace.assemble.ordered import order_rows
 from headrace.assemble.sockets import Build, Pass, Route, auxiliary_loss, place
+from headrace.assemble.vision import add_images, images_source, predict_images
 from headrace.compress.fake import install
+from headrace.compress.vision import install_images
 from headrace.core.errors import ConfigError, Diverged
 from headrace.core.files import python
 from headrace.core.model_config import ModelConfig
@@ -30,7 +33,6 @@ from headrace.core.remedy import mend
 from headrace.costs.count import baseline_ledger
 from headrace.costs.decoder_work import baseline_work, shared_work
 from headrace.costs.ledger import Ledger
-from headrace.costs.links import COMMUNICATORS
 from headrace.costs.mask_work import with_own_mask
 from headrace.data.loader import Loader
 from headrace.data.prepared import Prepared
@@ -42,12 +44,13 @@ from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.head import with_terms
 from headrace.model.init import adding, random_source
 from headrace.model.mask import mask_of
+from headrace.model.vision import ImageClassifier
 from headrace.optim.adamw import make_adamw
 from headrace.optim.roles import group_by_role
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.layout import Layout, local_of
-from headrace.parallel.world import AXES, World
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.parallel.world import World
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Context, Stage, Technique
 
 
@@ -70,6 +73,8 @@ def make_ledgers(plan: Plan, context: Context) -> list[Ledger]:
 
 
 def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
+    if plan.vision is not None:
+        return _edited(predict_images(plan, context), plan)
     model = plan.model
     if not model.vocab:  # not resolved yet by a run
         vocab_decided = model.pretrained and plan.data.tokenizer != "bpe"  # by the weights
@@ -82,10 +87,9 @@ def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
         device=context.device,
         accumulates=plan.micro_rows * plan.mesh.data < plan.rows_per_step,
     )
-    mesh = plan.mesh
-    ranks = _ranks(mesh)
+    ranks = ranks_of(plan.mesh)
     ranks["pipeline_rank"] = float(pipeline_rank)
-    ranks["micro_batches"] = plan.rows_per_step / mesh.data / plan.micro_rows
+    ranks["micro_batches"] = plan.rows_per_step / plan.mesh.data / plan.micro_rows
     ranks["other_loss"] = float(any("terms" in t.composes for t in plan.techniques.values()))
     others = any("objective" in t.composes for t in plan.techniques.values())
     ranks["other_objective"] = float(others or bool(model.logit_cap))
@@ -98,26 +102,14 @@ def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
     )
     work |= shared_work(model, ranks)
     ledger = replace(ledger, sizes={**ledger.sizes, **ranks}, work=work)
-    ledger = with_own_mask(ledger, model)
+    return _edited(with_own_mask(ledger, model), plan)
+
+
+def _edited(ledger: Ledger, plan: Plan) -> Ledger:
+    """Return a ledger with the edits of a plan's techniques."""
     for technique in sorted(plan.techniques.values(), key=_when_predicted):
         ledger = technique.predict(ledger)
     return ledger
-
-
-def _ranks(mesh: MeshConfig) -> dict[str, float]:
-    """Return by name the ranks of each axis, its reach, and the number of communicators.
-
-    The reach counts the world's ranks from the first of an axis's group to its last.
-    """
-    sizes = {axis: getattr(mesh, axis) for axis in AXES}
-    sizes |= {"shard": mesh.data * mesh.context, "world": mesh.ranks}
-    reach = {a: prod(getattr(mesh, b) for b in AXES[AXES.index(a) :]) for a in AXES}
-    reach |= {"shard": reach["data"], "world": mesh.ranks}
-    counts = {f"{axis}_ranks": float(count) for axis, count in sizes.items()}
-    counts |= {f"{axis}_reach": float(count) for axis, count in reach.items()}
-    mine = ("shard", "pipeline", "world")
-    counts[COMMUNICATORS] = float(sum(sizes[axis] > 1 for axis in mine))
-    return counts
 
 
 def _when_predicted(technique: Technique[Any]) -> tuple[int, bool, int, str]:
@@ -178,6 +170,8 @@ def _model_config(plan: Plan, vocab: int) -> ModelConfig:
         ConfigError: a key contradicts the tokenizer, the sequence length or the weights.
     """
     model = plan.model
+    if plan.vision is not None:
+        return model
     if model.pretrained:
         model = _as_pretrained(model)
     if model.pretrained and model.vocab < vocab:
@@ -319,6 +313,8 @@ def _parts(build: Build) -> None:
     """Make the parts and the initial values from the config, which is final now."""
     build.parts = baseline_parts(build.config)
     build.source = random_source(build.config, build.plan.seed)
+    if (vision := build.plan.vision) is not None:
+        build.source = images_source(build, vision)
     if build.config.pretrained:
         _, stored = load_pretrained(Path(build.config.pretrained))
         build.source = adding(stored, build.source)
@@ -339,7 +335,10 @@ def _meta_model(build: Build) -> None:
     Techniques that split or wrap it see names and shapes before any memory is allocated.
     """
     with torch.device("meta"):
-        build.model = Decoder(build.config, build.parts, build.mask)
+        if build.plan.vision is not None:
+            build.model = ImageClassifier(build.plan.vision)  # type: ignore[assignment]
+        else:
+            build.model = Decoder(build.config, build.parts, build.mask)
     if build.context.precision == "bf16":
         build.model.residual_dtype = torch.bfloat16
     _note_layouts(build)
@@ -357,7 +356,8 @@ def _linears(build: Build) -> None:
         linear = build.model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         setattr(build.model.get_submodule(parent), child, make(linear))
-    install(build.model, build.fake_quantized, lambda: build.rounds_now)
+    put = install if build.plan.vision is None else install_images
+    put(build.model, build.fake_quantized, lambda: build.rounds_now)
     _note_layouts(build)
 
 
@@ -383,6 +383,8 @@ def _optimizers(build: Build) -> None:
 
 def _data(build: Build) -> None:
     build.loader = build.transport(build, build.pack(build, build.prepared.train))
+    if build.plan.vision is not None:
+        add_images(build)
 
 
 def _objective(build: Build) -> None:

@@ -77,7 +77,8 @@ def precision_of(plan: Plan, capability: tuple[int, int] | None) -> Literal["fp3
 
 def on_one_process(plan: Plan) -> str:
     """Return the changes after which a plan runs in one process."""
-    sizes = [f"mesh.{axis}=1" for axis, size in plan.mesh.sizes.items() if size > 1]
+    axes = {**plan.mesh.sizes, "replicate": plan.mesh.replicate}
+    sizes = [f"mesh.{axis}=1" for axis, size in axes.items() if size > 1]
     spread = [
         name
         for name, technique in plan.techniques.items()
@@ -111,6 +112,21 @@ def elsewhere(context: Context, device_name: str) -> Context:
     )
 
 
+def check_reads_images(technique: Technique[Any], plan: Plan) -> None:
+    """Refuse a technique of tokens in a plan for images.
+
+    Raises:
+        UnsupportedError: names it.
+    """
+    if plan.vision is not None and not technique.images:
+        name = technique.name()
+        raise UnsupportedError(
+            f"{name} was asked for and cannot run here: it is made for tokens of text, and the "
+            f"plan trains {plan.vision.architecture} on images",
+            mend(f"-{name}"),
+        )
+
+
 def _has_compiler() -> bool:
     return any(shutil.which(c) for c in ("c++", "g++", "clang++", "cl"))
 
@@ -133,10 +149,13 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> Conte
             mend("+fp16_loss_scaling").otherwise(mend("model.precision=bf16")),
         )
     for technique in techniques:
+        check_reads_images(technique, context.plan)
         answer = technique.supports(context)
         if isinstance(answer, Unsupported):
             name, mesh = technique.name(), context.plan.mesh
             split = [f"mesh.{axis}=1" for axis in technique.axes if getattr(mesh, axis) > 1]
+            if "shard" in technique.composes and mesh.replicate > 1:
+                split.append("mesh.replicate=1")
             raise UnsupportedError(
                 f"{name} was asked for and cannot run here: {answer.reason}",
                 answer.remedy.otherwise(mend(*split, f"-{name}")),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from headrace.assemble.sockets import Build
+from headrace.assemble.vision import begin_images
 
 
 def freeze(build: Build) -> None:
@@ -27,6 +28,8 @@ def materialize(build: Build) -> None:
         for shard in build.shard:
             shard(module)
     freeze(build)  # a shard may have made parameters anew
+    if build.plan.vision is not None:
+        begin_images(build)
 
 
 def _fill(build: Build, root: nn.Module, prefix: str) -> None:

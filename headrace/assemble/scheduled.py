@@ -21,6 +21,7 @@ class Scheduled(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "schedule"
     stage: ClassVar[Stage] = Stage.SCHEDULE
+    images: ClassVar[bool] = True
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
 

@@ -4,9 +4,15 @@ The techniques that share this differ in what a step keeps whole, and for how lo
 block's weights for its forward and again for its backward pass, `zero` all of them once a step. The
 mechanism is torch's `fully_shard` (PyTorch FSDP: arXiv 2304.11277). The loss scale holds one over
 the targets of the whole batch, so gradients are summed, never averaged.
+
+With `mesh.replicate` the ranks of `shard` are that many groups, each of which holds one copy of the
+model in slices (hybrid sharding: arXiv 2304.11277, section 3.2.2). Weights are gathered and
+gradients scattered within a group, and each slice of the summed gradients is added up over the
+groups once a step. A group fits into one node, whose links are fast; only slices of gradients cross
+the slow ones, 1 / slices of what replicas would send there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -16,6 +22,7 @@ from torch import nn
 
 from headrace.assemble.sockets import Build
 from headrace.core.remedy import mend
+from headrace.core.units import divisors
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Instant, Ledger, Line
 from headrace.costs.links import CollectiveOperation
@@ -77,6 +84,15 @@ class SlicingTechnique(Technique[Build]):
                 "one process has nothing to share",
                 mend("mesh.data=2", text="mesh.data=2 under torchrun"),
             )
+        mesh = context.plan.mesh
+        if mesh.replicate > 1 and mesh.replicate == mesh.data * mesh.context:
+            fewer = max(n for n in divisors(mesh.data) if n < mesh.data)
+            return Unsupported(
+                f"mesh.replicate = {mesh.replicate} makes groups of one rank, which hold whole "
+                "weights",
+                mend(f"mesh.replicate={fewer}")
+                | mend("mesh.replicate=1", f"-{self.name()}", "+data_parallel"),
+            )
         if "bf16" in (self.gather, self.reduce) and context.precision != "bf16":
             return Unsupported(
                 f"the run computes in {context.precision}; gathering in bf16 would round it",
@@ -98,7 +114,7 @@ class SlicingTechnique(Technique[Build]):
         7 to 18% of the peak. Left out on any device: a block's gradients in the buffer that they
         are sent from, 6% where they were more than the activations of the last block.
         """
-        ranks = ledger.sizes["shard_ranks"]
+        ranks = ledger.sizes["slices_ranks"]
         work = dict(self._worked(ledger))
         through: tuple[Instant, ...] = ("loss", "turn", "backward")
         whole = ledger.memory["parameters"].bytes
@@ -131,7 +147,7 @@ class SlicingTechnique(Technique[Build]):
             what = name.partition("/")[0]
             if piece.phase == "optimizer" and what != "count":
                 if name not in SUMMED:
-                    yield name, piece.with_bytes(lambda bytes: bytes / sizes["shard_ranks"])
+                    yield name, piece.with_bytes(lambda bytes: bytes / sizes["slices_ranks"])
             elif not (narrow and what in CASTS):
                 yield name, piece
         layers, (blocks, outside) = max(1.0, sizes["layers"]), self._gathered(ledger)
@@ -152,12 +168,39 @@ class SlicingTechnique(Technique[Build]):
                 yield (
                     f"shards/{name}",
                     collective(
-                        sizes, "shard", phase, operation, each, count, beside=beside, last=once
+                        sizes, "slices", phase, operation, each, count, beside=beside, last=once
                     ),
                 )
                 # Gathered weights are copied out of one buffer, gradients into one.
                 copies = count / (sizes["micro_batches"] if once else 1)
                 yield f"shards/{name}_copy", Stream(phase, copies, 2 * each)
+        yield from self._between_groups(sizes, gradients - last, last, 1 + bool(apart))
+
+    def _between_groups(
+        self, sizes: Mapping[str, float], early: float, last: float, lasts: int
+    ) -> Iterator[tuple[str, Work]]:
+        """Add up slices of the gradients over the groups, once a step; the last beside nothing."""
+        layers, slices = max(1.0, sizes["layers"]), sizes["slices_ranks"]
+        parts: dict[str, tuple[float, float, Beside]] = {
+            "sum": (early, layers - 1, "blocks"),
+            "sum_last": (last, lasts, ""),
+        }
+        for name, (bytes, count, beside) in parts.items():
+            if sizes["replicate_ranks"] > 1 and bytes and count:
+                each = bytes / slices / count
+                yield (
+                    f"shards/{name}",
+                    collective(
+                        sizes,
+                        "replicate",
+                        "backward",
+                        "all_reduce",
+                        each,
+                        count,
+                        beside=beside,
+                        last=True,
+                    ),
+                )
 
     def _gathered(self, ledger: Ledger) -> tuple[float, float]:
         """Return the bytes of all blocks when they are gathered, and of what is outside."""
@@ -186,8 +229,9 @@ class SlicingTechnique(Technique[Build]):
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         assert build.world.mesh is not None
+        copies = build.world.size("replicate") > 1
         options: dict[str, Any] = {
-            "mesh": build.world.mesh["shard"],
+            "mesh": build.world.mesh[("replicate", "slices") if copies else "slices"],
             "mp_policy": self._precision(),
         }
 
@@ -215,6 +259,7 @@ class SlicingTechnique(Technique[Build]):
         root, kept = build.model, self.gathers_once
         assert isinstance(root, FSDPModule)
         root.set_requires_gradient_sync(last or self.sends_each())
+        root.set_requires_all_reduce(last)  # over the groups of `mesh.replicate`
         if kept:
             root.set_reshard_after_backward(last)
             if not build.notes.get(BEGINS, True):
@@ -249,15 +294,19 @@ class SlicingTechnique(Technique[Build]):
         here = sum(p.to_local().nbytes for p in sharded)
         whole = sum(p.nbytes for p in sharded)
         loose = [n for n, p in build.model.named_parameters() if not is_dtensor(p)]
-        ranks, kept = build.world.size("shard"), build.notes.get(KEPT)
+        ranks, kept = build.world.size("slices"), build.notes.get(KEPT)
         own = "" if kept is None else f"; {'all' if kept else 'not all'} kept within a step"
+        groups = {p.device_mesh.size() // p.device_mesh.size(-1) for p in sharded}
+        wanted = build.world.size("replicate")
+        if wanted > 1:
+            own += f", in {' or '.join(map(str, sorted(groups)))} groups"
         shared = bool(sharded) and not loose and (here < whole or ranks == 1)
         return Evidence(
-            active=shared and kept is not False,
+            active=shared and kept is not False and groups == {wanted},
             detail=f"holds {here:,} of {whole:,} bytes of parameters over {ranks} ranks"
             + (f"; not {', '.join(loose)}" if loose else "")
             + own,
-            numbers={"bytes": here, "whole_bytes": whole, "ranks": ranks},
+            numbers={"bytes": here, "whole_bytes": whole, "ranks": ranks, "groups": max(groups)},
         )
 
 

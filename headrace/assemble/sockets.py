@@ -175,6 +175,9 @@ class RunNotes:
     """how many targets an evaluation counts"""
     spikes: list[Spike] = field(default_factory=list)
     """what was noticed of spikes in the loss or the gradient norm, the earliest first"""
+    copies: dict[str, int] | None = None
+    """how often ranks compared what several of them hold, how many tensors that are, and after
+    which step they were last equal"""
     frozen: dict[str, str] | None = None
     """the sha256 of the weights that the run trains beside, by the key that names their folder"""
 

@@ -6,7 +6,11 @@ are kept (data/teacher_shards): then no run that reads them holds a teacher. The
 for all, one micro-batch of rows at a time and the logits of a chunk of these, with the run's own
 mask, attention and arithmetic; what is written depends on no layout of ranks.
 
-Shapes: N tokens, D features of the teacher, V vocabulary entries, K tokens kept of each place.
+A teacher of images is a frozen network that says how likely it finds each class. It sees each
+micro-batch before the step, with its running statistics, and its logits lie beside the images.
+
+Shapes: B images, N tokens, D features of the teacher, V vocabulary entries or classes,
+K tokens kept of each place.
 """
 
 from collections.abc import Sequence
@@ -18,7 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace.assemble.sockets import Build, MicroBatch, place
+from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import mend
 from headrace.data.ingest import disk_error
 from headrace.data.loader import collate
 from headrace.data.teacher_shards import TeacherShards, Unit, row_hash
@@ -27,6 +33,8 @@ from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.head import capped
 from headrace.model.init import Source
 from headrace.model.mask import Rows
+from headrace.model.vision import IMAGE, ImageClassifier, load_images_state
+from headrace.model.vision_folder import read_images_folder
 from headrace.parallel.first import by_first
 
 LOGITS_AT_ONCE = 1 << 24
@@ -246,3 +254,63 @@ def likeliest(logits_NV: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     values_NK, ids_NK = logits_NV.topk(top_k, dim=-1)
     others_N = logits_NV.scatter(-1, ids_NK, -torch.inf).logsumexp(-1)
     return ids_NK, values_NK - norm_N1, others_N - norm_N1.squeeze(-1)
+
+
+# --- a teacher of images ----------------------------------------------------------------------
+
+
+class ImagesTeaching(Teaching):
+    """The teacher of a run of images, and what was learned from it in the newest step.
+
+    Its logits are made before the step: the matrix that would make them is the identity.
+    """
+
+    def __init__(self, build: Build, network: ImageClassifier) -> None:
+        super().__init__(build.device)
+        self.network = network
+        self.head_VD = torch.eye(network.vision.classes, device=build.device)
+
+    @torch.no_grad()
+    def enrich(self, build: Build, works: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches with the teacher's logits."""
+        works = super().enrich(build, works)
+        build.phases.mark("forward")
+        return [
+            work._replace(extras={**(work.extras or {}), "teacher": self._logits(build, work)})
+            for work in works
+        ]
+
+    def _logits(self, build: Build, work: MicroBatch) -> Tensor:
+        """Return the teacher's logits [B, V], fp32."""
+        assert work.extras is not None
+        with build.autocast():
+            return self.network.logits_of(work.extras[IMAGE])
+
+
+def make_images_teaching(build: Build, folder: Path, key: str) -> ImagesTeaching:
+    """Return the frozen teacher on the run's device.
+
+    Args:
+        build: the run.
+        folder: of the teacher.
+        key: the plan's key that names it.
+
+    Raises:
+        ConfigError: the folder is none, or the teacher tells other classes, or images of another
+            size, apart.
+    """
+    vision = build.plan.vision
+    assert vision is not None
+    config, state = read_images_folder(folder, key)
+    for name in ("classes", "size"):
+        there, here = getattr(config, name), getattr(vision, name)
+        if there != here:
+            raise ConfigError(
+                f"the teacher {folder} has {name} = {there}, and vision.{name} = {here}",
+                mend(f"vision.{name}={there}"),
+            )
+    network = ImageClassifier(config)
+    load_images_state(network, state)
+    frozen: nn.Module = network.requires_grad_(False).eval().to(build.device)
+    assert isinstance(frozen, ImageClassifier)
+    return ImagesTeaching(build, frozen)

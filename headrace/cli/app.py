@@ -61,6 +61,11 @@ class Headrace(Verbs):
             "Write a run's page again, or lay runs side by side on one page.",
         ),
         Verb("export", "export.export", "Write a run's model in another tool's format."),
+        Verb(
+            "import",
+            "migrate.import_config",
+            "Make a plan of a config of torchtitan, nanochat, axolotl or litgpt, key by key.",
+        ),
         Verb("run", "run_file.run_file", "Run an exported file by its own runtime."),
         Verb(
             "plan",

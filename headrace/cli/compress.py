@@ -1,6 +1,5 @@
 """This module holds the verb `compress`: smaller copies of a model, each measured on its file."""
 
-import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -250,6 +249,7 @@ def _with_text(model: Path, weights: Path, words: list[str]) -> "Build":
     from headrace.assemble.context import choose_device
     from headrace.data.ingest import prepare
     from headrace.data.tokenizer import Tokenizer
+    from headrace.model.adapter import longest_row
     from headrace.parallel.world import World
     from headrace.plan.plan import Plan
 
@@ -259,8 +259,7 @@ def _with_text(model: Path, weights: Path, words: list[str]) -> "Build":
             f"{model} is a folder of weights, which brings no text to evaluate on",
             "data.sources=PATH",
         )
-    values = json_module.loads((weights / "config.json").read_text(encoding="utf-8-sig"))
-    length = min(LONGEST, int(values.get("max_position_embeddings") or LONGEST))
+    length = min(LONGEST, longest_row(weights) or LONGEST)
     tables = {
         "name": model.name,
         "model": {"pretrained": str(weights)},

@@ -96,8 +96,11 @@ def advice_on(
 def _decode(file: Path, json: bool) -> None:
     """Decode with an exported file, and print what binds it; see `doctor`."""
     from headrace.export.decoding import examine_file
+    from headrace.export.edge_runtime import images_record
+    from headrace.export.vision_times import examine_images
 
-    decoding = examine_file(file)
+    record = images_record(file)
+    decoding = examine_file(file) if record is None else examine_images(file, record)
     if json:
         show_json([decoding.to_dict()])
         return

@@ -16,8 +16,6 @@ from headrace.core.loading import loading
 
 if TYPE_CHECKING:
     from headrace.export.edge import EdgeExport
-    from headrace.export.gguf import Origin
-    from headrace.export.opened import Opened
     from headrace.model.lora import StorageErrors
 
 
@@ -43,7 +41,8 @@ def export(
         str,
         typer.Option(
             help="hf: a whole model; peft: adapters alone; gguf: llama.cpp's file; onnx: ONNX "
-            "Runtime's; executorch: a program for devices."
+            "Runtime's; executorch: a program for devices; torchvision: weights of a network of "
+            "images."
         ),
     ],
     output: Annotated[
@@ -65,14 +64,20 @@ def export(
     with exit_codes(json):
         with loading():
             from headrace.cli.companions import note_template
+            from headrace.cli.vision import export_images
             from headrace.export.edge import FORMATS
             from headrace.export.gguf import file_name, stored_as
-            from headrace.export.opened import open_exported
+            from headrace.export.opened import open_exported, origin_of
             from headrace.export.peft import stored_in
             from headrace.export.run import export_run
+            from headrace.export.vision import FOLDER
+            from headrace.inference.images import images_run
             from headrace.inference.load import read_plan
             from headrace.model.companions import LOST, Companions, read_companions
             from headrace.model.lora import storage_errors
+        if to == FOLDER or images_run(run, catalogue()) is not None:
+            export_images(run, to, output, quantize, checkpoint, adapter, as_json=json)
+            return
         if to in FORMATS:
             _export_for_device(run, to, output, quantize, checkpoint, adapter, json)
             return
@@ -88,7 +93,7 @@ def export(
             companions = (companions or Companions()).with_template(talked.template)
         name = f"{plan.name}-{Path(adapter).name}" if adapter else plan.name
         file = file_name(name, stored) if to == "gguf" else ""
-        origin = _origin(opened, checkpoint)
+        origin = origin_of(opened, checkpoint, catalogue())
         written = export_run(
             build,
             to,
@@ -115,18 +120,6 @@ def export(
             print(written)
             for loses in loss_fields.values():
                 print(f"the tokenizer loses text: {loses}", file=sys.stderr)
-
-
-def _origin(opened: "Opened", checkpoint: str | None) -> "Origin | None":
-    """Return the run whose checkpoint an opened model has; None where it has none."""
-    from headrace.export.gguf import Origin
-    from headrace.inference.load import checkpoint_of, read_plan
-    from headrace.train.checkpoint import Saved
-
-    if (source := opened.made_of) is None:
-        return None
-    saved = Saved(checkpoint_of(source, checkpoint), verify=False)
-    return Origin.of(read_plan(source, catalogue()).name, saved.values)
 
 
 def _export_for_device(
@@ -192,7 +185,7 @@ def _of_run(
     from headrace.cli.companions import note_template
     from headrace.export.compression import plain_build
     from headrace.export.edge import EdgeExport, spec_of
-    from headrace.export.opened import open_chosen
+    from headrace.export.opened import open_chosen, origin_of
     from headrace.export.point import trained_spec
     from headrace.inference.load import read_plan
     from headrace.plan.technique import Stage
@@ -204,6 +197,6 @@ def _of_run(
     build = plain_build(opened.build, Stage.MATERIALIZE)
     build.model.to("cpu")
     export = EdgeExport(build, to, spec, plan.data.sequence_length, plan.name)
-    export.origin = _origin(opened, checkpoint)
+    export.origin = origin_of(opened, checkpoint, catalogue())
     export.template = "" if talked is None else talked.template
     return export, opened.run

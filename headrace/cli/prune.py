@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.arguments import Checkpoint, Json, Overrides, TextTokens, share_of
+from headrace.cli.catalogue import catalogue
 from headrace.cli.compress import open_with_text
 from headrace.cli.terminal import (
     exit_codes,
@@ -51,8 +52,15 @@ def prune(
         progress = make_progress(json)
         try:
             with loading():
+                from headrace.cli.vision import prune_images
                 from headrace.export.compression import plain_build
                 from headrace.export.pruned import prune_model
+                from headrace.inference.images import images_run
+            if (run_of_images := images_run(model, catalogue())) is not None:
+                prune_images(
+                    run_of_images, share, output, checkpoint, tokens, progress, as_json=json
+                )
+                return
             opened, folder, _, _ = open_with_text(model, overrides, checkpoint, progress, FOLDER)
             out = output or folder
             pruning = prune_model(

@@ -26,7 +26,12 @@ def run_file(
     with exit_codes(json):
         text = read_prompt(prompt)
         with loading():
+            from headrace.cli.vision import run_images
+            from headrace.export.edge_runtime import images_record
             from headrace.export.runtime import distance, open_runtime, run_beside
+        if (record := images_record(file)) is not None:
+            run_images(file, record, prompt, as_json=json)
+            return
         runtime = open_runtime(file, text, max_tokens)
         ids = runtime.encode(text)
         continued = runtime.continue_(ids, max_tokens)

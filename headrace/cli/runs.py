@@ -115,7 +115,9 @@ def _show_loss(
             finite,
         )
     length = _length_asked(overrides)
-    opened = open_any(run, catalogue(), adapter=adapter, checkpoint=checkpoint, with_data=True)
+    opened = open_any(
+        run, catalogue(), adapter=adapter, checkpoint=checkpoint, with_data=True, images=True
+    )
     build, folder = opened.build, opened.run
     trained, places = build.plan.data.sequence_length, None
     if length is not None:

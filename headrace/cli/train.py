@@ -188,21 +188,27 @@ def closing_words(folder: Path, conclusion: "Conclusion", *, own_text: bool) -> 
     report = conclusion.report
     last = report["val"][-1]
     part = f" {part_of_text(last['share'])}" if "share" in last else ""  # an older checkpoint's
+    sees = "accuracy" in last
     asked = report["goal"]["asked"].get("bits_per_byte")
     target = f" (goal {asked})" if asked else ""
     speed = report["steady_tokens_per_s"]
-    rate = f"{format_count(speed)} tokens/s in steady steps" if speed else "speed not measured"
+    unit, result = "tokens", f"{last['bits_per_byte']:.3f} bits per byte{part}"
+    if sees:
+        unit, result = "images", f"{last['accuracy']:.2%} of the held-out images told rightly"
+    rate = f"{format_count(speed)} {unit}/s in steady steps" if speed else "speed not measured"
     lines = [
         "",
-        f"{_outcome(report)}: {last['bits_per_byte']:.3f} bits per byte{part}{target} after "
-        f"{format_count(report['tokens'])} tokens and {format_seconds(report['wall_s'])}, {rate}",
+        f"{_outcome(report)}: {result}{target} after "
+        f"{format_count(report['tokens'])} {unit} and {format_seconds(report['wall_s'])}, {rate}",
         *(f"{doubt['sentence']}; try: {doubt['remedy']}" for doubt in report["data"]["doubts"]),
         *verdict_lines(conclusion.verdict),
     ]
     if conclusion.sample is not None:
         lines.append(f"sample: {conclusion.sample}")
     lines.append(f"report: {conclusion.page or folder / 'report.json'}")
-    if report["data"].get("chat"):
+    if sees:
+        lines.append(f"next:   {started_as()} export {folder} --to onnx")
+    elif report["data"].get("chat"):
         lines.append(f"next:   {started_as()} chat {folder}")
     elif own_text:
         lines.append(f"next:   {started_as()} sample {folder}")

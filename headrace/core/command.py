@@ -282,7 +282,7 @@ def _is_in_plan(pair: tuple[str, str], run: Path) -> bool:
     option, value = pair
     try:
         table: Any = tomllib.loads((run / "plan.toml").read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     if option in CHANGES:
         return (value in table.get("techniques", {})) == (option == "--with")
@@ -295,5 +295,5 @@ def _is_in_plan(pair: tuple[str, str], run: Path) -> bool:
         table = table[part]
     try:
         return bool(table == tomllib.loads(f"x = {raw}")["x"])
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return bool(table == raw)

@@ -5,7 +5,8 @@ command that mends it. `assert` is for our own bugs; these are for everything el
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from enum import StrEnum
 from errno import EDQUOT, EFBIG, ENOMEM, ENOSPC
@@ -186,6 +187,41 @@ class Stopped(HeadraceError):
     def __init__(self, message: str, remedy: Remedy | str, exit_code: int) -> None:
         super().__init__(message, remedy)
         self.exit_code = exit_code
+
+
+MALFORMED = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""Errors that code raises which takes values out of tables that somebody else wrote."""
+
+MOST_REPEATED = 200
+"""Letters of another library's message that are repeated."""
+
+
+@contextmanager
+def interpreting(what: str | Path, remedy: Remedy | str) -> Iterator[None]:
+    """Turn errors over a table that somebody else wrote into one error for the user.
+
+    Args:
+        what: the file that holds the table.
+        remedy: what mends it.
+
+    Raises:
+        ConfigError: a value in it is of another kind, or out of all bounds.
+    """
+    try:
+        yield
+    except MALFORMED as error:
+        first = f"{type(error).__name__}: {error}".splitlines()[0][:MOST_REPEATED]
+        raise ConfigError(
+            f"{what} holds a value that none of its kind has: {first}", remedy
+        ) from None
 
 
 def is_full_disk(error: BaseException) -> bool:

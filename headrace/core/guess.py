@@ -67,7 +67,7 @@ def guesses(given: Any, name: str, *, share: bool = False) -> Iterator[Any]:
     elif isinstance(given, int | float) and not isinstance(given, bool):
         if share and 1 < given <= 100:
             yield given / 100  # of a hundred
-        if float(given).is_integer():
+        if isinstance(given, float) and given.is_integer():
             yield int(given)
 
 

@@ -33,7 +33,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.errors import MALFORMED, ConfigError, UnsupportedError
 from headrace.core.files import write_whole
 from headrace.costs.assumed import (
     ANCHOR_ATTENTION,
@@ -330,7 +330,7 @@ class Machine:
             return cls.from_json(path.read_text())
         except OSError as error:
             why = error.strerror or str(error)
-        except (ValueError, RecursionError) as error:
+        except MALFORMED as error:
             why = str(error)
         raise ConfigError(f"{path} does not hold a machine's rates: {why}", PROBE)
 

@@ -52,7 +52,7 @@ def read_columns(file: TextFile, compression: str | None) -> Iterator[TextAndOri
 
 def _batches(table: pq.ParquetFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a table in batches of these columns."""
-    for batch in table.iter_batches(columns=columns, batch_size=_batch_rows(table, columns)):
+    for batch in table.iter_batches(columns=columns, batch_size=_batch_rows(table)):
         # A name with dots is a path in another column too.
         yield batch if len(batch.schema.names) == len(columns) else batch.select(columns)
 
@@ -96,18 +96,16 @@ def _columns(file: TextFile, schema: pa.Schema) -> list[str]:
     return columns
 
 
-def _batch_rows(table: pq.ParquetFile, columns: list[str]) -> int:
-    """Return how many rows are read together, so that long texts do not fill the memory."""
+def _batch_rows(table: pq.ParquetFile) -> int:
+    """Return how many rows are read together, so that long texts do not fill the memory.
+
+    A row is taken as all of its columns: what a group says of one column ends the process where
+    that column's metadata are damaged (pyarrow 26.0.1, `RowGroupMetaData.column`).
+    """
     most = 1
     for number in range(table.metadata.num_row_groups):
         group = table.metadata.row_group(number)
-        chunks = [group.column(i) for i in range(group.num_columns)]
-        size = sum(
-            one.total_uncompressed_size
-            for one in chunks
-            if one.path_in_schema.partition(".")[0] in columns or one.path_in_schema in columns
-        )
-        most = max(most, size // max(1, group.num_rows))
+        most = max(most, group.total_byte_size // max(1, group.num_rows))
     return max(1, min(BATCH_ROWS, BATCH_BYTES // most))
 
 

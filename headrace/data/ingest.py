@@ -50,6 +50,7 @@ from headrace.data.heldout import (
     Weights,
     refused_split,
 )
+from headrace.data.images import images_key, write_images
 from headrace.data.left_out import LeftOutTally, Reason, without_text
 from headrace.data.listing import Asked
 from headrace.data.pipeline import (
@@ -254,6 +255,8 @@ def _key(plan: Plan, listed: LeftOutTally | None = None) -> str:
 
     `listed` counts the files of the sources that are left out.
     """
+    if plan.vision is not None:
+        return images_key(plan.vision)
     data = plan.data
     spec = data.tokenizer
     if spec != "bpe":
@@ -309,7 +312,10 @@ def _build_aside(plan: Plan, target: Path, progress: OnProgress, engine: PartEng
 
 
 def _build(plan: Plan, folder: Path, progress: OnProgress, engine: PartEngine) -> None:
-    """Make both passes, into an empty folder."""
+    """Make both passes, into an empty folder; draw images, where the plan is for images."""
+    if plan.vision is not None:
+        write_images(plan.vision, folder)
+        return
     data, tokenizer, trained_on = plan.data, None, None
     if data.tokenizer != "bpe":
         tokenizer = open_tokenizer(data.tokenizer)

@@ -383,6 +383,7 @@ def validation_batches(
     ranks: int = 1,
     segments: bool = False,
     stride: int | None = None,
+    beside: Callable[[int | None, Row], Row] = lambda number, row: row,
 ) -> Iterator[Micro]:
     """Yield the rows of the validation set, dealt out to the ranks in micro-batches of one shape.
 
@@ -390,7 +391,8 @@ def validation_batches(
 
     Row i has the T + 1 tokens from i * stride, and the stride is T without one; see
     `ValidationRows`. A last short row, and whole rows where the number does not divide, are padding
-    with ignored targets: every rank gets as many micro-batches.
+    with ignored targets: every rank gets as many micro-batches. `beside` adds what a row carries
+    beside tokens: (its number, or None of padding; the row) -> row.
     """
     rows = ValidationRows.of(shards, sequence_length, tokens, stride)
     every = rows.numbers
@@ -399,7 +401,7 @@ def validation_batches(
         numbers = [*every[first : first + micro_rows]]
         padding = [None] * (micro_rows - len(numbers))
         yield collate(
-            [_validation_row(shards, rows, n) for n in [*numbers, *padding]],
+            [beside(n, _validation_row(shards, rows, n)) for n in [*numbers, *padding]],
             segments=segments,
             first_token=first * sequence_length,
         )

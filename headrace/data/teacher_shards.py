@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.core.errors import ConfigError, RunError, UnsupportedError
+from headrace.core.errors import MALFORMED, ConfigError, RunError, UnsupportedError
 from headrace.core.files import hold_lock, sha256_of, shell, write_whole
 from headrace.core.remedy import mend
 from headrace.core.units import format_bytes
@@ -122,7 +122,7 @@ class TeacherShards:
             manifest = json.loads(file.read_text(encoding="utf-8"))
             digests = [str(digest) for digest in manifest["parts"]]
             known = manifest["facts"] == self.facts and len(digests) == self.parts
-        except (ValueError, KeyError, TypeError):
+        except MALFORMED:
             known, digests = False, []
         damaged = [] if known else [MANIFEST]
         for part, digest in enumerate(digests if known else ()):

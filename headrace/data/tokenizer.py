@@ -29,7 +29,7 @@ import numpy as np
 import tiktoken
 import tokenizers
 
-from headrace.core.errors import ConfigError, TextLost, UnsupportedError, nearest
+from headrace.core.errors import ConfigError, TextLost, UnsupportedError, interpreting, nearest
 from headrace.core.files import python, write_whole
 from headrace.core.folders import refuse_absent, refuse_no_tokenizer
 from headrace.core.limits import TokenizerPattern
@@ -73,7 +73,6 @@ _WHOLE_ALPHABET = _OWN | (
 Trainer = Literal["auto", "rustbpe", "counts"]
 _PROBED: dict[str, tuple[str | None, bool]] = {}
 """By fingerprint what a tokenizer was found to lose, and whether tiktoken does as it does."""
-
 _LAST_READ: dict[str, "Tokenizer"] = {}
 """By fingerprint the tokenizer that was read last: preparing data reads the same one thrice."""
 
@@ -93,10 +92,13 @@ class Tokenizer:
     """
 
     def __init__(self, text: str, *, name: str = "tokenizer.json") -> None:
+        with interpreting(name, _OWN):
+            self._open(text, name)
+
+    def _open(self, text: str, name: str) -> None:
+        wrong = f"{name} is not a tokenizer.json"
         with silent_panics():
-            self._slow = guarded(
-                lambda: tokenizers.Tokenizer.from_str(text), f"{name} is not a tokenizer.json"
-            )
+            self._slow = guarded(lambda: tokenizers.Tokenizer.from_str(text), wrong)
         spec = spec_of(text)
         spec["model"].setdefault("type", type(self._slow.model).__name__)
         self._text, self._name = text, name

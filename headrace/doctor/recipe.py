@@ -15,14 +15,13 @@ than that, and more than a fixed share.
 Left out: scaling laws, which predict recipes that nobody tried here.
 """
 
-import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
-from headrace.core.files import recorded_plan
+from headrace.core.files import parse_json, recorded_plan
 from headrace.doctor.findings import Finding, Kind
 
 FEWER_TOKENS = 0.15
@@ -145,7 +144,7 @@ def _beside(folder: Path) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]
     for file in sorted(folder.resolve().parent.glob("*/report.json")):
         plan = None if file.parent == folder.resolve() else _plan(file.parent)
         try:
-            report = json.loads(file.read_text()) if plan is not None else None
+            report = parse_json(file.read_bytes()) if plan is not None else None
         except (OSError, ValueError):
             continue
         if plan is not None and isinstance(report, dict):
@@ -178,7 +177,7 @@ def _curve(report: Mapping[str, Any]) -> Validations:
 def _plan(folder: Path) -> dict[str, Any] | None:
     try:
         return tomllib.loads(recorded_plan(folder).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -18,7 +18,13 @@ import torch
 
 from headrace.assemble.context import elsewhere, make_context
 from headrace.core.command import rerun
-from headrace.core.errors import ConfigError, HeadraceError, RunError
+from headrace.core.errors import (
+    ConfigError,
+    HeadraceError,
+    RunError,
+    UnsupportedError,
+    nearest,
+)
 from headrace.core.files import parse_object, shell
 from headrace.costs.machine import Machine
 from headrace.doctor.findings import Finding, Kind, phase_findings
@@ -41,6 +47,8 @@ from headrace.train.run_folder import RunFolder, cpu_name
 
 ALWAYS = ("step_s", "input_s")
 """Times that every row has."""
+DEVICES = ("cpu", "cuda", "mps")
+"""Kinds of devices that a run may have been on."""
 ROUNDING_S = 1e-6
 """Seconds that a difference of two clocks may lie below 0 by rounding."""
 WATCHED, LOOK_BYTES = re.compile(rb'"watched"\s*:\s*true'), 4096
@@ -146,8 +154,15 @@ def place_of(
         UnsupportedError: nothing is known of it.
     """
     here, name = torch.device("cpu"), str(environment.get("device_name", ""))
-    if environment.get("device") != "cuda":
-        context = make_context(plan, torch.device(str(environment.get("device") or "cpu")))
+    kind = str(environment.get("device") or "cpu")
+    if kind not in DEVICES:
+        raise UnsupportedError(
+            f"environment.json says that the run was on {kind!r:.40}, which is none of "
+            f"{', '.join(DEVICES)}",
+            f"device={nearest(kind, DEVICES)} in place of it",
+        )
+    if kind != "cuda":
+        context = make_context(plan, torch.device(kind))
         same = context.device == "cpu" and environment.get("cpu") in (None, cpu_name())
         return context, rates_here(here) if same else Machine.assumed(context.device_name)
     if torch.cuda.is_available() and torch.cuda.get_device_name() == name:

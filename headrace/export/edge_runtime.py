@@ -28,6 +28,8 @@ from headrace.export.onnx_file import quiet
 RECORD = "headrace.json"
 """The file beside an exported one that says what it is."""
 VERSION = 1
+IMAGES = "images"
+"""The key of a record that says which network of images a file holds."""
 
 
 def read_record(file: Path) -> dict[str, Any]:
@@ -56,6 +58,18 @@ def read_record(file: Path) -> dict[str, Any]:
             f"{remade}, which writes all of it",
         ) from None
     return record
+
+
+def images_record(file: Path) -> dict[str, Any] | None:
+    """Return the record of a file that tells images apart; None of any other file.
+
+    Raises:
+        ConfigError: see `read_record`.
+    """
+    if file.suffix not in (".onnx", ".pte") or not file.is_file():
+        return None
+    record = read_record(file)
+    return record if IMAGES in record else None
 
 
 class EdgeRuntime(ABC):

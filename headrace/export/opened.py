@@ -14,11 +14,19 @@ from headrace.core.command import rerun_without
 from headrace.core.errors import ConfigError
 from headrace.core.files import shell
 from headrace.core.folders import is_point
+from headrace.export.gguf import Origin
 from headrace.export.point import is_pruned_point, open_point
 from headrace.export.start import beginning
 from headrace.inference.adapted import open_adapted, resolve_adapter
-from headrace.inference.load import computed, open_model, read_plan, resolve_run
+from headrace.inference.load import (
+    checkpoint_of,
+    computed,
+    open_model,
+    read_plan,
+    resolve_run,
+)
 from headrace.plan.technique import Catalogue
+from headrace.train.checkpoint import Saved
 from headrace.train.identity import trains_adapters
 
 
@@ -44,6 +52,7 @@ def open_any(
     adapter: str = "",
     checkpoint: str | None = None,
     with_data: bool = False,
+    images: bool = False,
 ) -> Opened:
     """Return the model of a run, its base with another adapter, or a quantized model.
 
@@ -53,6 +62,7 @@ def open_any(
         adapter: its name or folder; "" for the run as it was trained.
         checkpoint: "step-N", "latest" or "best" of the run, where no adapter is named.
         with_data: whether to open the validation set too.
+        images: whether a network that tells images apart will do too.
 
     Raises:
         ConfigError: it is neither, or a quantized model is asked for a checkpoint or an adapter;
@@ -63,7 +73,12 @@ def open_any(
     folder = _point(name)
     if folder is None:
         return open_chosen(
-            name, catalogue, adapter=adapter, checkpoint=checkpoint, with_data=with_data
+            name,
+            catalogue,
+            adapter=adapter,
+            checkpoint=checkpoint,
+            with_data=with_data,
+            images=images,
         )
     if checkpoint is not None or adapter:
         raise ConfigError(
@@ -99,6 +114,7 @@ def open_chosen(
     adapter: str = "",
     checkpoint: str | None = None,
     with_data: bool = False,
+    images: bool = False,
 ) -> Opened:
     """Return the model of a run, or its base with another adapter.
 
@@ -111,6 +127,7 @@ def open_chosen(
         adapter: its name or folder; "" for the run as it was trained.
         checkpoint: "step-N", "latest" or "best" of the run, where no adapter is named.
         with_data: whether to open the validation set too.
+        images: whether a network that tells images apart will do too.
 
     Raises:
         ConfigError: there is no such run or adapter, it is of another base, or a checkpoint is
@@ -119,7 +136,9 @@ def open_chosen(
     """
     run = resolve_run(name)
     if not adapter:
-        build = open_model(run, catalogue, checkpoint=checkpoint, with_data=with_data)
+        build = open_model(
+            run, catalogue, checkpoint=checkpoint, with_data=with_data, images=images
+        )
 
         def compute(work: Callable[[], Any]) -> Any:
             return computed(work, build, run, catalogue, checkpoint=checkpoint)
@@ -138,3 +157,17 @@ def open_chosen(
     build = open_adapted(run, base, folder, catalogue, with_data=with_data)
     source = folder if (folder / "plan.toml").is_file() else None
     return Opened(build, run, source or run, source, lambda work: work())
+
+
+def origin_of(opened: Opened, checkpoint: str | None, catalogue: Catalogue) -> Origin | None:
+    """Return the run whose checkpoint an opened model has; None where it has none.
+
+    Args:
+        opened: the model.
+        checkpoint: the one that it was opened from, as a command names it.
+        catalogue: the techniques and model families.
+    """
+    if (source := opened.made_of) is None:
+        return None
+    saved = Saved(checkpoint_of(source, checkpoint), verify=False)
+    return Origin.of(read_plan(source, catalogue).name, saved.values)

@@ -36,7 +36,8 @@ from headrace.inference.load import shapes_model
 from headrace.kernels.quantized_weight import NF4, NF4Weight
 from headrace.optim.roles import role_of
 from headrace.parallel.world import World
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Stage
 from headrace.train.run_folder import RunFolder
 

@@ -22,7 +22,8 @@ from headrace.inference.load import checkpoint_of, own_tokenizer, read_plan, sha
 from headrace.model.adapter import weights_digest
 from headrace.model.peft import CONFIG
 from headrace.parallel.world import World
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Stage
 from headrace.train.checkpoint import Saved
 from headrace.train.identity import trained, trains_adapters

@@ -20,7 +20,8 @@ from headrace.data.ingest import reopen
 from headrace.inference.load import open_model, read_plan, resolve_run
 from headrace.inference.needle import NeedleCell, find_needles
 from headrace.parallel.world import World
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue
 from headrace.train.evaluate import LossByPlace, bins_of, evaluate, finite
 from headrace.train.run_folder import RunFolder

@@ -23,7 +23,8 @@ from headrace.optim.schedule import learning_rate
 from headrace.parallel.world import World
 from headrace.plan.changes import flatten
 from headrace.plan.gentler import gentler
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Stage, Technique
 from headrace.train.checkpoint import Saved, steps_in
 from headrace.train.identity import (
@@ -233,7 +234,12 @@ def note_rate_jump(
 
 
 def open_model(
-    folder: Path, catalogue: Catalogue, *, checkpoint: str | None = None, with_data: bool = False
+    folder: Path,
+    catalogue: Catalogue,
+    *,
+    checkpoint: str | None = None,
+    with_data: bool = False,
+    images: bool = False,
 ) -> Build:
     """Return the run's model with its trained weights, uncompiled, on this machine's device.
 
@@ -242,13 +248,21 @@ def open_model(
         catalogue: the techniques and model families.
         checkpoint: "step-N", "latest" or "best"; without it the best, or else the latest.
         with_data: whether to open the validation set too (prepared again if its cache is gone).
+        images: whether a network that tells images apart will do too.
 
     Raises:
         ConfigError: `folder` is not a run, or it has no such checkpoint.
         RunError: the checkpoint is damaged.
+        UnsupportedError: it is a run of images, and a model of text is asked for.
     """
     recorded, path = read_plan(folder, catalogue), _checkpoint(folder, checkpoint)
     plan, saved = recorded, Saved(path)
+    if plan.vision is not None and not images:
+        raise UnsupportedError(
+            f"{folder} is a run of {plan.vision.architecture}, which tells images apart: it has no "
+            "text to read or to write",
+            f"headrace eval {shell(folder)}, which tells how many images it tells rightly",
+        )
     # An exact technique computes what the baseline computes, so a model alone needs none of them,
     # and a run that was trained on another device can be opened here. A technique that scales the
     # loss does not shape the model either, but fp16 is refused without one. One that evaluates

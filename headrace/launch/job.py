@@ -8,7 +8,7 @@ from pathlib import Path
 from headrace.core.command import rerun_with
 from headrace.core.errors import ConfigError
 from headrace.core.remedy import mend
-from headrace.plan.plan import MeshConfig
+from headrace.plan.mesh_config import MeshConfig
 
 PLAN_FILE = "asked.toml"
 """Name of the copy of the user's plan file in the folder of a launch."""

@@ -24,13 +24,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.errors import ConfigError, UnsupportedError, interpreting
 from headrace.core.files import python, sha256_of
 from headrace.core.folders import refetch_command, refuse_absent, refuse_no_model
 from headrace.core.model_config import ModelConfig
 from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.fusion import Fusion, fusions
-from headrace.model.hf_config import architecture, config_from_hf, named_architecture
+from headrace.model.hf_config import PUBLISHED, architecture, config_from_hf, named_architecture
 from headrace.model.hf_families import GPT2, Architecture
 from headrace.model.init import Source
 from headrace.model.mask import MaskSpec
@@ -234,7 +234,8 @@ def read_architecture(path: Path, key: str = "model.pretrained") -> Architecture
 def longest_row(path: Path) -> int:
     """Return the tokens of a row that a folder's model was made for; 0 where it does not say."""
     values = read_json(path / "config.json")
-    return int(values.get("max_position_embeddings") or values.get("n_positions") or 0)
+    with interpreting(path / "config.json", PUBLISHED):
+        return int(values.get("max_position_embeddings") or values.get("n_positions") or 0)
 
 
 _SHAPE = {"vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn"}

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from headrace.core.errors import ConfigError, UnsupportedError, nearest
+from headrace.core.errors import ConfigError, UnsupportedError, interpreting, nearest
 from headrace.core.model_config import ModelConfig
 from headrace.core.strict import read_table
 from headrace.model.hf_families import (
@@ -28,6 +28,9 @@ from headrace.model.hf_families import (
     Architecture,
 )
 from headrace.model.mask import mask_of
+
+PUBLISHED = "the config.json that was published with these weights"
+"""What mends a config.json that describes no model."""
 
 
 def architecture(config: ModelConfig, prefer: str = "") -> Architecture:
@@ -101,6 +104,12 @@ def config_from_hf(values: Mapping[str, Any], key: str = "model.pretrained") -> 
             that we do not model.
         ConfigError: a size is missing or cannot be.
     """
+    with interpreting("config.json", PUBLISHED):
+        return _config_from_hf(values, key)
+
+
+def _config_from_hf(values: Mapping[str, Any], key: str) -> ModelConfig:
+    """Return the model that a config.json describes; see `config_from_hf`."""
     kind = named_architecture(values, key)
     _refuse_other_mathematics(kind, values, key)
     values = {**kind.defaults, **values}
@@ -130,7 +139,7 @@ def config_from_hf(values: Mapping[str, Any], key: str = "model.pretrained") -> 
         raise ConfigError(
             f"config.json of a {kind.name} describes no model{f' ({name})' * bool(name)}: "
             f"{error.message}",
-            "the config.json that was published with these weights",
+            PUBLISHED,
         ) from None
 
 
@@ -142,7 +151,11 @@ def named_architecture(values: Mapping[str, Any], key: str = "model.pretrained")
     """
     by_type = {kind.model_type: kind.name for kind in ARCHITECTURES.values()}
     model_type = str(values.get("model_type", ""))
-    name = str((values.get("architectures") or [by_type.get(model_type, model_type)])[0])
+    listed = values.get("architectures")
+    named = (
+        listed[0] if isinstance(listed, list) and listed else by_type.get(model_type, model_type)
+    )
+    name = str(named)
     if name not in ARCHITECTURES:
         near = nearest(name, ARCHITECTURES)
         raise UnsupportedError(

@@ -19,15 +19,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from json import dumps
-from math import sqrt
+from math import inf, isfinite, sqrt
 from pathlib import Path
 from typing import Any
 
+import regex
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.errors import ConfigError, UnsupportedError, interpreting
 from headrace.core.folders import refuse_absent
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
@@ -161,7 +162,8 @@ def read_adapters(folder: Path, base: Path, config: ModelConfig, key: str) -> Gi
         theirs = [name.removesuffix(".weight") for name in link.theirs]
         if link.ours.endswith(".weight") and any(name in grouped for name in theirs):
             parts = [grouped.pop(name, None) for name in theirs]
-            scales = [_scale(table, name) for name in theirs]
+            with interpreting(folder / CONFIG, f"{key}=FOLDER of others"):
+                scales = [_scale(table, name) for name in theirs]
             ours = link.ours.removesuffix(".weight")
             made[ours] = _fused(link, theirs, parts, scales, folder, table, key)
     if grouped or not made:
@@ -294,12 +296,16 @@ def _scale(table: Mapping[str, Any], module: str) -> float:
 
     def asked(field: str, default: str) -> float:
         for pattern, value in (table.get(field) or {}).items():
-            with_end = re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module)
-            if with_end:
-                return float(value)
+            try:  # some expressions would never end: a useful one takes microseconds
+                if regex.fullmatch(rf"(?:.*\.)?(?:{pattern})", module, timeout=2):
+                    return float(value)
+            except (regex.error, TimeoutError) as error:
+                raise ValueError(f"{field} has {pattern!r}: {error}") from None
         return float(table.get(default) or 8)
 
     rank, alpha = asked("rank_pattern", "r"), asked("alpha_pattern", "lora_alpha")
+    if not (isfinite(alpha) and 0 < rank < inf):
+        raise ValueError(f"rank {rank} and alpha {alpha} scale nothing")
     return alpha / (sqrt(rank) if table.get("use_rslora") else rank)
 
 

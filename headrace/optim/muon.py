@@ -219,7 +219,7 @@ class MatrixBatch:
     def chunks(self) -> Iterator[slice]:
         """Yield which parameters are updated at once: all of a chunk have gradients."""
         numbers = max(1, self.parameters[0].numel())
-        ranks = self.team.world.size("shard") * self.team.world.size("tensor") if self.team else 1
+        ranks = self.team.ranks if self.team else 1
         most = min(CHUNK_MATRICES, max(ranks, CHUNK_NUMBERS // numbers))
         runs = groupby(range(len(self.parameters)), lambda i: self.parameters[i].grad is not None)
         for ready, indices in runs:

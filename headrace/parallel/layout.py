@@ -52,8 +52,8 @@ class Layout:
 
     Args:
         shape: of the whole.
-        split: axis -> the dimension of the whole that it cuts into shares. FSDP's cut along "shard"
-            is the DTensor's own and not named here.
+        split: axis -> the dimension of the whole that it cuts into shares. FSDP's cut along
+            "slices" is the DTensor's own and not named here.
         partial: axes along which its gradient is a partial sum after the backward pass.
     """
 
@@ -62,14 +62,14 @@ class Layout:
     partial: set[str] = field(default_factory=lambda: {"shard"})
 
     def offsets(self, world: World) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (offset, shape) of this rank's slice of the whole, before a cut along "shard"."""
+        """Return (offset, shape) of this rank's slice of the whole, before a cut along "slices"."""
         offset, shape = [0] * len(self.shape), list(self.shape)
         for axis, dim in self.split.items():
             offset[dim], shape[dim] = share(shape[dim], world.size(axis), world.place(axis))
         return tuple(offset), tuple(shape)
 
     def cut(self, world: World, whole: Tensor) -> Tensor:
-        """Return this rank's slice of the whole, before any cut along "shard"."""
+        """Return this rank's slice of the whole, before any cut along "slices"."""
         offset, shape = self.offsets(world)
         for dim, (start, count) in enumerate(zip(offset, shape, strict=True)):
             whole = whole.narrow(dim, start, count)
@@ -80,6 +80,7 @@ class Layout:
         cut = {*self.split, *(("shard",) if is_dtensor(tensor) else ())}
         free = [axis for axis in ("shard", "tensor") if axis not in cut]
         free += ["ends"] if "ends" in self.partial else []
+        free += ["replicate"] if "shard" in cut else []
         count = 1
         for axis in free:
             count *= world.size(axis)
@@ -144,4 +145,5 @@ def is_first(world: World, layout: Layout | None, sharded: bool) -> bool:
     cut = {*(layout.split if layout else ()), *(("data", "context") if sharded else ())}
     shared = layout is not None and "ends" in layout.partial
     axes = [a for a in AXES if a not in cut and (a != "pipeline" or shared)]
+    axes += ["replicate"] if sharded else []
     return all(world.place(axis) == 0 for axis in axes)

@@ -17,33 +17,29 @@ for the message `ranks` before it. A message is asked for when its action begins
 transfers behind work, and hung on GPUs (see `run`).
 
 Between a forward and its backward a rank keeps the graph of its output and not the output itself.
-Left out: zero-bubble schedules (arXiv 2401.10241), which split a backward pass in two and so need
-every layer's gradient of weights apart from that of inputs.
+A zero-bubble V (parallel/zero_bubble) lays two stages a rank out along a V, each border of which is
+a channel of its own, and does some backward passes in two parts.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from headrace.core.errors import ConfigError
 from headrace.core.remedy import mend
-
-Direction = Literal["forward", "backward"]
-
-
-class Action(NamedTuple):
-    """An action is one pass of one micro-batch through one of the rank's stages."""
-
-    kind: Direction
-    chunk: int
-    micro: int
-
+from headrace.parallel.actions import Action, Direction
+from headrace.parallel.zero_bubble import (
+    PutOff,
+    backward_inputs,
+    backward_weights,
+    stage_of,
+)
 
 # --- schedules -------------------------------------------------------------------------------
 
@@ -117,62 +113,93 @@ class Message(NamedTuple):
 class PipelineRank:
     """A line is this rank's place in its pipeline, and the channels to both neighbours."""
 
-    def __init__(self, grid: Tensor, device: torch.device, *, chunks: int = 1) -> None:
+    def __init__(
+        self, grid: Tensor, device: torch.device, *, chunks: int = 1, v: bool = False
+    ) -> None:
         """Make the groups; every rank of the world calls this at the same point.
 
         Args:
             grid: global ranks [pipeline, lines]; a column is one pipeline, first rank first.
             device: where messages lie.
             chunks: stages per rank; more than one closes the line to a ring.
+            v: two stages per rank lie along a V, and no ring.
         """
-        self.device, self.chunks, self.ranks = device, chunks, len(grid)
+        self.device, self.chunks, self.ranks, self.v = device, chunks, len(grid), v
         self.messages, self.bytes = 0, 0
         me = dist.get_rank()
         self.rank = int((grid == me).nonzero()[0, 0])
-        self._inward: dict[Direction, tuple[int, dist.ProcessGroup]] = {}
-        self._outward: dict[Direction, tuple[int, dist.ProcessGroup]] = {}
-        self._sent: dict[Direction, deque[Message]] = {"forward": deque(), "backward": deque()}
+        self._inward: dict[tuple[Direction, int], tuple[int, dist.ProcessGroup]] = {}
+        self._outward: dict[tuple[Direction, int], tuple[int, dist.ProcessGroup]] = {}
+        self._sent: dict[tuple[Direction, int], deque[Message]] = {}
+        self._own: dict[Direction, deque[Tensor]] = {"forward": deque(), "backward": deque()}
         for line in grid.T.tolist():
-            for here in range(self.ranks if chunks > 1 else self.ranks - 1):
-                before, after = line[here], line[(here + 1) % self.ranks]
-                self._open("forward", before, after, me)
-                self._open("backward", after, before, me)
+            for before, after, here, there in self._borders():
+                source, target = (line[before], here), (line[after], there)
+                self._open("forward", source, target, me)
+                self._open("backward", target, source, me)
 
-    def _open(self, kind: Direction, source: int, target: int, me: int) -> None:
+    def _borders(self) -> list[tuple[int, int, int, int]]:
+        """Return (rank before, rank after, channel there, channel here) of each border."""
+        if not self.v:
+            count = self.ranks if self.chunks > 1 else self.ranks - 1
+            return [(here, (here + 1) % self.ranks, 0, 0) for here in range(count)]
+        down = [(rank, rank + 1, 0, 0) for rank in range(self.ranks - 1)]
+        return [*down, *((rank + 1, rank, 1, 1) for rank in reversed(range(self.ranks - 1)))]
+
+    def _open(
+        self, kind: Direction, source: tuple[int, int], target: tuple[int, int], me: int
+    ) -> None:
         """Connect one direction of one border now, in one order over the whole world.
 
         A communicator is made at its first message, and both ends wait for each other there. Later
         that would be a wait in the middle of a schedule, where the other end may want a different
         one first.
         """
-        group: Any = dist.new_group([source, target])
+        group: Any = dist.new_group([source[0], target[0]])
         hello = torch.zeros(1, device=self.device)
-        if me == source:
-            self._outward[kind] = (target, group)
-            dist.send(hello, target, group)
-        elif me == target:
-            self._inward[kind] = (source, group)
-            dist.recv(hello, source, group)
+        if me == source[0]:
+            self._outward[kind, source[1]] = (target[0], group)
+            self._sent[kind, source[1]] = deque()
+            dist.send(hello, target[0], group)
+        elif me == target[0]:
+            self._inward[kind, target[1]] = (source[0], group)
+            dist.recv(hello, source[0], group)
+
+    def stage(self, chunk: int) -> int:
+        """Return which of the model's stages a chunk is."""
+        return stage_of(self.ranks, self.rank, chunk) if self.v else chunk * self.ranks + self.rank
 
     def first(self, chunk: int) -> bool:
         """Return whether `chunk` is the model's first stage."""
-        return self.rank == 0 and chunk == 0
+        return self.stage(chunk) == 0
 
     def last(self, chunk: int) -> bool:
         """Return whether `chunk` is the model's last stage."""
-        return self.rank == self.ranks - 1 and chunk == self.chunks - 1
+        return self.stage(chunk) == self.ranks * self.chunks - 1
 
-    def receive(self, kind: Direction, shape: Sequence[int], dtype: torch.dtype) -> Message:
-        """Ask for the next message of one kind."""
-        source, group = self._inward[kind]
+    def _is_own(self, kind: Direction, chunk: int, *, sends: bool) -> bool:
+        """Return whether a message stays on this rank, at the foot of the V."""
+        at_foot = self.v and self.rank == self.ranks - 1
+        return at_foot and chunk == (0 if (kind == "forward") == sends else 1)
+
+    def receive(
+        self, kind: Direction, chunk: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """Return the next message of one kind once it is here; a GPU's host goes on meanwhile."""
+        if self._is_own(kind, chunk, sends=False):
+            return self._own[kind].popleft()
+        source, group = self._inward[kind, chunk * self.v]
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        return Message(_started(dist.irecv(tensor, source, group)), tensor)
+        return Message(_started(dist.irecv(tensor, source, group)), tensor).wait()
 
-    def send(self, kind: Direction, tensor: Tensor) -> None:
+    def send(self, kind: Direction, chunk: int, tensor: Tensor) -> None:
         """Send without waiting, but for the message that is `ranks` before this one."""
-        target, group = self._outward[kind]
-        sent = self._sent[kind]
-        if len(sent) == self.ranks:
+        if self._is_own(kind, chunk, sends=True):
+            self._own[kind].append(tensor)
+            return
+        target, group = self._outward[kind, chunk * self.v]
+        sent = self._sent[kind, chunk * self.v]
+        if len(sent) == self.ranks * (1 + self.v):
             sent.popleft().wait()
         tensor = tensor.contiguous()
         sent.append(Message(_started(dist.isend(tensor, target, group)), tensor))
@@ -226,6 +253,10 @@ class Stages(Protocol):
         """Do what is to be done before the rank waits for a message."""
         ...
 
+    def weights(self) -> Iterable[nn.Parameter]:
+        """Return what learns on this rank, for backward passes in two parts."""
+        ...
+
 
 @dataclass
 class ForwardState:
@@ -234,6 +265,10 @@ class ForwardState:
     x: Tensor | None
     output: GradientEdge | None
     losses: list[Tensor]
+    put_off: PutOff | None = None
+    """of a backward pass whose second part is to come"""
+    gradient: Tensor | None = None
+    """that of the output, where all of the backward pass is to come"""
 
 
 def run(actions: Sequence[Action], line: PipelineRank, stages: Stages) -> Tensor:
@@ -251,14 +286,18 @@ def run(actions: Sequence[Action], line: PipelineRank, stages: Stages) -> Tensor
     """
     total = torch.zeros((), device=line.device)
     states: dict[tuple[int, int], ForwardState] = {}
-    left = Counter(a.chunk for a in actions if a.kind == "backward")
+    left = Counter(a.chunk for a in actions if a.kind in ("backward", "inputs"))
     for kind, chunk, micro in actions:
+        if kind == "weights":
+            _weights(states.pop((chunk, micro)), stages)
+            continue
+        direction: Direction = "forward" if kind == "forward" else "backward"
         message = None
         if not (line.first(chunk) if kind == "forward" else line.last(chunk)):
             # Not sooner: a kernel that is loaded for the first time waits for the whole device, a
             # receive in flight included, and two ranks that load wait for each other for ever.
             stages.waiting()
-            message = line.receive(kind, stages.shape(micro), stages.dtype).wait()
+            message = line.receive(direction, chunk, stages.shape(micro), stages.dtype)
         if kind == "forward":
             output, kept = _forward(stages, line, chunk, micro, message)
             for loss in kept.losses:
@@ -266,15 +305,36 @@ def run(actions: Sequence[Action], line: PipelineRank, stages: Stages) -> Tensor
             if torch.is_grad_enabled():
                 states[chunk, micro] = kept
             if not line.last(chunk):
-                line.send("forward", output)
+                line.send(direction, chunk, output)
         else:
             left[chunk] -= 1
             stages.before_backward(chunk, left[chunk] == 0)
-            gradient = _backward(states.pop((chunk, micro)), message)
+            if kind == "inputs":
+                gradient = _inputs(states[chunk, micro], message, stages)
+            else:
+                gradient = _backward(states.pop((chunk, micro)), message)
             if gradient is not None:
-                line.send("backward", gradient)
+                line.send(direction, chunk, gradient)
     line.flush()
     return total
+
+
+def _inputs(state: ForwardState, gradient: Tensor | None, stages: Stages) -> Tensor | None:
+    """Run the first part of a backward pass; the first stage, which sends none, puts all off."""
+    if state.x is None:
+        state.gradient = gradient
+        return None
+    sent, state.put_off = backward_inputs(*_roots(state, gradient), state.x, stages.weights())
+    state.losses, state.output = [], None
+    return sent
+
+
+def _weights(state: ForwardState, stages: Stages) -> None:
+    """Run the second part of a backward pass."""
+    if state.put_off is None:
+        _backward(state, state.gradient)
+    else:
+        backward_weights(state.put_off, stages.weights())
 
 
 def _forward(
@@ -295,11 +355,19 @@ def _forward(
 
 def _backward(state: ForwardState, gradient: Tensor | None) -> Tensor | None:
     """Run one backward pass; return the gradient of what had come in, None at the first stage."""
+    roots, gradients = _roots(state, gradient)
+    if roots:
+        torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+    return None if state.x is None else state.x.grad
+
+
+def _roots(
+    state: ForwardState, gradient: Tensor | None
+) -> tuple[list[Tensor | GradientEdge], list[Tensor | None]]:
+    """Return where a backward pass begins, and the gradient of each; that of a loss is 1."""
     roots: list[Tensor | GradientEdge] = [loss for loss in state.losses if loss.requires_grad]
     gradients: list[Tensor | None] = [None] * len(roots)
     if state.output is not None:
         roots.append(state.output)
         gradients.append(gradient)
-    if roots:
-        torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
-    return None if state.x is None else state.x.grad
+    return roots, gradients

@@ -1,11 +1,13 @@
 """Share whole matrices of one shape among the ranks that hold parts or copies of them.
 
 An optimizer that needs whole matrices would otherwise do all of its work on every rank. Here a
-batch of k matrices goes to the ranks of the axes "shard" and "tensor" in turn: ceil(k / ranks) to
+batch of k matrices goes to the ranks of `axis` and of "tensor" in turn: ceil(k / ranks) to
 each, the first ranks first, the same on every run. Where FSDP cuts the matrices, each rank sends
 its rows of the others' matrices to them and takes theirs of its own (all-to-all; gloo has none, and
 torch gathers there). Where tensor parallelism cuts them, its ranks gather the few that are left.
 Where ranks hold copies, nothing is sent before the work, and the results are gathered after it.
+Groups that each hold all slices (`mesh.replicate`) each do all of the work: then no matrix crosses
+the links between them, which are the slow ones.
 """
 
 import torch
@@ -28,6 +30,12 @@ class Team:
     def __init__(self, world: World, layout: Layout, like: Tensor) -> None:
         self.world, self.layout, self.like = world, layout, like
         self.sharded, self.split = is_dtensor(like), layout.split.get("tensor")
+        self.axis = "slices" if self.sharded else "shard"
+
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks share the work."""
+        return self.world.size(self.axis) * self.world.size("tensor")
 
     def whole(self, parts: Tensor) -> Tensor:
         """Return this rank's whole matrices of a batch.
@@ -39,7 +47,7 @@ class Team:
         """
         mine = self._shards(parts, len(parts), to_whole=True) if self.sharded else None
         if mine is None:
-            mine = parts[slice(*_range(len(parts), self.world, "shard"))]
+            mine = parts[slice(*_range(len(parts), self.world, self.axis))]
         if self.split is not None:
             size = self.layout.shape[self.split]
             mine = gather(mine, self.split + 1, size, self.world, "tensor")
@@ -47,7 +55,7 @@ class Team:
 
     def mine(self, count: int) -> slice:
         """Return which of `count` matrices `whole` gives to this rank."""
-        begin, end = _range(count, self.world, "shard")
+        begin, end = _range(count, self.world, self.axis)
         first, last = _range(end - begin, self.world, "tensor")
         return slice(begin + first, begin + last)
 
@@ -58,8 +66,8 @@ class Team:
             mine: [this rank's matrices, ...].
             count: matrices of the batch.
         """
-        begin, end = _range(count, self.world, "shard")
-        return _gathered(self._of_tensor(mine, end - begin), count, self.world, "shard")
+        begin, end = _range(count, self.world, self.axis)
+        return _gathered(self._of_tensor(mine, end - begin), count, self.world, self.axis)
 
     def parts(self, mine: Tensor, count: int) -> Tensor:
         """Return this rank's part of every matrix; the inverse of `whole`.
@@ -68,14 +76,14 @@ class Team:
             mine: this rank's whole matrices, [this rank's, rows, columns].
             count: matrices of the batch.
         """
-        begin, end = _range(count, self.world, "shard")
+        begin, end = _range(count, self.world, self.axis)
         mine = self._of_tensor(mine, end - begin)
         if self.split is not None:
             offset, shape = self.layout.offsets(self.world)
             mine = mine.narrow(self.split + 1, offset[self.split], shape[self.split])
         if self.sharded:
             return self._shards(mine, count, to_whole=False)
-        return _gathered(mine, count, self.world, "shard")
+        return _gathered(mine, count, self.world, self.axis)
 
     def _of_tensor(self, mine: Tensor, count: int) -> Tensor:
         """Return the whole matrices of all ranks along "tensor"."""
@@ -86,8 +94,9 @@ class Team:
         from torch.distributed.tensor import DTensor, Shard
 
         assert isinstance(self.like, DTensor)
-        (placement,) = self.like.placements
-        rows, matrices = [Shard(placement.dim + 1)], [Shard(0)]  # type: ignore[attr-defined]
+        *copies, placement = self.like.placements
+        rows = [*copies, Shard(placement.dim + 1)]  # type: ignore[attr-defined]
+        matrices = [*copies, Shard(0)]
         before, after = (rows, matrices) if to_whole else (matrices, rows)
         shape = torch.Size((count, *self.like.shape))
         stride = (shape[1] * shape[2], shape[2], 1)

@@ -7,9 +7,10 @@ outermost first, so that the axis that talks most has neighbours on one node:
     pipeline   stages of the model          data     replicas that read other rows
     context    parts of every row           tensor   parts of every matrix
 
-`shard` is data x context, the axis over which tokens are split: gradients are summed along it and
-FSDP cuts parameters along it. `ends` joins the first and the last stage, which share a tied
-embedding.
+`shard` is data x context, the axis over which tokens are split: gradients are summed along it.
+FSDP cuts parameters along `slices`, which is all of `shard` unless `mesh.replicate` divides it:
+then `replicate` joins the ranks of all groups that hold the same slice, the outermost part of
+`data`. `ends` joins the first and the last stage, which share a tied embedding.
 """
 
 import json
@@ -33,7 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 from headrace.core.command import rerun
 from headrace.core.errors import ConfigError
 from headrace.costs.links import BUCKET_BYTES
-from headrace.plan.plan import MeshConfig
+from headrace.plan.mesh_config import MeshConfig
 
 AXES = ("pipeline", "data", "context", "tensor")
 _JOINED = count()
@@ -48,15 +49,18 @@ class World:
     ranks: int = 1
     local_rank: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """ranks along each of `AXES`; 1 where nothing is said"""
+    """ranks along each of `AXES`, and along "replicate"; 1 where nothing is said"""
     groups: Mapping[str, Any] = field(default_factory=dict)
     """process groups of the axes that have several ranks"""
     mesh: DeviceMesh | None = None
-    """pipeline x shard x tensor, for torch's own sharding; None alone"""
+    """pipeline x slices x tensor, for torch's own sharding, with replicate before slices where
+    there are several; None alone"""
     store: Store | None = None
     """where ranks leave words for each other that nobody waits for together; None alone"""
     made: Iterator[int] = field(default_factory=count, compare=False)
     """numbers of what the first rank has made for all, the same on every rank"""
+    name: str = ""
+    """what the words of this world begin with in a store that several worlds share"""
 
     def size(self, axis: str) -> int:
         """Return how many ranks an axis has."""
@@ -64,6 +68,8 @@ class World:
             return self.ranks
         if axis == "shard":
             return self.size("data") * self.size("context")
+        if axis == "slices":
+            return self.size("shard") // self.size("replicate")
         if axis == "ends":
             return min(2, self.size("pipeline"))
         return self.sizes.get(axis, 1)
@@ -74,6 +80,10 @@ class World:
             return self.rank
         if axis == "shard":
             return self.place("data") * self.size("context") + self.place("context")
+        if axis == "replicate":
+            return self.place("shard") // self.size("slices")
+        if axis == "slices":
+            return self.place("shard") % self.size("slices")
         inner = AXES[AXES.index(axis) + 1 :]
         return self.rank // prod(self.size(a) for a in inner) % self.size(axis)
 
@@ -205,26 +215,30 @@ def join(mesh: MeshConfig, device: torch.device) -> World:
         return World(local_rank=local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(local_rank)
-    rank, sizes = dist.get_rank(), {axis: getattr(mesh, axis) for axis in AXES}
+    rank, sizes = dist.get_rank(), {axis: getattr(mesh, axis) for axis in (*AXES, "replicate")}
     alone = World(rank, mesh.ranks, local_rank, sizes)
-    three = ("pipeline", "shard", "tensor")
+    groups_of_slices = ("replicate",) if alone.size("replicate") > 1 else ()
+    names = ("pipeline", *groups_of_slices, "slices", "tensor")
     torch_mesh = init_device_mesh(
-        device.type, tuple(alone.size(a) for a in three), mesh_dim_names=three
+        device.type, tuple(alone.size(a) for a in names), mesh_dim_names=names
     )
     groups: dict[str, Any] = {"world": dist.group.WORLD}
-    groups |= {a: torch_mesh.get_group(a) for a in three if alone.size(a) > 1}
+    groups |= {a: torch_mesh.get_group(a) for a in names if alone.size(a) > 1}
     worlds = [World(r, mesh.ranks, 0, sizes) for r in range(mesh.ranks)]
-    for axis in ("data", "context", "ends"):
+    for axis in ("data", "context", "ends", *(("shard",) if groups_of_slices else ())):
         if alone.size(axis) > 1:
             groups |= _new_groups(axis, worlds, rank)
-    store = PrefixStore(f"headrace/words/{next(_JOINED)}", _get_default_store())
-    return World(rank, mesh.ranks, local_rank, sizes, groups, torch_mesh, store)
+    if alone.size("slices") == alone.size("shard") > 1:
+        groups["shard"] = groups["slices"]
+    name = f"headrace/words/{next(_JOINED)}"
+    store = PrefixStore(name, _get_default_store())
+    return World(rank, mesh.ranks, local_rank, sizes, groups, torch_mesh, store, name=name)
 
 
 def _new_groups(axis: str, worlds: list[World], rank: int) -> dict[str, Any]:
     """Return the group of `axis` through `rank`. Every rank makes all of them, in one order."""
-    moving = "pipeline" if axis == "ends" else axis
-    others = [a for a in AXES if a != moving]
+    moving = {"ends": ("pipeline",), "shard": ("data", "context")}.get(axis, (axis,))
+    others = [a for a in AXES if a not in moving]
     lines: dict[tuple[int, ...], list[int]] = {}
     for world in worlds:
         last = world.size("pipeline") - 1

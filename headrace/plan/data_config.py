@@ -63,8 +63,8 @@ class DataConfig(Strict):
     """Let text that spells one of `special_tokens` become it. Otherwise no text ever does."""
     chat: ChatConfig | None = None
     """Read conversations, and count their answers only; without this table all rows are text."""
-    sequence_length: int = Field(default=256, ge=2, le=WIDEST)
-    """Tokens of a sequence."""
+    sequence_length: int = Field(default=256, ge=1, le=WIDEST)
+    """Tokens of a sequence: at least 2, and 1 of images, whose one token is the label."""
     directory: str = "data"
     """Prepared shards are kept under this folder, named by what went into them."""
     workers: int = Field(default=1, ge=0, le=1024)

@@ -102,7 +102,7 @@ def _rate(plan: Plan) -> Iterator[Doubt]:
             "hardly any model learns with it",
             mend(f"optimizer.lr={usual:g}"),
         )
-    elif not warm and rate > most and not (own or plan.model.pretrained):
+    elif not warm and rate > most and not (own or plan.model.pretrained or plan.vision):
         yield Doubt(
             f"the first step has the full rate: schedule.warmup_steps = 0, and optimizer.lr = "
             f"{rate:g} is high for {plan.model.dim} features (over {most:.2g} a rise from zero "

@@ -9,8 +9,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from functools import partial
-from math import prod
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import tomli_w
 from pydantic import (
@@ -31,15 +30,16 @@ from headrace.core.overrides import known_of, settle, write_override
 from headrace.core.remedy import leave_out, mend
 from headrace.core.strict import READ, Strict, Wrong, explained, read_table
 from headrace.core.units import largest_divisor
+from headrace.core.vision_config import VisionConfig
 from headrace.plan.batches import BatchStages
 from headrace.plan.data_config import DataConfig
+from headrace.plan.mesh_config import MeshConfig
 from headrace.plan.mixture import check_mixture
 from headrace.plan.optimizer_config import OptimizerConfig
 from headrace.plan.schedule import ENDLESS, ScheduleConfig
 from headrace.plan.technique import Catalogue, Technique, installed
+from headrace.plan.vision import check_vision
 
-RANKS = 1 << 20
-"""Largest number of processes along one axis of the mesh."""
 ATTENDS = "parts.attend"
 """The socket whose owner computes attention."""
 
@@ -94,55 +94,6 @@ class CheckpointConfig(Strict):
     """Also keep the checkpoint of the lowest validation loss."""
 
 
-class MeshConfig(Strict):
-    """Say how many processes split the work along each axis. The run has their product.
-
-    Every axis but `data` needs a technique that splits the model along it.
-    """
-
-    data: int = Field(default=1, ge=1, le=RANKS)
-    """Replicas that each read their share of every batch."""
-    tensor: int = Field(default=1, ge=1, le=RANKS)
-    """Parts of every matrix."""
-    context: int = Field(default=1, ge=1, le=RANKS)
-    """Parts of every sequence."""
-    pipeline: int = Field(default=1, ge=1, le=RANKS)
-    """Ranks that hold the model's layers one after the other."""
-    auto: bool = False
-    """Choose the sizes for the processes that were started, by what each layout is predicted to
-    take; `mesh = "auto"` says the same."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_auto(cls, value: Any) -> Any:
-        return {"auto": True} if value == "auto" else value
-
-    @model_validator(mode="after")
-    def _check_auto(self) -> Self:
-        given = [f"mesh.{axis}={size}" for axis, size in self.sizes.items() if size > 1]
-        if self.auto and given:
-            raise Wrong(
-                f"mesh.auto chooses the sizes of all axes, and {', '.join(given)} is given",
-                mend("mesh.auto=false") | mend(*(f"mesh.{axis}=1" for axis in self.sizes)),
-            )
-        return self
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Return the number of ranks along each axis."""
-        return {
-            "data": self.data,
-            "tensor": self.tensor,
-            "context": self.context,
-            "pipeline": self.pipeline,
-        }
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of processes of the run."""
-        return prod(self.sizes.values())
-
-
 class TraceConfig(Strict):
     """Record profiler windows: a few steps under torch.profiler, written beside the run.
 
@@ -188,6 +139,8 @@ class Plan(Strict):
     """Backend of attention: `plan` takes what the techniques say, `measured` the exact one that is
     fastest at the run's shapes."""
     model: ModelConfig = ModelConfig()
+    vision: VisionConfig | None = None
+    """Tell images apart by this network, and read no text; `model` then says `precision` alone."""
     data: DataConfig = DataConfig()
     goal: Goal = Goal()
     batch: Batch = Batch()
@@ -231,6 +184,7 @@ class Plan(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> "Plan":
+        check_vision(self)
         length, ranks = self.data.sequence_length, self.mesh.data
         unit = length * ranks
         if self.batch.tokens % unit:
@@ -298,6 +252,14 @@ class Plan(Strict):
                     f"it; add one, as in --with {axis}_parallel, or mesh.{axis}=1",
                     mend(f"+{axis}_parallel") | mend(f"mesh.{axis}=1"),
                 )
+        slicing = any("shard" in technique.composes for technique in self.techniques.values())
+        if self.mesh.replicate > 1 and not slicing:
+            raise Wrong(
+                f"mesh.replicate = {self.mesh.replicate} groups would each hold slices of the "
+                "model, and no technique of the plan slices it; add one, as in --with fsdp, or "
+                "mesh.replicate=1",
+                mend("mesh.replicate=1") | mend("+fsdp"),
+            )
         if self.model.tied_embeddings:
             self.optimizer.check_tied()
         horizon = self.horizon_steps
@@ -381,7 +343,7 @@ class Plan(Strict):
         for item in overrides:
             write_override(values, item, Plan)
         made = left_to_techniques(
-            values, overrides, without, lambda: Plan.read(text, catalogue).made()
+            values, overrides, without, lambda: Plan._read(text, catalogue, [], [], []).made()
         )
         for key in (*left_to_weights(values, overrides), *made):
             table, _, leaf = key.partition(".")

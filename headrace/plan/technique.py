@@ -279,6 +279,8 @@ class Technique(Strict, Generic[B]):
     weights; None where it trains these."""
     settled: ClassVar[tuple[str, ...]] = ()
     """Names of knobs that no search changes: for tests, or for what a user accepts."""
+    images: ClassVar[bool] = False
+    """Whether it means the same for a network that tells images apart, where no tokens are."""
 
     @classmethod
     def name(cls) -> str:

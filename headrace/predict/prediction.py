@@ -430,6 +430,8 @@ def _time(
         return None, f"time is modelled on a GPU of NVIDIA and on a CPU, not on {context.device}"
     if context.device == "cpu" and machine.source != "probes":
         return None, UNPROBED
+    if plan.vision is not None:
+        return None, "the time of convolutions is not modelled: no machine's rates are probed"
     silent = [name for name, technique in plan.techniques.items() if not technique.timed]
     if silent:
         return None, f"{', '.join(silent)} does not say yet what it does to a step's time"

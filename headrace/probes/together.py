@@ -24,7 +24,7 @@ from headrace.costs.links import OPERATIONS, CollectiveOperation, Link, sent
 from headrace.costs.machine import Machine
 from headrace.costs.rates import StreamPoint, StreamRates
 from headrace.parallel.world import World, open_world
-from headrace.plan.plan import MeshConfig
+from headrace.plan.mesh_config import MeshConfig
 from headrace.probes import cached, measure, path
 
 KIB, MIB = 2**10, 2**20

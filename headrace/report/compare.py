@@ -165,7 +165,7 @@ def _plan(run: RunFiles, runs: list[RunFiles]) -> dict[str, str]:
     """
     try:
         return _flat(tomllib.loads(run.plan_toml))
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         path = recorded_plan(run.directory)
         others = [shell(r.directory) for r in runs if r.directory != run.directory]
         aside = f"mv {shell(path)} {shell(f'{path}.damaged')}"

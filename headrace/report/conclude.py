@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.doctor.advice import advise
 from headrace.doctor.words.answer import closing_verdict, findings_json
-from headrace.inference.load import open_model
+from headrace.inference.load import open_model, read_recorded_plan
 from headrace.inference.sample import generate_text
 from headrace.plan.technique import Catalogue
 from headrace.train.interrupts import Closing
@@ -85,8 +85,13 @@ def _make(
         say(f"no {what}: {lines[0]}; the run is complete without")
 
 
-def sample_of(folder: Path, catalogue: Catalogue) -> dict[str, str]:
-    """Return a prompt and the text that the newest checkpoint of a run continues it with."""
+def sample_of(folder: Path, catalogue: Catalogue) -> dict[str, str] | None:
+    """Return a prompt and the text that the newest checkpoint of a run continues it with.
+
+    A network that tells images apart writes none.
+    """
+    if read_recorded_plan(folder, catalogue).vision is not None:
+        return None
     build = open_model(folder, catalogue)
     new_tokens = SAMPLE_TOKENS
     if build.config.position == "learned":  # it has no position beyond its context

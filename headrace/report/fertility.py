@@ -6,7 +6,7 @@ from itertools import cycle
 from headrace.core.units import format_bytes, format_count
 from headrace.data.fertility import TextGroup
 from headrace.predict.text_cost import TextCost
-from headrace.report.page import Safe, bar, legend, muted, page, section, swatch, table
+from headrace.report.page import Safe, bar, join, legend, muted, page, section, swatch, table
 from headrace.report.style import DATA_COLOURS
 from headrace.report.words import dollars
 
@@ -107,7 +107,7 @@ def _bars(groups: Sequence[TextGroup], colours: Mapping[str, str]) -> Safe:
     rows = [
         (
             group.name,
-            Safe("".join(bar(rates[group.name, n] / widest, c) for n, c in colours.items())),
+            join(bar(rates[group.name, n] / widest, c) for n, c in colours.items()),
             " / ".join(f"{rates[group.name, name]:.2f}" for name in colours),
             format_bytes(group.text_bytes),
         )

@@ -52,7 +52,7 @@ Count = Annotated[int | None, BeforeValidator(_finite)]
 class Table(BaseModel):
     """Read a table of report.json; keys that this version does not know are ignored."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
 
 class GoalRecord(Table):

@@ -139,15 +139,16 @@ class Checkpoints:
             if isinstance(error, RunError):
                 raise error
             raise RunError(
-                f"saving a checkpoint in {self.folder} failed: {error}; {self._intact()}",
+                f"saving a checkpoint in {self.folder} failed: {error}; {self.intact()}",
                 f"free some space, then {self.go_on}",
             ) from error
 
     def _check_space(self, step: int, need_bytes: int) -> None:
         what = f"checkpoint step-{step}"
-        check_space(self.folder, need_bytes, what, self._intact(), self.go_on)
+        check_space(self.folder, need_bytes, what, self.intact(), self.go_on)
 
-    def _intact(self) -> str:
+    def intact(self) -> str:
+        """Return in words which checkpoint is left."""
         steps = self.steps()
         return f"step-{steps[-1]} is intact" if steps else "no earlier checkpoint exists"
 
@@ -199,12 +200,12 @@ class Checkpoints:
             if time.monotonic() > give_up:
                 raise RunError(
                     f"rank {rank} did not finish its part of {part} in "
-                    f"{WAIT_FOR_RANKS_S / 60:.0f} minutes; {self._intact()}",
+                    f"{WAIT_FOR_RANKS_S / 60:.0f} minutes; {self.intact()}",
                     f"{self.go_on}, once what holds up rank {rank} is mended",
                 )
-            if self._has_ended(rank) and not path.exists():
+            if self.has_ended(rank) and not path.exists():
                 raise RankGone(
-                    f"rank {rank} ended before its part of {part} was written; {self._intact()}",
+                    f"rank {rank} ended before its part of {part} was written; {self.intact()}",
                     f"{self.go_on}, once what ended rank {rank} is mended",
                 )
             time.sleep(0.01)
@@ -215,7 +216,7 @@ class Checkpoints:
 
         Where an earlier process of this rank still holds it, the next save tries again.
         """
-        if self.rank == 0 or self.ranks == 1 or self._alive is not None:
+        if self.ranks == 1 or self._alive is not None:
             return
         for _ in range(20):
             with suppress(Timeout):  # or the first rank is testing it just now
@@ -226,7 +227,7 @@ class Checkpoints:
     def _lock_of(self, rank: int) -> Path:
         return self.folder.parent / f".{self.folder.name}-rank-{rank:05d}.lock"
 
-    def _has_ended(self, rank: int) -> bool:
+    def has_ended(self, rank: int) -> bool:
         """Return whether another rank's process is gone: no process holds its lock."""
         if rank == self.rank or not self._lock_of(rank).exists():
             return False
@@ -410,10 +411,12 @@ class Saved:
     def shape_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the global shape and the dtype of a saved tensor."""
         _, piece = self._where[name][0]
-        dtype = getattr(torch, str(piece["dtype"]), None)
+        dtype = getattr(torch, str(piece.get("dtype")), None)
         if not isinstance(dtype, torch.dtype):
-            raise self.damaged(f"{name} has no dtype of torch: {piece['dtype']!r}")
-        return tuple(piece["shape"]), dtype
+            raise self.damaged(f"{name} has no dtype of torch: {piece.get('dtype')!r}")
+        if not isinstance(shape := piece.get("shape"), list):
+            raise self.damaged(f"{name} has no shape: {shape!r:.40}")
+        return tuple(shape), dtype
 
     def fill_(self, name: str, tensor: Tensor | TensorPart, *, converts: bool = False) -> None:
         """Copy the saved tensor `name` into `tensor`, whatever the layouts of both.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.assemble.sockets import Build, MicroBatch
+from headrace.assemble.vision import ACCURACY, images_of_validation
 from headrace.core.errors import ConfigError, Diverged
 from headrace.core.remedy import mend
 from headrace.core.units import part_of_text
@@ -49,6 +50,9 @@ class Validation:
     def line(self) -> str:
         """Return it as a line for a reader."""
         part = f", {part_of_text(self.share)}" * (self.share < 1)
+        if ACCURACY in self.more:
+            loss = f"accuracy {self.more[ACCURACY]:.2%}, loss {self.loss_nats:.3f}"
+            return f"validation {loss}{f' over {self.share:.0%} of the images' * (self.share < 1)}"
         more = "".join(f", {name} {value:.4g}" for name, value in self.more.items())
         loss = f"bits per byte, loss {self.loss_nats:.3f}"
         return f"validation {self.bits_per_byte:.3f} {loss}{more}{part}"
@@ -102,6 +106,8 @@ def doubts(
         limit: the key or option that `tokens` comes from.
         bits_per_byte: the loss, where it was measured.
     """
+    if build.plan.vision is not None:
+        return []
     text_doubts = build.prepared.sides(build.plan.data.validation).doubts(
         build.plan.data.sequence_length,
         targets=targets,
@@ -309,6 +315,7 @@ def _placed(
         ranks=world.size("data"),
         segments=build.mask.document,
         stride=stride,
+        beside=images_of_validation(build),
     ):
         yield build.place(build, micro)
 

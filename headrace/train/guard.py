@@ -148,8 +148,13 @@ def _plain(build: Build) -> Plan:
     return plan.replaced(
         techniques=kept,
         model=plan.model.model_copy(update=whole),
-        batch=plan.batch.model_copy(update={"micro_sequences": 1}),
+        batch=plan.batch.model_copy(update={"micro_sequences": _plain_rows(plan)}),
     )
+
+
+def _plain_rows(plan: Plan) -> int:
+    """Return the rows of a plain micro-batch: all of a plan's images are normalised together."""
+    return 1 if plan.vision is None else plan.micro_rows
 
 
 def _first(build: Build, step: TakeStep, draw: int, ready: list[bool]) -> First:
@@ -278,7 +283,7 @@ def norms_of(build: Build) -> dict[str, float]:
     norms = {n: local_norms.get(n, none) for n in named}
     if cut := [n for n, p in named.items() if is_dtensor(p)]:
         squares = torch.stack([norms[n].square() for n in cut])
-        norms |= zip(cut, build.world.sum_(squares, "shard").sqrt(), strict=True)
+        norms |= zip(cut, build.world.sum_(squares, "slices").sqrt(), strict=True)
     for route, optimizer in build.optimizers.items():
         if (factor := getattr(optimizer, "gradient_factor", None)) is not None:
             norms |= {n: norms[n] * factor for n in build.routed[route]}

@@ -32,6 +32,15 @@ NO_FOLDERS = {"pretrained": "", "adapter": ""}
 MUST_STAY = (
     "seed",
     "model",
+    "vision.architecture",
+    "vision.source",
+    "vision.classes",
+    "vision.size",
+    "vision.images",
+    "vision.validation_images",
+    "vision.noise",
+    "vision.stem_stride",
+    "vision.channels",
     "batch.tokens",
     "data.sources",
     "data.weights",
@@ -323,6 +332,9 @@ def without_base(plan: Plan, saved: Saved) -> Plan:
                 f"{rerun_train(saved.path.parent.parent, 'name=NEW', f'{key}=FOLDER')} for a new "
                 "run with others",
             )
+    if plan.vision is not None and plan.vision.pretrained:
+        bare = plan.vision.model_copy(update={"pretrained": ""})
+        return plan if reads_base(plan.techniques.values()) else plan.replaced(vision=bare)
     if not plan.model.pretrained:
         return plan
     if reads_base(plan.techniques.values()):

@@ -1,12 +1,13 @@
 """End a run between two steps when a signal comes, with its checkpoint saved.
 
 Ctrl-C gives exit code 130, SIGTERM 143, SIGHUP 129, SIGUSR1 75 (Slurm's `--signal=USR1` sends it
-before the time limit, so that the job is requeued). Before the first step there is nothing to save,
-and a signal ends the run at once. A second Ctrl-C also ends it at once, until the report is
-written. After the report is written, a signal only skips what is made after it. A signal that was
-ignored when the process began, as under `nohup`, stays ignored. A compiler may take minutes and
-handles no signal: a run that compiles when the signal comes is ended from another thread, and keeps
-what it had saved.
+before the time limit, so that the job is requeued). In a batch job of a scheduler SIGTERM gives 75
+too: it comes before the job is preempted, or its node is drained. Before the first step there is
+nothing to save, and a signal ends the run at once. A second Ctrl-C also ends it at once, until the
+report is written. After the report is written, a signal only skips what is made after it. A signal
+that was ignored when the process began, as under `nohup`, stays ignored. A compiler may take
+minutes and handles no signal: a run that compiles when the signal comes is ended from another
+thread, and keeps what it had saved.
 """
 
 import os
@@ -26,6 +27,7 @@ from headrace.core.errors import (
     EXIT_INTERRUPTED,
     EXIT_REQUEUE,
     EXIT_TERMINATED,
+    HeadraceError,
     Stopped,
 )
 from headrace.core.files import shell
@@ -51,7 +53,7 @@ COMPILING = (
 """Files of torch that are on the stack only while it compiles, not while compiled code runs."""
 
 
-def _print(error: Stopped) -> None:
+def _print(error: HeadraceError) -> None:
     print(f"error: {error.message}\n  try: {error.remedy}", file=sys.stderr, flush=True)
 
 
@@ -61,7 +63,7 @@ class Interrupts:
     patience_s: ClassVar[float | None] = PATIENCE_S
     early = "the run before its first step; there was nothing to save"
     """Words for what a signal ends before `hold` was called; part of the error's message."""
-    print_error: ClassVar[Callable[[Stopped], None]] = staticmethod(_print)
+    print_error: ClassVar[Callable[[HeadraceError], None]] = staticmethod(_print)
     """Function that prints the error of a run that is ended while it compiles."""
 
     def __init__(self) -> None:
@@ -156,6 +158,8 @@ class Interrupts:
     @property
     def exit_code(self) -> int:
         """Return the exit code of the signal that came; of Ctrl-C where none came."""
+        if self.name == "SIGTERM" and in_a_batch_job():
+            return EXIT_REQUEUE
         return CODES[self.name or "SIGINT"]
 
 
@@ -229,6 +233,16 @@ class AsCtrlC(Interrupts):
     def _caught(self, number: int, frame: FrameType | None) -> None:
         self.name = signal.Signals(number).name
         raise KeyboardInterrupt
+
+
+def in_a_batch_job() -> bool:
+    """Return whether a scheduler started this process: Slurm, a Job of Kubernetes or SkyPilot."""
+    numbers = (
+        os.environ.get("SLURM_JOB_ID"),
+        os.environ.get("JOB_COMPLETION_INDEX"),
+        os.environ.get("SKYPILOT_TASK_ID"),
+    )
+    return any(number is not None for number in numbers)
 
 
 def is_compiling(thread: int) -> bool:

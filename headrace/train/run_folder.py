@@ -58,6 +58,10 @@ LOST = (
 """Parts of the messages by which gloo, a store and NCCL report that a connected process is gone."""
 
 
+class RankLost(RunError):
+    """A collective failed because another rank has ended."""
+
+
 class RunFolder:
     """A run folder holds the files of one run."""
 
@@ -318,9 +322,9 @@ def telling_of_lost_ranks() -> Iterator[None]:
         raise
 
 
-def _lost(error: RuntimeError, command: str) -> RunError:
+def _lost(error: RuntimeError, command: str) -> RankLost:
     sentence = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # without the C++ source
-    return RunError(
+    return RankLost(
         "another rank ended, and says itself why; this one waited for it in vain "
         f"({sentence.splitlines()[0][:200]})",
         f"{command}, once that is mended",

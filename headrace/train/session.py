@@ -36,6 +36,7 @@ from headrace.train.general import compared, general_text, read_general
 from headrace.train.goal import Counters, ended_by, seconds_left
 from headrace.train.identity import differences, format_changes
 from headrace.train.interrupts import Interrupts
+from headrace.train.others import share_end
 from headrace.train.run_folder import RunFolder, command_line, in_words, metrics_line
 from headrace.train.start import Start
 from headrace.train.summary import remember, summarize
@@ -92,11 +93,8 @@ class Session:
         self._trackers = Trackers([], progress.note)
 
     def __enter__(self) -> "Session":
-        if (
-            self.first
-            and not self.checkpoints.steps()
-            and not (self.folder.path / "plan.toml").exists()
-        ):
+        begun = self.checkpoints.steps() or (self.folder.path / "plan.toml").exists()
+        if self.first and not begun:
             self._begin_at(Counters())
         return self
 
@@ -109,6 +107,7 @@ class Session:
             self.checkpoints.wait()
         except RunError as failed:
             ended = failed if ended is None or isinstance(failed, RankGone) else ended
+        ended = share_end(self.build.world, self.checkpoints, ended)
         if self._begun and isinstance(ended, HeadraceError) and not isinstance(ended, Stopped):
             if self._stop is not None:
                 self._stop.deafen()
@@ -239,18 +238,19 @@ class Session:
         self.progress.close()
         with suppress(RunError):
             self.checkpoints.wait()
-        if self.first:
-            self.counters.wall_s = self._wall_s()
-            with suppress(OSError, RunError):
-                self._write_report(
-                    "interrupted", f"stopped by {name} while it compiled", alone=True
-                )
+        self.report_alone("interrupted", f"stopped by {name} while it compiled")
         go_on = train_command(self.folder.path, "--resume")
         if not (steps := self.checkpoints.steps()):
             return f"of {self.folder.path} no checkpoint was saved yet", go_on
-        lost = self.counters.step - steps[-1]
-        kept = f"step-{steps[-1]} of {self.folder.path} is intact, {lost} steps after it are lost"
-        return kept, go_on
+        lost = f"{self.counters.step - steps[-1]} steps after it are lost"
+        return f"step-{steps[-1]} of {self.folder.path} is intact, {lost}", go_on
+
+    def report_alone(self, status: str, message: str, error: str = "") -> None:
+        """Write the report in another thread than the one that trains, which waits or compiles."""
+        if self.first:
+            self.counters.wall_s = self._wall_s()
+            with suppress(OSError, RunError):
+                self._write_report(status, message, error, alone=True)
 
     def _check_folder(self) -> None:
         """Refuse to train on where the run's folder is gone, or a save has failed.

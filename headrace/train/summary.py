@@ -19,6 +19,7 @@ from headrace.costs.count import model_flops_per_token
 from headrace.costs.footprint import Footprint, make_footprint
 from headrace.costs.hardware import lookup
 from headrace.costs.ledger import Ledger
+from headrace.costs.vision import model_flops_per_image
 from headrace.costs.work import HostCopy, Stream
 from headrace.data.chat.encode import other_template
 from headrace.data.mix_count import MixCount, count_mix
@@ -106,7 +107,7 @@ def summarize(
         "phase_s": counters.phase_s,
         "start_s": build.run_notes.start_s,
         "wasted_token_fraction": counters.wasted_tokens / max(1, counters.tokens),
-        **_padding(build),
+        **_notes(build),
         "input_wait": _waits(waits_s, step_s),
         "signals": _signals(build, ledger, last),
         "before": counters.before,
@@ -116,7 +117,6 @@ def summarize(
         "dollars": None if price is None else counters.wall_s / 3600 * price,
         "restarts": counters.restarts,
         "skipped_steps": counters.skipped_steps,
-        "spikes": [spike.to_dict() for spike in build.run_notes.spikes],
         "techniques": _techniques(plan, {**evidence, **(last.evidence if last else {})}),
         "guard": counters.guard,
         "attention": counters.attention,
@@ -141,10 +141,12 @@ def _techniques(plan: Plan, evidence: Mapping[str, Evidence]) -> dict[str, Any]:
     }
 
 
-def _padding(build: Build) -> dict[str, float]:
-    """Return the share of padding, where the loss leaves out other tokens too."""
+def _notes(build: Build) -> dict[str, Any]:
+    """Return spikes, compared copies, and the padding where the loss leaves other tokens out."""
+    notes = build.run_notes
+    facts = {"spikes": [spike.to_dict() for spike in notes.spikes], "copies": notes.copies}
     padding = getattr(build.loader.packer, "padding", 0.0)
-    return {"padding_fraction": padding} if build.prepared.chat else {}
+    return {**facts, "padding_fraction": padding} if build.prepared.chat else facts
 
 
 def _data(build: Build, counters: Counters) -> dict[str, Any]:
@@ -176,12 +178,13 @@ def mix_of(build: Build, steps: int | None = None) -> MixCount | None:
 
 def _outcome(build: Build, counters: Counters, error: str) -> Outcome:
     """Return whether the run learned or diverged."""
+    vision = build.plan.vision
     return outcome_of(
         counters.val,
         counters.first_loss,
         counters.last_loss,
         step=counters.step,
-        vocab=build.prepared.tokenizer.vocab,
+        vocab=build.prepared.tokenizer.vocab if vision is None else vision.classes,
         ended_wild=error == Diverged.__name__,
     )
 
@@ -190,13 +193,19 @@ def _utilization(build: Build, rate: float | None) -> dict[str, Any]:
     """Return model FLOPs utilization with the peak that it is divided by."""
     hardware = lookup(build.context.device_name)
     peak = hardware.peak_flops(build.context.precision)
-    per_token = model_flops_per_token(build.config, build.plan.data.sequence_length)
+    vision = build.plan.vision
+    if vision is None:
+        per_token = model_flops_per_token(build.config, build.plan.data.sequence_length)
+        formula = "tokens/s x (6 N + 12 L d T) / peak, N without the embedding (arXiv 2204.02311)"
+    else:
+        per_token = model_flops_per_image(vision)
+        formula = "images/s x 6 x (weights x places of each convolution) / peak"
     share = rate * per_token / (peak * build.world.ranks) if rate and peak else None
     return {
         "value": share,
         "peak_flops": peak,
         "peak_source": hardware.source,
-        "formula": "tokens/s x (6 N + 12 L d T) / peak, N without the embedding (arXiv 2204.02311)",
+        "formula": formula,
         "model_flops_per_token": per_token,
     }
 

@@ -9,7 +9,7 @@ Stack at the gradient: cli.train -> train.run -> train.step -> engine -> backwar
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from headrace.assemble.autotune import choose_attention
 from headrace.assemble.build import check_weights, make_build
 from headrace.assemble.context import check_supported, choose_device, make_context
 from headrace.assemble.sockets import Build, RunNotes
-from headrace.core.model_config import ModelConfig
+from headrace.core.errors import RunError
 from headrace.core.progress import Progress
 from headrace.core.system import check_system
 from headrace.data.chat.encode import template_line
@@ -48,6 +48,8 @@ from headrace.train.identity import (
     without_base,
 )
 from headrace.train.interrupts import Interrupts, PatientInterrupts
+from headrace.train.others import heartbeats
+from headrace.train.replicas import compare_copies
 from headrace.train.result import Result
 from headrace.train.run_folder import RunFolder, telling_of_lost_ranks
 from headrace.train.session import Session
@@ -91,12 +93,12 @@ def run(
     with ExitStack() as stack:
         stop = stack.enter_context(Interrupts() if command else PatientInterrupts())
         run_before = RunFolder.find(plan, folder) if resume else None  # before any work
-        first = plan.model
+        first = plan
         plan = _as_restored(plan, run_before, checkpoint) if run_before else plan
         world = stack.enter_context(open_world(plan.mesh, device))
         stack.enter_context(telling_of_lost_ranks())
         device = _own_device(device, world)
-        checked = _check_plan(plan, device, progress, given=first.pretrained, begins=not resume)
+        checked = _check_plan(plan, device, progress, first=first, begins=not resume)
         prepared = prepare_together(plan, world, progress, run_before)
         prepared = prepare_general(plan, prepared, world, progress)
         start.mark("prepare")
@@ -109,11 +111,10 @@ def run(
             stack.enter_context(flags())
         files, checkpoint = _open_folder(build, resume, folder, checkpoint, branch)
         session = stack.enter_context(Session(build, files, progress, start))
+        stack.enter_context(heartbeats_of(session, stop))
         if resume:
             session.restore(checkpoint)
-        build.now = build.values_after(session.counters.step)
-        for begin in build.begins:
-            begin(build)
+        _begin(session)
         session.evaluate_before()
         inspect = guard(build, step) if session.counters.step == 0 else None
         start.mark("guard")
@@ -200,6 +201,26 @@ def divide_gradients(build: Build, factor: Tensor) -> None:
             local_of(parameter.grad).div_(factor)
 
 
+def _begin(session: Session) -> None:
+    """Begin what techniques read for long, and the comparison of what several ranks hold."""
+    build = session.build
+    build.now = build.values_after(session.counters.step)
+    for begin in build.begins:
+        begin(build)
+    compare_copies(build, session.checkpoints)
+
+
+def heartbeats_of(session: Session, stop: Interrupts) -> AbstractContextManager[Any]:
+    """Return a context in which a rank that holds up the others of a run is found and named."""
+
+    def last_words(error: RunError) -> None:
+        session.report_alone("failed", str(error), type(error).__name__)
+
+    build, run = session.build, session.folder.path
+    patience_s = build.plan.mesh.patience_s
+    return heartbeats(build.world, patience_s, run, lambda: session.counters.step, stop, last_words)
+
+
 def prepare_together(
     plan: Plan, world: World, progress: Progress, run_before: RunFolder | None = None
 ) -> Prepared:
@@ -233,7 +254,14 @@ def _note_data(
     if recorded and not is_current(plan, prepared):
         where = prepared.directory
         progress.note(f"text or tokenizer changed since: going on with shards in {where}")
-    progress.note(prepared.sides(plan.data.validation).line)
+    if plan.vision is None:
+        progress.note(prepared.sides(plan.data.validation).line)
+    else:
+        shown = plan.vision
+        progress.note(
+            f"images: {shown.images:,} to train on and {shown.validation_images:,} held out, of "
+            f"{shown.classes} classes in {shown.size} x {shown.size} pixels"
+        )
     for one in prepared.left_out:
         progress.note(one.line())
     for line in prepared.chat.lines() if prepared.chat else ():
@@ -263,7 +291,7 @@ def _look_at_validation(build: Build, progress: Progress) -> int:
 
 
 def _check_plan(
-    plan: Plan, device: torch.device, progress: Progress, *, given: str, begins: bool
+    plan: Plan, device: torch.device, progress: Progress, *, first: Plan, begins: bool
 ) -> Context:
     """Return the context of a plan that can run; refuse others, and show what may be a mistake.
 
@@ -274,12 +302,12 @@ def _check_plan(
         plan: the run.
         device: the device that it runs on.
         progress: shows the doubts.
-        given: the folder of weights that the run first began from.
+        first: the plan with the folders of weights that the run first began from.
         begins: whether this is a new run and not a resumed one.
     """
     context = check_supported(list(plan.techniques.values()), make_context(plan, device))
     check_weights(plan)
-    model = plan.model.model_copy(update={"pretrained": given})
+    model = plan.model.model_copy(update={"pretrained": first.model.pretrained})
     suspicions = doubts_of(plan.model_copy(update={"model": model}))
     if begins:
         check_meant(suspicions)
@@ -311,23 +339,25 @@ def _as_restored(plan: Plan, run: RunFolder, checkpoint: str | None) -> Plan:
 
 
 def _first_notes(
-    build: Build, first: ModelConfig, progress: Progress, timed: dict[str, Any] | None, start: Start
+    build: Build, first: Plan, progress: Progress, timed: dict[str, Any] | None, start: Start
 ) -> RunNotes:
     """Return the notes of a run before its first step; the plan names its first folders again.
 
     Args:
         build: the run. Its plan lacks the folders where a checkpoint makes the model.
-        first: the model of the plan, with the folders that the run first began from.
+        first: the plan with the folders that the run first began from.
         progress: shows what makes the validation loss doubtful.
         timed: the measured times of attention backends; None where they were not measured.
         start: the parts of the time before the first step; it measures later parts too.
     """
     targets = _look_at_validation(build, progress)
-    if build.world.rank == 0 and (mix := mix_of(build)) is not None:
+    of_text = build.plan.vision is None
+    if build.world.rank == 0 and of_text and (mix := mix_of(build)) is not None:
         for line in mix.lines():
             progress.note(line)
-    folders = {"pretrained": first.pretrained, "adapter": first.adapter}
-    build.plan = build.plan.replaced(model={**dict(build.plan.model), **folders})
+    folders = {"pretrained": first.model.pretrained, "adapter": first.model.adapter}
+    own = {**dict(build.plan.model), **folders}
+    build.plan = build.plan.replaced(model=own, vision=first.vision)
     return RunNotes(
         timed_attention=timed,
         start_s=start.spent_s,

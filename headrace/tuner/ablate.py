@@ -387,7 +387,7 @@ class Bench:
         for line in text.splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if not isinstance(row, dict) or "measurement" not in row:
                 continue

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from headrace.core.errors import RefusalKind
+from headrace.core.errors import MALFORMED, RefusalKind
 from headrace.plan.plan import Plan
 from headrace.train.guard import First
 from headrace.train.run_folder import environment
@@ -189,7 +189,7 @@ class Store:
                 key = json.dumps([row, place], sort_keys=True)
                 if not self._keep(readings, key, read(reading), seconds, limit_s):
                     self.lost_s[key] += seconds
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except MALFORMED:
                 continue
         return readings
 

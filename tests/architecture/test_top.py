@@ -20,6 +20,7 @@ KNOWN = {
     "Makefile",
     "PKG-INFO",
     "README.md",
+    "SECURITY.md",
     "benchmarks",
     "constraints.txt",
     "docs",

@@ -26,8 +26,18 @@ FORBIDDEN_CALLS = {
 FORBIDDEN_LAST = {name.rpartition(".")[2] for name in FORBIDDEN_CALLS}
 """What each ends in, which is read faster than the whole."""
 FORBIDDEN_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}
-LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
-"""What torchrun tells its processes: the only environment that is read."""
+LAUNCHER_VARIABLES = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_JOB_ID",
+    "JOB_COMPLETION_INDEX",
+    "SKYPILOT_TASK_ID",
+}
+"""What torchrun and schedulers tell their processes: the only environment that is read."""
 
 
 def _findings(tree: ast.Module) -> list[str]:

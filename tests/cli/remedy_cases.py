@@ -58,7 +58,13 @@ PLANS = {
     "plan/text_template:check_template#1": Case(
         PLAN + " 'data.text_template={{title}} {{text}}' data.text_key=body"
     ),
-    "plan/plan:MeshConfig._check_auto#1": Case(f"{PLAN} mesh.auto=true mesh.data=2"),
+    "plan/mesh_config:MeshConfig._check_auto#1": Case(f"{PLAN} mesh.auto=true mesh.data=2"),
+    "plan/mesh_config:MeshConfig._check_replicate#1": Case(
+        f"{PLAN} mesh.data=4 mesh.replicate=3 --with fsdp"
+    ),
+    "plan/mesh_config:MeshConfig._check_replicate#2": Case(
+        f"{PLAN} mesh.auto=true mesh.replicate=2 --with fsdp"
+    ),
     "plan/plan:Plan._check#1": Case(f"{PLAN} batch.tokens=1000"),
     "plan/plan:Plan._check#2": Case(f"{PLAN} batch.micro_sequences=7"),
     "plan/plan:Plan._check#3": Case(f"{PLAN} 'data.weights=[1,2]'"),
@@ -75,7 +81,8 @@ PLANS = {
         f"{PLAN} attention=measured --with varlen_attention"
     ),
     "plan/plan:Plan._check_techniques#2": Case(f"{PLAN} mesh.tensor=2"),
-    "plan/plan:Plan._check_techniques#3": Case(
+    "plan/plan:Plan._check_techniques#3": Case(f"{PLAN} mesh.data=4 mesh.replicate=2"),
+    "plan/plan:Plan._check_techniques#4": Case(
         f"{PLAN} schedule.warmup_steps=50 schedule.steps=20"
     ),
     "plan/plan:Plan._read#2": Case(

@@ -62,8 +62,10 @@ def spoiled(change: Callable[[dict[str, Any]], Any]) -> MAKE:
     return make
 
 
+CONFIG = Path(__file__).parents[1] / "migrate" / "configs" / "litgpt_lora.yaml"
 TOKENIZER = f"{INGEST}jsonl data.tokenizer=tok.json"
 TEXT = {
+    "cli/migrate:_write#1": Case(f"import litgpt {CONFIG} --out x.toml", text("x.toml", "there")),
     "data/fields:text_of#1": mended("jsonl", GOOD + "3\n"),
     "data/fields:_field#1": mended("jsonl", GOOD + '{"text": [1]}\n'),
     "data/fields:no_field#1": Case(f"{INGEST}jsonl", text("x.jsonl", GOOD.replace("text", "body"))),
@@ -295,13 +297,13 @@ def kept(_: Path) -> None:
 
 
 WEIGHTS = {
-    "model/hf_config:config_from_hf#2": Case(
+    "model/hf_config:_config_from_hf#2": Case(
         FINE,
         config(hidden_size=-16),
         does={"the config.json that was published with these weights": kept},
         then=FINE,
     ),
-    "model/hf_config:config_from_hf#1": Case(
+    "model/hf_config:_config_from_hf#1": Case(
         FINE, config(hidden_size=None), does={"'hidden_size': N in it": kept}, then=FINE
     ),
     "model/adapter:read_json#2": Case(

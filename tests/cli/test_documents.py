@@ -47,6 +47,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "explain": ("muon",),
     "report": (RUN,),
     "export": (RUN, "--to", "hf", "--output", "OUT"),
+    "import": ("litgpt", str(Path(__file__).parents[1] / "migrate/configs/litgpt_lora.yaml")),
     "run": ("GGUF", "--max-tokens", "2"),
     "data ingest": ("TINY",),
     "data part": ("JOB", "--task", "1/2"),

@@ -37,6 +37,7 @@ from remedy_runs import RUNS
 from remedy_tasks import TASKS
 from remedy_techniques import TECHNIQUES
 from remedy_trials import SLOW_TRIALS, TRIALS
+from remedy_vision import VISION
 from remedy_weights import GIVEN
 from shell import Case, Told, follow, run, split
 
@@ -53,6 +54,7 @@ LEADS = (
     | TRIALS
     | SLOW_TRIALS
     | TECHNIQUES
+    | VISION
 )
 """Commands whose remedies lead to another state."""
 BROUGHT = INPUTS | TASKS | GIVEN | DOCTOR | DATA | CLEANING | PLACES | CURRICULUM | CHAT | ADAPTERS

@@ -54,7 +54,8 @@ from headrace.model.zoo import families
 from headrace.observe.signals import Signals
 from headrace.parallel.world import World
 from headrace.plan.doubts import doubts_of
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import (
     Catalogue,
     Context,

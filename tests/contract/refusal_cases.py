@@ -4,6 +4,11 @@ from places import Asked
 from refusal_cases_learning import LEARNING
 
 QAT = "techniques/precision/quantization_aware_training:QuantizationAwareTraining"
+IMAGES = (
+    *("goal.steps=4", "device=cpu", "schedule.steps=40", "vision.classes=10"),
+    *("data.sequence_length=1", "batch.tokens=64"),
+)
+"""A plan for images."""
 CASES: dict[str, Asked] = {
     **LEARNING,
     "model/backend_needs:_lacks_mask#1": Asked(("model.window=4",), ("flash_attention",), "H200"),
@@ -297,6 +302,9 @@ CASES: dict[str, Asked] = {
     ),
     "assemble/sliced:SlicingTechnique.supports#1": Asked((), ("fsdp",)),
     "assemble/sliced:SlicingTechnique.supports#2": Asked(
+        ("mesh.data=4", "mesh.replicate=4"), ("fsdp",)
+    ),
+    "assemble/sliced:SlicingTechnique.supports#3": Asked(
         ("techniques.fsdp.gather=bf16", "mesh.data=2"), ("fsdp",)
     ),
     "techniques/parallel/ulysses:Ulysses.supports#1": Asked(
@@ -317,6 +325,15 @@ CASES: dict[str, Asked] = {
     ),
     "techniques/parallel/pipeline_parallel:PipelineParallel.supports#4": Asked(
         ("mesh.pipeline=8",), ("pipeline_parallel",)
+    ),
+    "techniques/parallel/pipeline_parallel:PipelineParallel._refuse_whole#1": Asked(
+        (
+            "mesh.pipeline=2",
+            "mesh.data=2",
+            "techniques.pipeline_parallel.schedule=zbv",
+            "techniques.pipeline_parallel.chunks=2",
+        ),
+        ("pipeline_parallel", "fsdp"),
     ),
     "techniques/parallel/pipeline_parallel:PipelineParallel.supports#5": Asked(
         (
@@ -356,6 +373,12 @@ CASES: dict[str, Asked] = {
     "techniques/precision/float8_linear:Float8Linear.supports#4": Asked(
         ("techniques.float8_linear.multiple_of=1",), ("float8_linear",), "H200"
     ),
+    "techniques/adapt/distillation:Distillation.supports#3": Asked(
+        ("techniques.distillation.teacher=x", "techniques.distillation.top_k=4"),
+        ("distillation",),
+        base=IMAGES,
+    ),
+    f"{QAT}.supports#4": Asked((), ("quantization_aware_training",), base=IMAGES),
     f"{QAT}._refuse_group#1": Asked(
         ("techniques.quantization_aware_training.group=48",), ("quantization_aware_training",)
     ),

@@ -13,6 +13,7 @@ BUCKETS: dict[str, Any] = {"data_parallel": {}}
 TP: dict[str, Any] = {"tensor_parallel": {}}
 PP: dict[str, Any] = {"pipeline_parallel": {}}
 INTERLEAVED: dict[str, Any] = {"pipeline_parallel": {"schedule": "interleaved", "chunks": 2}}
+ZBV: dict[str, Any] = {"pipeline_parallel": {"schedule": "zbv", "chunks": 2}}
 CP: dict[str, Any] = {"context_parallel": {}}
 ULYSSES: dict[str, Any] = {"ulysses": {}}
 COMPILE: dict[str, Any] = {"torch_compile": {"backend": "aot_eager", "scope": "block"}}
@@ -60,7 +61,8 @@ ROLES: dict[str, Any] = {
 
 def case(name: str, *techniques: dict[str, Any], **more: Any) -> Composition:
     """A composition from tables of techniques; `data` and the like are its mesh."""
-    mesh = {a: more.pop(a) for a in ("data", "tensor", "context", "pipeline") if a in more}
+    axes = ("data", "tensor", "context", "pipeline", "replicate")
+    mesh = {a: more.pop(a) for a in axes if a in more}
     tables = {n: k for table in techniques for n, k in table.items()}
     return Composition(name, mesh, tables, **more)
 
@@ -101,6 +103,25 @@ COMPOSITIONS = [
         slow=True,
     ),
     case("fsdp-compile", FSDP, SAC, COMPILE, CHUNKED, data=2, packing=True, micro_rows=1),
+    case("hybrid", FSDP, data=4, replicate=2, shape="gpt2", micro_rows=1),
+    case("hybrid-muon-tied", FSDP, MUON, data=4, replicate=2, shape="tied", slow=True),
+    case("hybrid-8bit", {"adamw_8bit": {"smallest": 256}}, FSDP, data=4, replicate=2, slow=True),
+    case("hybrid-zero-2", ZERO2, data=4, replicate=2, micro_rows=1, slow=True),
+    case(
+        "hybrid-everything",
+        FSDP,
+        SAC,
+        COMPILE,
+        CHUNKED,
+        data=4,
+        replicate=2,
+        packing=True,
+        micro_rows=1,
+        slow=True,
+    ),
+    case("hybrid-cp", FSDP, CP, data=2, replicate=2, context=2, length=12, packing=True),
+    case("hybrid-tp", FSDP, TP, data=4, replicate=2, tensor=2, micro_rows=1, slow=True),
+    case("hybrid-pp-tied", FSDP, PP, data=4, replicate=2, pipeline=2, shape="tied", slow=True),
     case("fsdp-muon", FSDP, {"muon": {}}, data=4, slow=True),
     case("zero-muon", {"zero": {}}, {"muon": {}}, data=4, micro_rows=1),
     case(
@@ -114,6 +135,11 @@ COMPOSITIONS = [
     case("pp-fsdp", PP, FSDP, pipeline=2, data=2, layers=5, slow=True),
     case("pp-fsdp-checkpoint-compile", PP, FSDP, SAC, COMPILE, pipeline=2, data=2, slow=True),
     case("pp-checkpoint-compile", PP, SAC, COMPILE, pipeline=2, slow=True),
+    case("zbv-tied", ZBV, pipeline=2, layers=5, shape="tied", micro_rows=1),
+    case("zbv4-gpt2", ZBV, pipeline=4, layers=9, shape="gpt2", micro_rows=2, slow=True),
+    case("zbv-tp", ZBV, TP, pipeline=2, tensor=2, layers=4, slow=True),
+    case("zbv-experts", ZBV, EXPERTS, pipeline=2, data=2, layers=4, micro_rows=1, slow=True),
+    case("zbv-muon-cp", ZBV, CP, MUON, pipeline=2, context=2, layers=4, length=12, slow=True),
     case("pp4-tied", PP, pipeline=4, layers=5, shape="tied", micro_rows=1),
     case(
         "pp-interleaved-fsdp-gpt2",
@@ -421,8 +447,12 @@ def fitted(composition: Composition, ranks: int) -> Composition | None:
             mesh[axis], left = wanted, left // wanted
     if any(composition.mesh.get(a, 1) > 1 for a in ("tensor", "context", "pipeline")) and not mesh:
         return None
-    if set(mesh) != {a for a in composition.mesh if a != "data"}:
+    if set(mesh) != {a for a in composition.mesh if a not in ("data", "replicate")}:
         return None
+    if (groups := composition.mesh.get("replicate", 1)) > 1:
+        if left % groups or left == groups:
+            return None
+        mesh["replicate"] = groups
     return replace(composition, mesh={**mesh, "data": left})
 
 

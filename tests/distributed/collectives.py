@@ -16,7 +16,7 @@ from headrace.assemble.build import make_build, make_ledger
 from headrace.costs.count import FP32
 from headrace.data.ingest import prepare
 from headrace.parallel.world import join
-from headrace.plan.plan import MeshConfig
+from headrace.plan.mesh_config import MeshConfig
 from headrace.train.train import step
 
 

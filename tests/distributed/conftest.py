@@ -12,7 +12,7 @@ import pytest
 from composition import Composition, Outcome
 from safetensors.torch import load_file
 
-from headrace.plan.plan import MeshConfig
+from headrace.plan.mesh_config import MeshConfig
 
 HERE = Path(__file__).parent
 LONGEST_S = 3600

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from headrace.assemble.filled import check_active
 from headrace.core.errors import HeadraceError
 from headrace.parallel.world import World, join
-from headrace.plan.plan import MeshConfig
+from headrace.plan.mesh_config import MeshConfig
 
 LATE_S = 120
 """Seconds that a rank may come later than another: one may compile, on a busy machine."""

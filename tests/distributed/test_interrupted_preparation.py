@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from headrace.core.errors import UnsupportedError
 from headrace.parallel.first import by_first
 from headrace.parallel.world import join
-from headrace.plan.plan import MeshConfig
+from headrace.plan.mesh_config import MeshConfig
 
 SLOW = Path(__file__).parents[1] / "data" / "slow_ingest.py"
 KEYS = ("mesh.data=2", "goal.steps=1", "guard=false")

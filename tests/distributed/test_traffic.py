@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import CHUNKED, CP, FSDP, INTERLEAVED, PP, SAC, TP, case
+from cases import CHUNKED, CP, FSDP, INTERLEAVED, PP, SAC, TP, ZBV, ZERO2, case
 from composition import Composition
 
 from headrace.data.ingest import prepare
@@ -73,11 +73,16 @@ TWO = [
     even("pp", PP, pipeline=2, slow=True),
     even("pp-half", PP, pipeline=2, **HALF, slow=True),
     even("pp-interleaved", INTERLEAVED, pipeline=2, layers=4),
+    even("zbv", ZBV, pipeline=2, layers=4, keys={"model": {"tied_embeddings": True}}),
     even("pp-tied", PP, pipeline=2, keys={"model": {"tied_embeddings": True}}),
 ]
 FOUR = [
     even("replicas-4", data=4, slow=True),
     even("fsdp-4", FSDP, data=4, slow=True),
+    even("hybrid", FSDP, data=4, replicate=2),
+    even("hybrid-zero-2", ZERO2, data=4, replicate=2, micro_rows=1, slow=True),
+    even("hybrid-lora", FSDP, LORA, data=4, replicate=2, slow=True),
+    even("zbv-4", ZBV, pipeline=4, layers=8, slow=True),
     even("cp-4", CP, context=4, slow=True),
     even("ulysses", {"ulysses": {}}, context=2, data=2, slow=True),
     even("tp-fsdp", TP, FSDP, tensor=2, data=2, slow=True),

@@ -17,7 +17,7 @@ from headrace.costs.ledger import Ledger
 from headrace.costs.links import sent
 from headrace.data.ingest import prepare
 from headrace.parallel.world import World, join
-from headrace.plan.plan import MeshConfig
+from headrace.plan.mesh_config import MeshConfig
 from headrace.train.train import step
 
 KINDS = {

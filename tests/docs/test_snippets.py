@@ -29,6 +29,12 @@ TINY = (
     *("goal.steps=4", "schedule.steps=40", "schedule.warmup_steps=0"),
     *("eval.every_steps=2", "eval.tokens=512", "checkpoint.every_steps=2"),
 )
+TINY_IMAGES = (
+    *("device=cpu", "vision.size=16", "vision.images=64", "vision.validation_images=32"),
+    *("batch.tokens=16", "eval.tokens=32", "goal.steps=3", "schedule.steps=3"),
+    *("schedule.warmup_steps=0", "eval.every_steps=3", "checkpoint.every_steps=3"),
+)
+"""What makes a run of images tiny."""
 FITS = {"chunked_cross_entropy": "techniques.chunked_cross_entropy.chunk_tokens=64"}
 """Knobs with which a technique that a page adds does something on so few tokens."""
 NOT_RUN = {
@@ -61,6 +67,8 @@ def _tiny(arguments: list[str]) -> list[str]:
     if at is None or not (arguments[at] in recipes() or arguments[at].endswith(".toml")):
         return arguments
     plan = recipes().get(arguments[at], Path(arguments[at])).read_text()
+    if "[vision]" in plan:
+        return [*arguments[: at + 1], *TINY_IMAGES, *arguments[at + 1 :]]
     own = ["data.sources=notes"] if 'sources = "stdlib"' in plan else []
     rest = arguments[at + 1 :]
     if "--minutes" in rest:

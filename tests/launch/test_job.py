@@ -10,7 +10,7 @@ from headrace.core.errors import ConfigError
 from headrace.launch.engine import ENGINES
 from headrace.launch.engines import CLASSES
 from headrace.launch.job import processes_of, unused_name
-from headrace.plan.plan import MeshConfig
+from headrace.plan.mesh_config import MeshConfig
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from headrace.parallel.pipeline import (
     one_forward_one_backward,
     run,
 )
+from headrace.parallel.zero_bubble import zero_bubble
 
 VOCAB, DIM, RANKS_PER_LINE = 11, 6, {2: (2,), 4: (4, 2)}
 
@@ -61,7 +62,7 @@ class Part:
         return (*self.micros[micro].shape, DIM)
 
     def forward(self, chunk: int, micro: int, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        index = chunk * self.line.ranks + self.line.rank
+        index = self.line.stage(chunk)
         output = self.toy.stage(index, self.micros[micro], x)
         return output, self.toy.auxiliary(index) if self.auxiliary else None
 
@@ -70,6 +71,9 @@ class Part:
 
     def waiting(self) -> None:
         self.waits += 1
+
+    def weights(self) -> list[nn.Parameter]:
+        return [p for p in self.toy.parameters() if p.requires_grad]
 
 
 def whole(toy: Toy, micros: Sequence[Tensor], *, auxiliary: bool) -> Tensor:
@@ -100,6 +104,8 @@ def toys(line: PipelineRank, *, tied: bool = False) -> tuple[Toy, Toy]:
 
 
 def make_schedule(line: PipelineRank, micros: int) -> list[Action]:
+    if line.v:
+        return zero_bubble(line.ranks, line.rank, micros)
     if line.chunks == 1:
         return one_forward_one_backward(line.ranks, line.rank, micros)
     return interleaved(line.ranks, line.rank, micros, line.chunks)
@@ -116,7 +122,7 @@ def one_case(line: PipelineRank, micros: Sequence[Tensor], *, auxiliary: bool, t
     dist.all_reduce(loss)
     loss /= dist.get_world_size() // line.ranks
     torch.testing.assert_close(loss, wanted.detach(), rtol=1e-6, atol=1e-6)
-    mine = {c * line.ranks + line.rank for c in range(line.chunks)}
+    mine = {line.stage(c) for c in range(line.chunks)}
     for index, layer in enumerate(toy.layers):
         assert (layer.grad is not None) == (index in mine)
     ends = []
@@ -129,7 +135,7 @@ def one_case(line: PipelineRank, micros: Sequence[Tensor], *, auxiliary: bool, t
         limit = TOLERANCE[line.device.type] * float(right.grad.abs().max())
         torch.testing.assert_close(gradient, right.grad, rtol=0, atol=limit)
     if tied:
-        assert ends[0] == (line.rank in (0, line.ranks - 1))
+        assert ends[0] == (line.rank in (0, 0 if line.v else line.ranks - 1))
     told = [chunk for chunk, last in part.lasts if last]
     assert sorted(told) == list(range(line.chunks))
     for chunk in told:
@@ -159,7 +165,7 @@ def frozen_start(line: PipelineRank, micros: Sequence[Tensor]) -> None:
     whole(reference, micros, auxiliary=False).backward()
     run(make_schedule(line, len(micros)), line, Part(toy, micros, line, auxiliary=False))
     for chunk in range(line.chunks):
-        index = chunk * line.ranks + line.rank
+        index = line.stage(chunk)
         found, right = toy.layers[index].grad, reference.layers[index].grad
         assert (found is None) == (right is None) == (index == 0)
         if found is not None:
@@ -172,7 +178,7 @@ def counts(line: PipelineRank, micros: Sequence[Tensor]) -> None:
     toy, _ = toys(line)
     run(make_schedule(line, len(micros)), line, Part(toy, micros, line, auxiliary=False))
     ends = line.rank in (0, line.ranks - 1)
-    crossings = 2 * line.chunks - (1 if ends else 0)
+    crossings = 2 * line.chunks - ((2 if line.v else 1) if ends else 0)
     assert line.messages == crossings * len(micros)
     assert line.bytes == crossings * sum(ids.numel() for ids in micros) * DIM * 4
 
@@ -192,7 +198,7 @@ def wrong_shape(line: PipelineRank) -> None:
     dist.barrier()
 
 
-def check(chunks: int, kind: str = "cpu") -> None:
+def check(chunks: int, kind: str = "cpu", *, v: bool = False) -> None:
     """Check every case of this world, in one process group."""
     device = torch.device(kind)
     if kind == "cuda":
@@ -202,8 +208,8 @@ def check(chunks: int, kind: str = "cpu") -> None:
     ranks = dist.get_world_size()
     for length in RANKS_PER_LINE[ranks]:
         grid = torch.arange(ranks).view(length, -1)
-        line = PipelineRank(grid, device, chunks=chunks)
-        amounts = [1, 2, 3, 5, 8] if chunks == 1 else [length, 2 * length, 3 * length]
+        line = PipelineRank(grid, device, chunks=chunks, v=v)
+        amounts = [1, 2, 3, 5, 8] if chunks == 1 or v else [length, 2 * length, 3 * length]
         for amount, auxiliary in itertools.product(amounts, (False, True)):
             for tied in (False, True) if amount == amounts[1] else (auxiliary,):
                 one_case(line, draw(amount, line), auxiliary=auxiliary, tied=tied)

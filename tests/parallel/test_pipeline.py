@@ -17,6 +17,7 @@ from headrace.parallel.pipeline import (
     interleaved,
     one_forward_one_backward,
 )
+from headrace.parallel.zero_bubble import bubble_of_v, most_of_v, zero_bubble
 
 FUNCTIONS = Path(__file__).with_name("pipeline_ranks.py")
 ONE = [(ranks, 1, micros) for ranks in range(1, 9) for micros in (1, 2, 3, 5, 7, 8, 16, 33)]
@@ -135,6 +136,33 @@ def test_interleaving_names_the_nearest_number(ranks: int, micros: int, near: in
     with pytest.raises(ConfigError, match=in_order(micros, "nearest", near)) as raised:
         interleaved(ranks, 0, micros, 2)
     assert "1f1b" in raised.value.remedy.text
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("micros", [1, 2, 5, 8, 33])
+def test_a_v_is_complete_and_waits_least(ranks: int, micros: int) -> None:
+    everything = {
+        Action(kind, c, m)
+        for kind in ("forward", "inputs", "weights")
+        for c in range(2)
+        for m in range(micros)
+    }
+    for rank in range(ranks):
+        plan = zero_bubble(ranks, rank, micros)
+        assert len(plan) == len(everything) and set(plan) == everything
+        for c, m in {(a.chunk, a.micro) for a in plan}:
+            at = [plan.index(Action(kind, c, m)) for kind in ("forward", "inputs", "weights")]
+            assert at == sorted(at)
+        assert most_of_v(ranks, rank, micros) <= 2 * ranks  # as 1F1B's first rank
+    waits = bubble_of_v(ranks, micros)  # which simulates them: a deadlock would not reach the end
+    if micros >= 2 * ranks:
+        assert waits == pytest.approx((ranks - 1) / (6 * micros + ranks - 1))
+        assert waits < bubble(ranks, micros, 2) < bubble(ranks, micros)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_loss_and_gradients_along_a_v(zygote: Any, tmp_path: Path, ranks: int) -> None:
+    zygote.call(ranks, tmp_path, FUNCTIONS, "check", chunks=2, v=True)
 
 
 @crossed(together=1, ranks=(4, 2), chunks=(1, 2))

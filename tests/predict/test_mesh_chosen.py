@@ -10,7 +10,8 @@ from headrace.cli import plans
 from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError
 from headrace.parallel.world import open_world
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.predict.mesh import ChosenMesh, choose_mesh
 
 H200 = "NVIDIA H200"

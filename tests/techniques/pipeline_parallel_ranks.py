@@ -25,7 +25,8 @@ from headrace.assemble.sockets import Build
 from headrace.data.ingest import prepare
 from headrace.parallel.layout import local_of
 from headrace.parallel.world import join
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.train.evaluate import evaluate
 from headrace.train.train import step
 

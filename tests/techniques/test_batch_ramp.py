@@ -11,7 +11,8 @@ from tiny import assert_same_run, metrics, report
 from headrace.assemble.context import make_context
 from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.schedule.batch_ramp import BatchRamp
 from headrace.train.train import step

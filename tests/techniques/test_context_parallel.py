@@ -18,7 +18,8 @@ from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.costs.count import baseline_ledger
 from headrace.costs.ledger import Ledger
 from headrace.model.mask import MaskSpec, Rows
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Context, Stage, Supported, Unsupported
 from headrace.techniques.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from headrace.techniques.parallel.context_parallel import ContextParallel, RingAttend

@@ -21,7 +21,8 @@ from headrace.data.ingest import prepare
 from headrace.data.loader import Micro
 from headrace.model.mask import Rows
 from headrace.parallel.world import World
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Unsupported
 from headrace.techniques.memory import dynamic_batch
 from headrace.techniques.memory.dynamic_batch import DynamicBatch, MicroBatchSize, cut, halves

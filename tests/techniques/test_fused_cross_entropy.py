@@ -21,7 +21,8 @@ from headrace.core.errors import ConfigError
 from headrace.kernels.launches import COUNTS
 from headrace.model.head import IGNORED
 from headrace.observe.signals import TrackedMemory
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.loss.fused_cross_entropy import FusedCrossEntropy
 from headrace.train.evaluate import evaluate

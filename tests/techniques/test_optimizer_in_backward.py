@@ -15,7 +15,8 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.progress import Progress
 from headrace.data.loader import Micro
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.memory.optimizer_in_backward import OptimizerInBackward
 from headrace.train import train

@@ -14,7 +14,8 @@ from headrace.assemble.context import elsewhere, make_context
 from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
 from headrace.costs.ledger import Ledger
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.memory.selective_checkpoint import SelectiveCheckpoint
 from headrace.techniques.parallel.pipeline_parallel import (
@@ -155,6 +156,20 @@ def test_every_rank_and_the_bubble_are_predicted(tiny_plan: Callable[..., Plan])
     assert blocks_of(saved) == blocks_of(found) and saved.peak()[1] < found.peak()[1]
     assert found.sizes["layers"] == 2
     assert pipe.predict(ledger_of(plan, 1, 8)) == ledger_of(plan, 1, 8)
+
+
+def test_a_v_has_both_ends_on_its_first_rank(tiny_plan: Callable[..., Plan]) -> None:
+    pipe = PipelineParallel.model_validate({"schedule": "zbv", "chunks": 2})
+    baseline = ledger_of(tiny_plan("model.layers=4", "model.tied_embeddings=true"), 2, 8)
+    each = [pipe._on(baseline, rank, 2, 8) for rank in (0, 1)]
+    assert ["logits" in one.memory for one in each] == [True, False]
+    for name in ("parameters", "gradients", "optimizer"):
+        whole = sum(one.memory[name].bytes for one in each)
+        assert whole == pytest.approx(baseline.memory[name].bytes)  # the tied table once
+    assert not any("ends" in name for one in each for name in one.work)
+    found = pipe.predict(baseline)
+    assert found.flops["bubble"] / found.flops_per_token() == pytest.approx(1 / 49)
+    assert [blocks_of(one) for one in each] == [4, 4]  # both ranks hold what 1F1B's first does
 
 
 def test_few_micro_batches_hold_few_activations(tiny_plan: Callable[..., Plan]) -> None:

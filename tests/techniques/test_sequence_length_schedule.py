@@ -14,7 +14,8 @@ from headrace.assemble.context import make_context
 from headrace.assemble.sockets import Build
 from headrace.data.loader import Micro, collate
 from headrace.data.rows import Row
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.schedule.sequence_length_schedule import (
     SequenceLengthSchedule,

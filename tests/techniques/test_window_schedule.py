@@ -8,7 +8,8 @@ import torch
 
 from headrace.assemble.context import make_context
 from headrace.assemble.sockets import Build
-from headrace.plan.plan import MeshConfig, Plan
+from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.attention.sliding_window import SlidingWindow
 from headrace.techniques.schedule.window_schedule import WindowSchedule

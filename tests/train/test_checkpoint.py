@@ -384,7 +384,7 @@ def test_a_rank_that_ended_before_its_part_is_named_at_once(tmp_path: Path) -> N
     folder = tmp_path / "checkpoints"
     first = Checkpoints(folder, rank=0, ranks=2, keep_last=2)
     other = Checkpoints(folder, rank=1, ranks=2, keep_last=2)
-    assert not first._has_ended(1)
+    assert not first.has_ended(1)
     for store in (other, first):
         store.save(1, {f"w{store.rank}": torch.zeros(3)}, {"score": None, "rank": {}})
     first.wait()

@@ -18,7 +18,7 @@ from headrace.core.errors import RunError
 from headrace.data.ingest import prepare
 from headrace.parallel.layout import local_of
 from headrace.parallel.world import World, join
-from headrace.plan.plan import MeshConfig
+from headrace.plan.mesh_config import MeshConfig
 from headrace.plan.technique import Stage
 from headrace.train.train import step
 

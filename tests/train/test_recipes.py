@@ -30,16 +30,18 @@ SHRUNK = [
 
 MEASURED = {"160m": "NVIDIA H100 80GB HBM3", "1b": "NVIDIA H100 80GB HBM3", "7b": "NVIDIA H200"}
 """Recipes of rows of docs/numbers.md -> a GPU that they fit. Their kernels need one."""
-FROM_RANDOM = [
-    name
-    for name in recipes()
-    if name not in MEASURED
-    and not any(
-        "frozen" in t.composes
-        for t in Plan.read(read_recipe(name), installed()).techniques.values()
-    )
-]
-"""Recipes without an adapter, which random weights refuse: test_finetune runs the others."""
+
+
+def of_random_text(name: str) -> bool:
+    """Whether a recipe trains on text, and all of its weights."""
+    plan = Plan.read(read_recipe(name), installed())
+    adapts = any("frozen" in t.composes for t in plan.techniques.values())
+    return name not in MEASURED and plan.vision is None and not adapts
+
+
+FROM_RANDOM = [name for name in recipes() if name not in MEASURED and of_random_text(name)]
+"""Recipes of text without an adapter, which random weights refuse: test_finetune runs the others,
+and test_vision_runs those of images."""
 
 
 @pytest.mark.parametrize("name", FROM_RANDOM)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.core.errors import ConfigError
+from headrace.core.files import parse_json
 from headrace.core.remedy import mend
 from headrace.plan.chat import ChatConfig, RowKind
 
@@ -101,7 +102,7 @@ class ChatReading:
         messages = self._begun(_messages(row, kind, origin, remedy))
         if not messages:
             return None
-        made: dict[str, Any] = {"kind": kind, "messages": messages, **_tools(row)}
+        made: dict[str, Any] = {"kind": kind, "messages": messages, **_tools(row, origin, remedy)}
         return json.dumps(made, ensure_ascii=False)
 
     def _pair_of(
@@ -125,7 +126,12 @@ class ChatReading:
             return None
         same = [one == other for one, other in zip(chosen, rejected, strict=False)]
         shared = same.index(False) if False in same else len(same)
-        made = {"chosen": chosen, "rejected": rejected, "shared": shared, **_tools(row)}
+        made = {
+            "chosen": chosen,
+            "rejected": rejected,
+            "shared": shared,
+            **_tools(row, origin, remedy),
+        }
         return json.dumps({"kind": "preference", **made}, ensure_ascii=False)
 
     def _begun(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -144,10 +150,19 @@ WORDS: dict[RowKind, str] = {
 """What a row holds, in words."""
 
 
-def _tools(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tools of a row, where it has some."""
+def _tools(row: Mapping[str, Any], origin: str, remedy: Callable[[], str]) -> dict[str, Any]:
+    """Return the tools of a row, where it has some; a text is their JSON.
+
+    Raises:
+        ConfigError: a text is no JSON.
+    """
     tools = row.get("tools")
-    return {"tools": json.loads(tools) if isinstance(tools, str) else tools} if tools else {}
+    if not isinstance(tools, str):
+        return {"tools": tools} if tools else {}
+    try:
+        return {"tools": parse_json(tools)} if tools else {}
+    except ValueError:
+        return _refuse(origin, "tools", tools, remedy, "is text that is no JSON")
 
 
 def plain(text: str) -> str | None:
@@ -237,5 +252,8 @@ def _message(given: Any, origin: str, remedy: Callable[[], str]) -> dict[str, An
     return {"role": ROLES.get(role, role), "content": content, **values}
 
 
-def _refuse(origin: str, what: str, value: Any, remedy: Callable[[], str]) -> Any:
-    raise ConfigError(f"{origin}: {what} is {type(value).__name__}, not text", remedy())
+def _refuse(
+    origin: str, what: str, value: Any, remedy: Callable[[], str], problem: str = ""
+) -> Any:
+    problem = problem or f"is {type(value).__name__}, not text"
+    raise ConfigError(f"{origin}: {what} {problem}", remedy())

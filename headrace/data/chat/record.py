@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from headrace.core.errors import ConfigError
+from headrace.core.errors import MALFORMED, ConfigError
 from headrace.core.files import shell, write_whole
 from headrace.core.remedy import mend
 from headrace.core.strict import Strict
@@ -244,7 +244,7 @@ class ChatRecord:
                 {str(name): str(value) for name, value in kept["names"].items()},
                 ChatCounts.model_validate(kept["counts"]),
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
+        except (OSError, *MALFORMED) as error:
             problem = str(error).splitlines()[0]
             raise ConfigError(
                 f"{folder / FILE} is damaged: {problem}", f"rm -r {shell(folder)}"

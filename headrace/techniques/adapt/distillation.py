@@ -36,18 +36,26 @@ from pydantic import Field
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
-from headrace.assemble.teacher import Teaching, keep_likeliest, make_teaching
+from headrace.assemble.teacher import (
+    Teaching,
+    keep_likeliest,
+    make_images_teaching,
+    make_teaching,
+)
 from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.folders import Folder
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import Remedy, mend
+from headrace.core.vision_config import VisionConfig
 from headrace.costs.count import FP32, linear_parameters, total_parameters
 from headrace.costs.ledger import Ledger, Line
+from headrace.costs.vision import image_flops, image_parameters
 from headrace.data.pretrained import check_tokenizer, unchecked_tokenizer
 from headrace.data.teacher_shards import IDS, LOGS
 from headrace.model.adapter import files_left_out, load_pretrained, longest_row, read_config
 from headrace.model.head import IGNORED, Objective, Vocabulary
 from headrace.model.init import Source
+from headrace.model.vision_folder import read_images_folder
 from headrace.plan.technique import (
     Card,
     Context,
@@ -137,6 +145,7 @@ class Distillation(Technique[Build]):
 
     room: ClassVar[str] = "adapt"
     stage: ClassVar[Stage] = Stage.STEP
+    images: ClassVar[bool] = True
     composes: ClassVar[tuple[str, ...]] = ("enrich", "terms")
     equality: ClassVar = "learning"
     settled: ClassVar[tuple[str, ...]] = ("top_k",)
@@ -174,11 +183,17 @@ class Distillation(Technique[Build]):
                     mend(f"-{name}"),
                     RefusalKind.COMBINATION,
                 )
+        if context.plan.vision is not None:
+            return Unsupported(
+                f"top_k = {self.top_k} keeps the likeliest of many tokens, and an image has "
+                f"{context.plan.vision.classes} classes",
+                mend("-distillation"),
+            )
         return Supported()
 
     def doubt(self, plan: Any) -> Doubt | None:
         """Refuse the run's own random weights as the teacher: they know nothing."""
-        if self.teacher or plan.model.pretrained:
+        if self.teacher or plan.model.pretrained or (plan.vision and plan.vision.pretrained):
             return None
         return Doubt(
             f"{self.name()} has no teacher, and without one it learns from the weights that the "
@@ -199,6 +214,8 @@ class Distillation(Technique[Build]):
         sizes, logits = ledger.sizes, ledger.memory.get("logits")
         if logits is None:  # a stage of a pipeline that computes no loss
             return ledger
+        if not sizes["layers"]:  # a network of images
+            return self._predict_images(ledger)
         size = sizes["activation_bytes"]
         work, weights = ledger.flops["forward"], ledger.memory["parameters"].bytes / 4
         hidden = sizes["residual"]
@@ -227,8 +244,20 @@ class Distillation(Technique[Build]):
         ledger = replace(ledger, sizes={**sizes, "logits_kept": 1.0})
         return ledger if self.top_k else ledger.with_flops("teacher", work)
 
+    def _predict_images(self, ledger: Ledger) -> Ledger:
+        """Add a teacher's weights and its forward pass: its own network's, or the run's."""
+        work, weights = ledger.flops["forward"], ledger.memory["parameters"].bytes
+        if self.teacher:
+            key = f"techniques.{self.name()}.teacher"
+            config, _ = read_images_folder(Path(self.teacher), key)
+            work, weights = image_flops(config), FP32 * image_parameters(config)
+        return ledger.with_line("teacher", Line(weights, ("always",))).with_flops("teacher", work)
+
     def apply(self, build: Build) -> None:
         """Let the teacher read each micro-batch, or all text beforehand, and add the term."""
+        if build.plan.vision is not None:
+            self._learn_images(build, build.plan.vision)
+            return
         has_loss = build.model.head is not None  # else it is a stage of a pipeline without
         if not (has_loss or self.top_k):
             return
@@ -243,6 +272,14 @@ class Distillation(Technique[Build]):
             build.notes[self.name()] = teaching
             build.enrich.append(teaching.enrich)
             build.terms.append(self._term(teaching, given[0].vocab))
+
+    def _learn_images(self, build: Build, vision: VisionConfig) -> None:
+        """Let a network of images say how likely it finds each class, and add the term."""
+        key = f"techniques.{self.name()}.teacher" if self.teacher else "vision.pretrained"
+        teaching = make_images_teaching(build, Path(self.teacher or vision.pretrained), key)
+        build.notes[self.name()] = teaching
+        build.enrich.append(teaching.enrich)
+        build.terms.append(self._term(teaching, vision.classes))
 
     def _source(self, build: Build) -> tuple[ModelConfig, Source]:
         """Return the teacher's config and weights.

@@ -13,18 +13,20 @@ algorithm wins. Left out: the choice of attention's backend, which cuDNN makes b
 Source: docs.pytorch.org, torch.backends.cudnn.benchmark.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
-from headrace.kernels.launches import since
+from headrace.kernels.autocast import compute_dtype
+from headrace.kernels.launches import COUNTS, since
 from headrace.model.convolution import CUDNN, LAUNCH, CausalConvolution, libraries
 from headrace.plan.technique import (
     Card,
@@ -50,12 +52,34 @@ def timed_algorithms() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
+def _count_library(seen: Mapping[str, int], module: Any, given: tuple[Tensor]) -> None:
+    """Count the library that torch gives a convolution to, in the run's first step."""
+    if seen["timed"] or seen["plain"]:
+        return
+    dtype = compute_dtype(given[0])
+    bias = None if module.bias is None else module.bias.to(dtype)
+    backend = torch._C._select_conv_backend(
+        given[0].to(dtype),
+        module.weight.to(dtype),
+        bias=bias,
+        stride=[*module.stride],
+        padding=[*module.padding],
+        dilation=[*module.dilation],
+        transposed=False,
+        output_padding=[0, 0],
+        groups=module.groups,
+        bias_sizes=None if bias is None else [bias.numel()],
+    )
+    COUNTS[LAUNCH + str(backend).rpartition(".")[2]] += 1
+
+
 class CudnnAutotune(Technique[Build]):
     """Let cuDNN time its algorithms for each convolution, and keep the fastest."""
 
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "compile"
     stage: ClassVar[Stage] = Stage.STEP
+    images: ClassVar[bool] = True
     composes: ClassVar[tuple[str, ...]] = ("runtime", "after_update")
     symptoms: ClassVar[tuple[str, ...]] = ("kernel efficiency:convolution",)
     card: ClassVar[Card] = Card(
@@ -88,6 +112,8 @@ class CudnnAutotune(Technique[Build]):
             return Unsupported(
                 "an AMD GPU convolves by MIOpen, not by cuDNN", "an NVIDIA GPU", RefusalKind.DEVICE
             )
+        if context.plan is not None and context.plan.vision is not None:
+            return Supported()
         on = context.plan.techniques if context.plan else {}
         if CONVOLVING not in on:
             return Unsupported(
@@ -113,6 +139,11 @@ class CudnnAutotune(Technique[Build]):
         seen: dict[str, int] = {"timed": 0, "plain": 0}
         build.notes[self.name()] = {"seen": seen, "before": since({}, LAUNCH)}
 
+        if build.plan.vision is not None:
+            for module in build.model.modules():
+                if isinstance(module, nn.Conv2d):
+                    module.register_forward_pre_hook(partial(_count_library, seen))
+
         def look(build: Build, finite: Tensor) -> None:
             seen["timed" if torch.backends.cudnn.benchmark else "plain"] += 1
 
@@ -123,12 +154,16 @@ class CudnnAutotune(Technique[Build]):
         """Read the steps under the flag, and what the run's convolutions were launched with."""
         noted: dict[str, Any] = build.notes[self.name()]
         seen, launched = noted["seen"], libraries(noted["before"])
-        here = [m for m in build.model.modules() if isinstance(m, CausalConvolution)]
+        layers = (CausalConvolution, nn.Conv2d)
+        here = [m for m in build.model.modules() if isinstance(m, layers)]
         steps = f"{seen['timed']} of {seen['timed'] + seen['plain']} steps ran under the flag"
         timed = seen["timed"] > 0 == seen["plain"]
+        # A network's convolutions are of several kinds, some of which torch has one kernel for.
+        is_network = any(isinstance(module, nn.Conv2d) for module in here)
+        others = set() if is_network else {*launched} - {CUDNN}
         how = " and ".join(f"{count} by {name}" for name, count in launched.items())
         return Evidence(
-            active=None if timed and not here else timed and [*launched] == [CUDNN],
+            active=None if timed and not here else timed and CUDNN in launched and not others,
             detail=f"{steps}; convolutions launched: {how or 'none'}",
             numbers={"steps": seen["timed"], "launched": sum(launched.values())},
         )

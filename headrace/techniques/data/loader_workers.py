@@ -65,6 +65,7 @@ class LoaderWorkers(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "data"
     stage: ClassVar[Stage] = Stage.DATA
+    images: ClassVar[bool] = True
     claims: ClassVar[tuple[str, ...]] = ("transport",)
     symptoms: ClassVar[tuple[str, ...]] = ("input",)
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ("pinned copies",)

@@ -44,6 +44,7 @@ class LabelSmoothing(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "loss"
     stage: ClassVar[Stage] = Stage.STEP
+    images: ClassVar[bool] = True
     composes: ClassVar[tuple[str, ...]] = ("objective",)
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)

@@ -42,6 +42,7 @@ class Adamw(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "optim"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
+    images: ClassVar[bool] = True
     equality: ClassVar = "learning"
     card: ClassVar[Card] = Card(
         buys="the update in one pass over 28 bytes a number, where torch's plain AdamW makes a "

@@ -52,6 +52,7 @@ class Ademamix(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "optim"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
+    images: ClassVar[bool] = True
     composes: ClassVar[tuple[str, ...]] = ("routes",)
     follows_horizon: ClassVar[bool] = True
     equality: ClassVar = "learning"

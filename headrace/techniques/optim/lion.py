@@ -36,6 +36,7 @@ class Lion(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "optim"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
+    images: ClassVar[bool] = True
     composes: ClassVar[tuple[str, ...]] = ("routes",)
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:optimizer", "recipe")

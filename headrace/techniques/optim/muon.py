@@ -6,7 +6,7 @@ takes the two-dimensional weights inside of blocks; embeddings, head and vectors
 Fused matrices are taken apart first: queries, keys, values, gate and up are each orthogonalised
 alone. Matrices of one shape are one batch, and on a GPU one compiled function updates it. State is
 one momentum per matrix, half of AdamW's. Ranks share the matrices: each orthogonalises its own and
-the results go to all (parallel/team).
+the results go to all (parallel/team); with `mesh.replicate` each group of slices has all of them.
 
 Knobs beyond the paper are off unless asked for: a momentum that begins low and rises
 (`momentum_warmup_steps`, a pure function of the step), decay that only goes with the update
@@ -210,7 +210,7 @@ class Muon(Technique[Build]):
         self, ledger: Ledger, how: tuple[tuple[int, ...], MatrixCut], count: int
     ) -> "_Batch":
         sizes = ledger.sizes
-        on_gpu = bool(sizes["on_gpu"])
+        on_gpu, slices = bool(sizes["on_gpu"]), sizes.get("slices", 1.0)
         return _Batch(
             shape=how[0],
             cut=how[1],
@@ -219,8 +219,9 @@ class Muon(Technique[Build]):
             on_gpu=on_gpu,
             rows=self.normalize_rows,
             ahead=self.nesterov,
-            slices=sizes.get("slices", 1.0),
-            ranks=int(sizes.get("shard_ranks", 1) * sizes.get("tensor_ranks", 1)),
+            slices=slices,
+            axis=(axis := "slices" if slices > 1 else "shard"),
+            ranks=int(sizes.get(f"{axis}_ranks", 1) * sizes.get("tensor_ranks", 1)),
             sizes=sizes,
         )
 
@@ -325,7 +326,7 @@ class _Batch:
         rows: whether rows are normalised.
         ahead: whether a direction is more than the momentum.
         slices: ranks of which each holds a slice.
-        ranks: ranks that share the matrices.
+        axis: the axis of the mesh whose `ranks`, with those of tensors, share the matrices.
         sizes: the ledger's.
     """
 
@@ -337,6 +338,7 @@ class _Batch:
     rows: bool
     ahead: bool
     slices: float
+    axis: str
     ranks: int
     sizes: Mapping[str, float]
 
@@ -465,7 +467,7 @@ class _Batch:
         return {"gather": self._collective(operation, 2 * each, 2 * chunks)}
 
     def _collective(self, operation: Any, bytes: float, kernels: float) -> Work:
-        return collective(self.sizes, "shard", "optimizer", operation, bytes, kernels=kernels)
+        return collective(self.sizes, self.axis, "optimizer", operation, bytes, kernels=kernels)
 
 
 def _suffix(cut: MatrixCut) -> str:

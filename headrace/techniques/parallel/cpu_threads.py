@@ -60,6 +60,7 @@ class CpuThreads(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "parallel"
     stage: ClassVar[Stage] = Stage.SCHEDULE
+    images: ClassVar[bool] = True
     composes: ClassVar[tuple[str, ...]] = ("runtime", "after_update")
     symptoms: ClassVar[tuple[str, ...]] = ("computation", "launch")
     settled: ClassVar[tuple[str, ...]] = ("threads",)

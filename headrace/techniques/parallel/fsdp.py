@@ -7,8 +7,9 @@ PyTorch FSDP: arXiv 2304.11277; torch.distributed.fsdp.fully_shard).
 
 Cost: two gathers of the weights and one scatter of the gradients a micro-batch; with several
 micro-batches gradients are kept whole until the last one and sent once. `reshard=False` keeps the
-gathered weights until the backward pass: one gather less, the weights' memory more. Left out:
-replicas of shards (HSDP).
+gathered weights until the backward pass: one gather less, the weights' memory more.
+`mesh.replicate` slices within groups of ranks, and adds slices of the gradients up over the groups
+(HSDP): gathers stay inside a node, and a rank holds more.
 """
 
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Give each rank some of the layers, and pass activations from rank to rank (1F1B, interleaved).
+"""Give each rank some of the layers, and pass activations from rank to rank (1F1B and others).
 
 Ranks along `pipeline` hold the model's layers one after the other, so weights, gradients, optimizer
 state and most activations are divided by their number, and all that crosses a border is one
@@ -6,7 +6,11 @@ state and most activations are divided by their number, and all that crosses a b
 which is why pipelines span slow networks (arXiv 2104.04473; Llama 3, arXiv 2407.21783, section
 3.3.2). The cost is the bubble, (ranks - 1) / (micro-batches x chunks + ranks - 1) of the step, so a
 pipeline wants several micro-batches per rank. `schedule=interleaved` with `chunks` stages per rank
-makes the bubble smaller and the messages more.
+makes the bubble smaller and the messages more. `schedule=zbv` lays two stages a rank out along a V
+and sends a gradient before it computes those of the weights, which fill the time that is left
+(parallel/zero_bubble): the bubble is (ranks - 1) / (6 x micro-batches + ranks - 1) from 2 x ranks
+micro-batches on, and every rank holds as many activations as 1F1B's first. It wants gradients to be
+summed after the last backward pass, and layers whose backward pass can be done in two parts.
 
 Layers are split as evenly as they go. Where they do not go evenly, the stages right before the last
 get one more: the last also has the head, and the first ranks hold the activations of the most
@@ -20,7 +24,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.assemble.sockets import Build, MicroBatch, auxiliary_loss
 from headrace.core.errors import ConfigError, RefusalKind
@@ -33,7 +37,7 @@ from headrace.costs.links import COMMUNICATORS
 from headrace.costs.work import IDLE, Work, collective
 from headrace.model.decoder import Decoder, Part
 from headrace.model.head import Objective
-from headrace.parallel import pipeline
+from headrace.parallel import pipeline, zero_bubble
 from headrace.plan.technique import (
     Card,
     Context,
@@ -50,6 +54,24 @@ STATES: Mapping[str, Callable[[Matrix], float]] = {
     "optimizer": lambda m: 2 * FP32 * m.numbers * bool(m.by),
 }
 """Ledger line -> the bytes of one matrix in it, before optimizers edit the line."""
+WHOLE_BACKWARD = (
+    "torch_compile",
+    "shape_buckets",
+    "cuda_graphs",
+    "selective_checkpoint",
+    "full_checkpoint",
+    "memory_budget",
+    "activation_offload",
+    "chunked_mlp",
+    "chunked_cross_entropy",
+    "fused_cross_entropy",
+    "fused_rms_norm",
+    "fused_rope",
+    "fused_swiglu",
+    "liger_kernels",
+)
+"""Techniques with a backward pass that is one for a block, computes again what it needs, or gives
+away what it has computed."""
 AXIS = "pipeline"
 END_LINES = ("final_norm", "logits", "head_cast", "head_gradients", "head_weight_gradient")
 
@@ -57,11 +79,11 @@ END_LINES = ("final_norm", "logits", "head_cast", "head_gradients", "head_weight
 class PipelineParallel(Technique[Build]):
     """Give each rank some of the layers, and pass activations from rank to rank."""
 
-    schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    schedule: Literal["1f1b", "interleaved", "zbv"] = "1f1b"
     """1f1b takes any number of micro-batches; interleaved takes multiples of the ranks, and waits
-    less."""
+    less; zbv takes any number, and waits least."""
     chunks: int = Field(default=1, ge=1, le=16)
-    """Stages per rank: 1 for 1f1b, 2 or more for interleaved; tuner range 1 to 4."""
+    """Stages per rank: 1 for 1f1b, 2 or more for interleaved, 2 for zbv; tuner range 1 to 4."""
 
     room: ClassVar[str] = "parallel"
     stage: ClassVar[Stage] = Stage.PIPELINE
@@ -82,7 +104,8 @@ class PipelineParallel(Technique[Build]):
     def supports(self, context: Context) -> Supported | Unsupported:
         """Require several ranks, a layer for each stage, and micro-batches for the schedule."""
         plan, me = context.plan, f"techniques.{self.name()}"
-        if (self.schedule == "1f1b") != (self.chunks == 1):
+        wrong = self.chunks != 2 if self.is_v else (self.schedule == "1f1b") != (self.chunks == 1)
+        if wrong:
             return Unsupported(
                 f"schedule = {self.schedule!r} and chunks = {self.chunks} contradict each other",
                 mend(f"{me}.chunks={(1 if self.schedule == '1f1b' else 2)}"),
@@ -108,6 +131,8 @@ class PipelineParallel(Technique[Build]):
                 f"{layers} layers are too few for {ranks} ranks x {self.chunks} = {stages} stages",
                 mend(f"model.layers={stages}") | mend(f"{me}.chunks={fewer}" if fewer > 1 else ""),
             )
+        if self.is_v and (refused := self._refuse_whole(context)):
+            return refused
         rows = plan.rows_per_step // plan.mesh.data
         if self.schedule == "interleaved" and rows // plan.micro_rows % ranks:
             fits = divisors(rows // ranks) if rows % ranks == 0 else []
@@ -121,23 +146,56 @@ class PipelineParallel(Technique[Build]):
             )
         return Supported()
 
+    @property
+    def is_v(self) -> bool:
+        """Return whether stages lie along a V, and backward passes are done in two parts."""
+        return self.schedule == "zbv"
+
+    def _refuse_whole(self, context: Context) -> Unsupported | None:
+        """Refuse what needs a whole backward pass at once; None where nothing does."""
+        others = context.plan.techniques
+        whole = [n for n, t in others.items() if n in WHOLE_BACKWARD or "sync" in t.claims]
+        if not whole:
+            return None
+        me = f"techniques.{self.name()}"
+        return Unsupported(
+            f"schedule = 'zbv' does backward passes in two parts, and {whole[0]} needs whole ones",
+            mend(f"{me}.schedule=1f1b", f"{me}.chunks=1") | mend(f"-{whole[0]}"),
+            RefusalKind.COMBINATION,
+        )
+
+    def _mine(self, parts: Sequence[Part], ranks: int, rank: int) -> list[Part]:
+        """Return a rank's parts of the model, one per chunk."""
+        if self.is_v:
+            return [parts[zero_bubble.stage_of(ranks, rank, chunk)] for chunk in range(2)]
+        return list(parts[rank::ranks])
+
+    def _waits(self, ranks: int, micros: int) -> float:
+        """Return the share of a step in which a rank waits."""
+        if self.is_v:
+            return zero_bubble.bubble_of_v(ranks, micros)
+        return pipeline.bubble(ranks, micros, self.chunks)
+
     def predict(self, ledger: Ledger) -> Ledger:
         """Count one rank's memory, and the time that ranks wait, as work not done."""
         ranks = int(ledger.sizes["pipeline_ranks"])
         if ranks == 1:
             return ledger
         micros = int(ledger.sizes["micro_batches"])
-        idle = pipeline.bubble(ranks, micros, self.chunks)
+        idle = self._waits(ranks, micros)
         lost = ledger.flops_per_token() * idle / (1 - idle)
         one = self._on(ledger, int(ledger.sizes["pipeline_rank"]), ranks, micros)
         return one.with_flops("bubble", lost)
 
     def _on(self, ledger: Ledger, rank: int, ranks: int, micros: int) -> Ledger:
         """Count one rank's memory: its layers, once for each micro-batch in flight."""
-        layers, last = int(ledger.sizes["layers"]), rank == ranks - 1
-        parts = make_parts(tuple(map(str, range(layers))), ranks * self.chunks)[rank::ranks]
+        layers, last = int(ledger.sizes["layers"]), rank == (0 if self.is_v else ranks - 1)
+        stages = make_parts(tuple(map(str, range(layers))), ranks * self.chunks)
+        parts = self._mine(stages, ranks, rank)
         mine = [name for part in parts for name in part.blocks or ()]
         here, visits = len(mine), most_in_flight(ranks, rank, micros, self.chunks)
+        if self.is_v:
+            visits = zero_bubble.most_of_v(ranks, rank, micros)
         memory = {n: v for n, v in ledger.memory.items() if v.layer is None}
         by_layer: dict[int, dict[str, Line]] = {int(name): {} for name in mine}
         for name, line in ledger.memory.items():
@@ -159,15 +217,16 @@ class PipelineParallel(Technique[Build]):
             memory[name] = replace(memory[name], bytes=vectors + part)
         for name in END_LINES if not last else ():
             memory.pop(name, None)
-        idle = pipeline.bubble(ranks, micros, self.chunks)
+        idle = self._waits(ranks, micros)
         sizes = {**ledger.sizes, "layers": here, IDLE: idle}
         sizes["final_norm"] *= last
         learned = memory["gradients"].bytes / max(1.0, ledger.memory["gradients"].bytes)
         stage = _Stage(rank == 0, last, here, layers, learned)
         work = {n: part for n, w in ledger.work.items() if (part := stage.part(n, w)) is not None}
         work |= self._sends(sizes, rank, ranks)
-        borders = 2 if self.chunks > 1 else (rank > 0) + (not last)  # both ways
-        ends = bool(sizes["tied"]) and (rank == 0 or last)
+        neighbours = (rank > 0) + (rank < ranks - 1)
+        borders = 2 * neighbours if self.is_v else 2 if self.chunks > 1 else neighbours  # both ways
+        ends = bool(sizes["tied"]) and (rank == 0 or last) and not self.is_v
         sizes[COMMUNICATORS] = sizes.get(COMMUNICATORS, 0.0) + 2 * borders + ends
         return replace(ledger, memory=memory, sizes=sizes, matrices=matrices, work=work)
 
@@ -177,12 +236,13 @@ class PipelineParallel(Technique[Build]):
         Of a tied embedding both ends add up their gradients.
         """
         stream = sizes["residual"] * sizes["stream_bytes"] / sizes["activation_bytes"]
-        ahead, back = self.chunks - (rank == ranks - 1), self.chunks - (rank == 0)
+        ahead = self.chunks - (rank == ranks - 1) - (self.is_v and rank == 0)
+        back = self.chunks - (rank == 0) - (self.is_v and rank == ranks - 1)
         sends: dict[str, Work] = {
             "border/forward": collective(sizes, AXIS, "forward", "send", stream, ahead),
             "border/backward": collective(sizes, AXIS, "backward", "send", stream, back),
         }
-        if sizes["tied"] and rank in (0, ranks - 1):
+        if sizes["tied"] and rank in (0, ranks - 1) and not self.is_v:
             table = FP32 * sizes["embedding"]  # which two ranks have
             of_two = {f"{AXIS}_ranks": 2.0, f"{AXIS}_reach": sizes[f"{AXIS}_reach"]}
             sends["reduce/ends"] = collective(of_two, AXIS, "optimizer", "all_reduce", table)
@@ -201,14 +261,15 @@ class PipelineParallel(Technique[Build]):
         """Keep this rank's layers, connect the ranks, and fill the engine."""
         assert build.world.mesh is not None
         ranks, rank = build.world.size("pipeline"), build.world.place("pipeline")
-        parts = make_parts(tuple(build.model.blocks), ranks * self.chunks)[rank::ranks]
-        tied = build.config.tied_embeddings
+        stages = make_parts(tuple(build.model.blocks), ranks * self.chunks)
+        parts, tied = self._mine(stages, ranks, rank), build.config.tied_embeddings
         keep_only(build.model, parts, tied=tied)
-        if tied:
+        if tied and not self.is_v:
             layout = build.layouts["embed.weight"]
             build.layouts["embed.weight"] = replace(layout, partial={*layout.partial, "ends"})
         grid = build.world.mesh.mesh.flatten(1)
-        pipe = Pipe(pipeline.PipelineRank(grid, build.device, chunks=self.chunks), parts)
+        line = pipeline.PipelineRank(grid, build.device, chunks=self.chunks, v=self.is_v)
+        pipe = Pipe(line, parts)
         build.notes[self.name()] = pipe
         build.engine = pipe.engine
 
@@ -285,6 +346,8 @@ class Pipe:
         place = (self.line.ranks, self.line.rank, len(micros))
         if not torch.is_grad_enabled():
             actions = pipeline.forward_only(self.line.ranks, len(micros), self.line.chunks)
+        elif self.line.v:
+            actions = zero_bubble.zero_bubble(*place)
         elif self.line.chunks > 1:
             actions = pipeline.interleaved(*place, self.line.chunks)
         else:
@@ -335,6 +398,10 @@ class DecoderStages:
         """Let gradients be sent to other replicas in a chunk's last backward pass."""
         self.build.sync(self.build, last)
         self.build.phases.mark("backward")
+
+    def weights(self) -> list[nn.Parameter]:
+        """Return what learns on this rank."""
+        return [p for p in self.build.model.parameters() if p.requires_grad]
 
     def waiting(self) -> None:
         """Count a message that is not here yet as time in which nothing is computed."""

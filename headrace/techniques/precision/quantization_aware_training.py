@@ -32,11 +32,12 @@ from headrace.compress.codes import quantize_nearest
 from headrace.compress.fake import Rounding, fake_input
 from headrace.compress.quantized_model import formats_of
 from headrace.compress.spec import PRESETS, QuantizationSpec
+from headrace.compress.vision import image_formats, look_at_rounding
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import Remedy, mend
 from headrace.core.units import divisors
 from headrace.costs.count import block_linears, holds_casts
-from headrace.costs.ledger import DERIVED, Ledger, Line
+from headrace.costs.ledger import DERIVED, Instant, Ledger, Line
 from headrace.costs.work import Matmul, Phase, Stream
 from headrace.model.lora import LoraLinear, plain
 from headrace.parallel.layout import local_of
@@ -59,6 +60,8 @@ READ = (56.0, 13, 12.0)
 """Bytes, kernels and fused bytes of rounding one number that a matmul reads, counted likewise."""
 UNITS, ROWS = 16, 64
 """Inputs, each of one feature, that a linear is shown as evidence, and rows of it that answer."""
+KEPT: tuple[Instant, ...] = ("loss", "turn")
+"""When rounded weights of convolutions are held for the backward pass."""
 OF_ROWS = ("lora_b", "lora_m")
 """Parameters of an adapter that have a row for each row of the weight."""
 
@@ -76,6 +79,7 @@ class QuantizationAwareTraining(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "precision"
     stage: ClassVar[Stage] = Stage.LINEAR
+    images: ClassVar[bool] = True
     composes: ClassVar[tuple[str, ...]] = ("fake_quantized", "values")
     excludes: ClassVar[Mapping[str, str]] = {
         "float8_linear": "its matmuls round their operands to fp8, and no file stores that",
@@ -136,6 +140,12 @@ class QuantizationAwareTraining(Technique[Build]):
                 "goal.steps, and the plan has neither",
                 mend("schedule.steps=1000") | mend(f"techniques.{name}.start=0"),
             )
+        if plan.vision is not None and self.to != "int8":
+            return Unsupported(
+                f"convolutions are stored in 8 bits a channel (int8), and "
+                f"techniques.{name}.to = {self.to!r} is of the matrices of a decoder",
+                mend(f"techniques.{name}.to=int8"),
+            )
         return Supported()
 
     def _refuse_group(self, model: Any) -> Unsupported | None:
@@ -157,6 +167,9 @@ class QuantizationAwareTraining(Technique[Build]):
     def predict(self, ledger: Ledger) -> Ledger:
         """Keep no cast of a weight, and a rounded output matrix; round what is multiplied."""
         sizes = ledger.sizes
+        if not sizes["layers"]:  # a network of images, whose rounded weights are kept
+            rounded = replace(ledger.memory["parameters"], instants=KEPT)
+            return ledger.with_line("fake_weights", rounded)
         linears = {
             key[:-3]: (int(sizes[key]), int(sizes[f"{key[:-3]}/out"]))
             for key in sizes
@@ -209,7 +222,10 @@ class QuantizationAwareTraining(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Say how each matrix is rounded, and from which step on."""
-        formats = formats_of(build.model, self.spec, self._grouped)
+        if build.plan.vision is not None:
+            formats = image_formats(build.model)
+        else:
+            formats = formats_of(build.model, self.spec, self._grouped)
         rounding = {n: Rounding(kind, self.spec.activations) for n, kind in formats.items()}
         build.fake_quantized.update(rounding)
         begins = end_step(self.start, build.plan.horizon_steps) if self.start else 0
@@ -257,6 +273,10 @@ def _looked(build: Build) -> list[_Look]:
     looks = []
     with torch.no_grad(), torch.autocast(build.device.type, enabled=False):
         for name, rounding in build.fake_quantized.items():
+            module = _module(build, name)
+            if build.plan.vision is not None:
+                looks.append(_Look(*look_at_rounding(module)))
+                continue
             shown = _shown(build, name, rounding)
             if shown is None:
                 continue
@@ -267,6 +287,14 @@ def _looked(build: Build) -> list[_Look]:
             is_rounded = bool(((result - wanted).abs() <= near).all())
             looks.append(_Look(is_rounded, float((stored - weight).abs().max())))
     return looks
+
+
+def _module(build: Build, name: str) -> nn.Module | None:
+    """Return the module that owns a weight; None where it is on another rank."""
+    try:
+        return build.model.get_submodule(name.removesuffix(".weight"))
+    except AttributeError:
+        return None
 
 
 def _shown(build: Build, name: str, rounding: Rounding) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -58,6 +58,7 @@ class Tf32(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "precision"
     stage: ClassVar[Stage] = Stage.STEP
+    images: ClassVar[bool] = True
     composes: ClassVar[tuple[str, ...]] = ("runtime",)
     equality: ClassVar = "approximate"
     rounds: ClassVar = "operands"

@@ -56,6 +56,7 @@ class WeightDecaySchedule(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "schedule"
     stage: ClassVar[Stage] = Stage.SCHEDULE
+    images: ClassVar[bool] = True
     composes: ClassVar[tuple[str, ...]] = ("values",)
     follows_horizon: ClassVar[bool] = True
     equality: ClassVar = "learning"

@@ -85,6 +85,7 @@ class AdaptiveClipping(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "stability"
     stage: ClassVar[Stage] = Stage.STEP
+    images: ClassVar[bool] = True
     claims: ClassVar[tuple[str, ...]] = ("clip",)
     composes: ClassVar[tuple[str, ...]] = ("state",)
     equality: ClassVar = "learning"

@@ -40,6 +40,7 @@ class GradientClipping(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "stability"
     stage: ClassVar[Stage] = Stage.STEP
+    images: ClassVar[bool] = True
     claims: ClassVar[tuple[str, ...]] = ("clip",)
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("instability",)

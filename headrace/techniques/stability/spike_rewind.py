@@ -264,6 +264,7 @@ class SpikeRewind(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "stability"
     stage: ClassVar[Stage] = Stage.STEP
+    images: ClassVar[bool] = True
     claims: ClassVar[tuple[str, ...]] = ("recover",)
     composes: ClassVar[tuple[str, ...]] = ("state", "before_step", "judges")
     excludes: ClassVar[Mapping[str, str]] = {

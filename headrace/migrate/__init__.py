@@ -1,0 +1,1 @@
+"""This room reads the config of another trainer, and makes a plan of it, key by key."""
