@@ -158,7 +158,7 @@ class Images:
             raise ConfigError(
                 f"{path} is damaged: its sha256 is {digest[:12]}, and its labels are those of "
                 f"{wanted[:12]}",
-                f"rm -r {shell(shards.directory.parent)}, which is drawn again",
+                f"rm -r {shell(shards.directory.parent)}",  # the same command draws it again
             )
         pixels = np.memmap(path, np.uint8, "r")
         size = math.isqrt(pixels.size // COLORS // (shards.tokens - 1))

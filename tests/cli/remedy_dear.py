@@ -3,6 +3,13 @@
 DEAR = frozenset(
     {
         "assemble/autotune:measure#1",
+        "assemble/teacher:make_images_teaching#1",
+        "cli/vision:export_images#2",
+        "cli/vision:export_images#3",
+        "cli/vision:export_images#4",
+        "export/vision:preset_of#1",
+        "model/vision_folder:_check_same#1",
+        "model/vision_folder:read_images_folder#1",
         "assemble/build:_model_config#2",
         "assemble/context:check_supported#1",
         "assemble/context:check_supported#3",

@@ -178,7 +178,7 @@ def test_no_key_is_left_out() -> None:
     keys = {f"{name}.{key}" for name, table in TABLES.items() for key in table.model_fields}
     assert keys == {*TURNED, *ELSEWHERE}
     alone = {"name", "directory", "seed", "device", "guard", "attention", "techniques"}
-    others = {"model", "optimizer", "schedule", "mesh", "track"}
+    others = {"model", "optimizer", "schedule", "mesh", "track", "vision"}
     assert {*Plan.model_fields} == {*TABLES, *alone, *others}
 
 

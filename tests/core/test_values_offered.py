@@ -11,7 +11,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.technique import installed
 from headrace.recipes import read_recipe
 
-CATALOGUE, TEXT = installed(), read_recipe("demo")
+CATALOGUE, TEXT, IMAGES = installed(), read_recipe("demo"), read_recipe("vision-demo")
 VALUES = ("-1", "0", "1.5", "1e30", "99999999999999", "true", "x", "[-1]", "null")
 
 
@@ -31,7 +31,8 @@ def read(words: list[str], technique: str) -> Plan:
     added = [words[n + 1] for n, word in enumerate(words) if word == "--with"]
     overrides = [word for word in words if "=" in word]
     more = [technique] if technique else []
-    return Plan.read(TEXT, CATALOGUE, overrides=overrides, with_=[*more, *added])
+    text = IMAGES if any(word.startswith("vision.") for word in words) else TEXT
+    return Plan.read(text, CATALOGUE, overrides=overrides, with_=[*more, *added])
 
 
 def offered(key: str, value: str, technique: str = "") -> str | None:

@@ -132,7 +132,11 @@ def test_a_rank_that_holds_up_the_others_is_named_and_the_run_ends(
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("full", (f"rank {CULPRIT} of {RANKS}", "No space left", "free some space")),
+        pytest.param(
+            "full",
+            (f"rank {CULPRIT} of {RANKS}", "No space left", "free some space"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "kill", (f"rank {CULPRIT} ended without a word", "step-6"), marks=pytest.mark.slow
         ),

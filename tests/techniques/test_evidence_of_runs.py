@@ -206,6 +206,7 @@ class Slice:
 
     def __init__(self, here: int, whole: int) -> None:
         self.nbytes, self._here = whole, here
+        self.device_mesh = left(size=lambda axis=None: 2)
 
     def to_local(self) -> Any:
         """Return the part."""
@@ -222,7 +223,8 @@ def test_all_parameters_are_slices(
     monkeypatch.setattr("torch.distributed.tensor.DTensor", Slice)
     held: dict[str, Any] = {"a": Slice(here, 8), "b": torch.ones(1) if loose else Slice(here, 8)}
     model = left(parameters=held.values, named_parameters=held.items)
-    run = left(model=model, notes={}, world=left(size=lambda axis: ranks))
+    sizes = {"slices": ranks, "replicate": 1}
+    run = left(model=model, notes={}, world=left(size=sizes.__getitem__))
     assert fsdp.Fsdp().active(run).active is active
 
 
@@ -302,9 +304,12 @@ def test_all_adapted_weights_are_stored_in_few_bits(
 ) -> None:
     monkeypatch.setattr(qlora, "QuantizedWeight", Few)
     monkeypatch.setattr(adapted, "adapter_evidence", lambda *given: (reached, "", {}))
-    modules = [bare(LoraLinear, weight=weight) for weight in weights]
-    tables = left(tied_embeddings=False)
-    run = left(model=left(modules=lambda: modules), optimizers={}, config=tables)
+    modules = {
+        f"blocks.{layer}.mlp.down": bare(LoraLinear, weight=weight)
+        for layer, weight in enumerate(weights)
+    }
+    shape = left(tied_embeddings=False, layers=len(weights))
+    run = left(model=left(named_modules=modules.items), optimizers={}, config=shape)
     assert qlora.Qlora().active(run).active is active
 
 

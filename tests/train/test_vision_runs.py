@@ -46,6 +46,7 @@ def plan(tmp_path: Path) -> Make:
     return make
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_where_it_was(plan: Make, tmp_path: Path) -> None:
     whole = run(plan("name=whole")).folder
     half = run(plan("name=half", "goal.steps=2")).folder
