@@ -65,7 +65,9 @@ def test_a_plan_of_other_memory_is_no_row_s_plan() -> None:
     """A recipe may change after its rows: they are no readings of today's plan."""
     plan = next(run.plan for run in natural_error.RUNS if run.id == "1m fp32 eager")
     asking = natural_error._asking(plan, RESULTS / "machines" / natural_error.MACHINES["H100"])
-    peak = natural_error.side(asking, ("+tf32",)).prediction.memory.peak_bytes
+    changed = natural_error.side(asking, ("+tf32",))
+    assert changed is not None
+    peak = changed.prediction.memory.peak_bytes
     for times, is_same in ((1.0, True), (1.1, False)):
         answer = {"changes": [["+tf32"]], "peaks": [times * peak]}
         assert natural_error._same(asking, answer) == is_same
