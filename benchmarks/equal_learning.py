@@ -16,7 +16,6 @@ end. In fp32 and at this size two trainings do not drift apart, so the loss is t
 
 import argparse
 import json
-import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -28,6 +27,7 @@ import receipts
 import torch
 from scoring.numbers import LOSER_STEPS
 from torch import Tensor, nn
+from tuner_trials import kept_losses
 
 from headrace.assemble.context import choose_device, make_context
 from headrace.assemble.sockets import Build
@@ -38,7 +38,7 @@ from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.train import train
 from headrace.train.guard import ALL, MEAN, inspects
-from headrace.tuner.brief_training import of_length, train_steps
+from headrace.tuner.brief_training import of_length
 from headrace.tuner.equality import (
     BATCHES,
     BRIEF_STEPS,
@@ -50,7 +50,7 @@ from headrace.tuner.equality import (
 )
 from headrace.tuner.pairs import SAME
 from headrace.tuner.readings import Reading, opened
-from headrace.tuner.store import Store, fingerprint, here
+from headrace.tuner.store import fingerprint
 from headrace.tuner.worker import Worker
 
 TOPIC = "equal_learning"
@@ -109,31 +109,22 @@ def measure(args: argparse.Namespace) -> None:
     with Worker(here=args.here, log=args.folder / "worker.log") as worker:
         for seed, shape, name in taken:
             first, second = (plan_of(shape, seed, w, args) for w in ("", CHANGES[name]))
-            trained = [trained_of(plan, args, worker, ends_s) for plan in (first, second)]
-            why = next((why for _, why, _ in trained if why), "")
+            trained = [
+                kept_losses(
+                    plan,
+                    args.steps,
+                    args.folder / f"trainings-{plan.name}.jsonl",
+                    worker,
+                    left_s=ends_s - time.monotonic(),
+                    needed_s=READY_S,
+                )
+                for plan in (first, second)
+            ]
+            why = next((why for _, why in trained if why), "")
             if why:
                 print(f"left: {shape} seed {seed} {name}: {why}", flush=True)
                 continue
             write_pair(args, shape, seed, name, (first, second), [t[0] for t in trained])
-
-
-def trained_of(
-    plan: Plan, args: argparse.Namespace, worker: Worker, ends_s: float
-) -> tuple[list[float], str, float]:
-    """Return the loss of each step of a training, kept or new, or why there is none."""
-    store = Store(args.folder / f"trainings-{plan.name}.jsonl", here(choose_device(plan)))
-    left_s = ends_s - time.monotonic()
-    what = {"train": fingerprint(plan), "steps": args.steps}
-    known = json.dumps([what, store.place], sort_keys=True) in store.readings
-    if not known and left_s < READY_S:
-        return [], f"{max(0.0, left_s):.0f} s are left", 0.0
-    reading = store.once(
-        what,
-        lambda: worker.ask(train_steps, plan, steps=args.steps, limit_s=max(1.0, left_s)),
-        limit_s=left_s,
-    )
-    broken = "" if all(map(math.isfinite, reading.losses)) else "a loss is not finite"
-    return reading.losses, reading.refused or broken, ends_s - time.monotonic()
 
 
 def write_pair(

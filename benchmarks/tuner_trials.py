@@ -309,22 +309,15 @@ class Bench:
 
     def losses(self, plan: Plan, seed: int, step_s: float | None) -> tuple[list[float], str]:
         """Return the loss of each step of a training, kept or new, or why there is none."""
-        plan = plan.replaced(seed=seed)
         steps = self.args.train_steps
-        store = Store(self.args.folder / "trainings.jsonl", here(choose_device(plan)))
-        what = {"train": fingerprint(plan), "steps": steps}
-        known = json.dumps([what, store.place], sort_keys=True) in store.readings
-        needed_s = 1.3 * steps * (step_s or 0.0) + self.args.ready_s
-        if not known and self.left_s < needed_s:
-            return [], f"about {needed_s:.0f} s are needed, {max(0.0, self.left_s):.0f} s are left"
-        limit_s = max(self.left_s, 0.0)
-        trained = store.once(
-            what,
-            lambda: self.worker.ask(train_steps, plan, steps=steps, limit_s=limit_s),
-            limit_s=limit_s,
+        return kept_losses(
+            plan.replaced(seed=seed),
+            steps,
+            self.args.folder / "trainings.jsonl",
+            self.worker,
+            left_s=self.left_s,
+            needed_s=1.3 * steps * (step_s or 0.0) + self.args.ready_s,
         )
-        broken = "" if all(map(math.isfinite, trained.losses)) else "a loss is not finite"
-        return trained.losses, trained.refused or broken
 
     # --- rows --------------------------------------------------------------------------------
 
@@ -349,6 +342,34 @@ class Bench:
     def known(self) -> dict[tuple[str, ...], dict[str, Any]]:
         """Return the newest row of each trial that no row retracts."""
         return {_key(row): row for row in _rows(self.args.results)}
+
+
+def kept_losses(
+    plan: Plan, steps: int, file: Path, worker: Worker, *, left_s: float, needed_s: float
+) -> tuple[list[float], str]:
+    """Return the loss of each step of a training, kept in a file or new, or why there is none.
+
+    Args:
+        plan: what to train.
+        steps: of the training.
+        file: keeps trainings from one call to the next.
+        worker: trains.
+        left_s: seconds that are left of the call.
+        needed_s: seconds that a new training needs; with fewer none begins.
+    """
+    store = Store(file, here(choose_device(plan)))
+    what = {"train": fingerprint(plan), "steps": steps}
+    known = json.dumps([what, store.place], sort_keys=True) in store.readings
+    if not known and left_s < needed_s:
+        return [], f"about {needed_s:.0f} s are needed, {max(0.0, left_s):.0f} s are left"
+    limit_s = max(left_s, 0.0)
+    trained = store.once(
+        what,
+        lambda: worker.ask(train_steps, plan, steps=steps, limit_s=limit_s),
+        limit_s=limit_s,
+    )
+    broken = "" if all(map(math.isfinite, trained.losses)) else "a loss is not finite"
+    return trained.losses, trained.refused or broken
 
 
 def _key(row: dict[str, Any]) -> tuple[str, ...]:

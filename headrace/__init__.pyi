@@ -24,13 +24,6 @@ class _Train(Protocol):
         checkpoint: str | None = None,
         progress: Progress | bool = True,
     ) -> Result: ...
-    def run(
-        self,
-        plan: AnyPlan,
-        *,
-        resume: bool = False,
-        checkpoint: str | None = None,
-        progress: Progress | bool = True,
-    ) -> Result: ...
+    run = __call__
 
 train: _Train

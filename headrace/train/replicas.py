@@ -80,7 +80,9 @@ class Comparison:
     def _differ(self, wrong: dict[Any, dict[int, int]], step: int) -> CopiesDiffer:
         odd = Counter(rank for by in wrong.values() for rank in _odd(by))
         names = [name for name, *_ in list(wrong)[:MOST_NAMED]]
-        what = ", ".join(names) + (f" and {len(wrong) - len(names)} more" * (len(wrong) > 3))
+        what = ", ".join(names) + (
+            f" and {len(wrong) - len(names)} more" * (len(wrong) > MOST_NAMED)
+        )
         if odd:
             rank = odd.most_common(1)[0][0]
             who = f"rank {rank} holds another {what} than its replicas after step {step}"

@@ -305,16 +305,19 @@ class Bf16Parameters(Technique[Build]):
         ledger = ledger.without(casts).reworked(
             lambda n, w: stored_in_bf16(n, w, adds_up=adds_up, master=master)
         )
-        is_fused = gpu and self.fused is not False
-        slices = sum(-(-m.numbers // SLICE_NUMBERS) for m in learns.values())
-        launches = len(learns) * CUSTOM_COMPILED if is_fused else slices * SLICE_LAUNCHES * EAGER
-        ledger = ledger.reworked(
-            lambda name, piece: (
-                replace(piece, launch=launches) if name == "update/optimizer" else piece
+        if gpu:  # a kernel for each matrix, or many for each slice
+            slices = sum(-(-m.numbers // SLICE_NUMBERS) for m in learns.values())
+            is_fused = self.fused is not False
+            launches = (
+                len(learns) * CUSTOM_COMPILED if is_fused else slices * SLICE_LAUNCHES * EAGER
             )
-        )
-        if is_fused:
-            return ledger
+            ledger = ledger.reworked(
+                lambda name, piece: (
+                    replace(piece, launch=launches) if name == "update/optimizer" else piece
+                )
+            )
+            if is_fused:
+                return ledger
         largest = min(max((m.numbers for m in learns.values()), default=0.0), SLICE_NUMBERS)
         return ledger.updating(TEMPORARIES * 4 * largest)
 
