@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from latecomer import fewer_bytes as fewer_bytes  # a fixture
-from longest import first_longest
+from longest import first_longest, mark_slow
 from tiny import PLAN, keep_rates, save_weights, write_corpus
 
 from headrace.cli.catalogue import catalogue
@@ -56,9 +56,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
     """Begin with what takes longest; xdist keeps that order with `--no-loadscope-reorder`."""
+    mark_slow(items)
+    yield
     first_longest(items)
 
 

@@ -154,7 +154,8 @@ def test_the_stub_has_every_name_and_the_arguments_of_train() -> None:
     names = {a.asname for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
     names |= {n.target.id for n in tree.body if isinstance(n, ast.AnnAssign)}  # type: ignore
     assert {*headrace.__all__} == names - {None}
-    for name in ("__call__", "run"):
-        (method,) = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name)
-        given = [one.arg for one in (*method.args.args, *method.args.kwonlyargs)]
-        assert given == ["self", *inspect.signature(calls.train).parameters]
+    (call,) = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "__call__")
+    given = [one.arg for one in (*call.args.args, *call.args.kwonlyargs)]
+    assert given == ["self", *inspect.signature(calls.train).parameters]
+    (run,) = (n for n in ast.walk(tree) if isinstance(n, ast.Assign))
+    assert ast.unparse(run) == "run = __call__"

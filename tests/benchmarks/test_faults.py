@@ -54,6 +54,7 @@ def examine(
     return run
 
 
+@pytest.mark.slow
 def test_a_fault_a_healthy_run_and_their_rows(
     examine: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ def test_what_is_said_is_measured_once(
     assert compute(tmp_path)["forecast_coverage"]["n"] == 1
 
 
+@pytest.mark.slow
 def test_what_is_said_of_a_run_rests_on_its_step(
     tmp_path: Path,
     corpus: Path,

@@ -11,6 +11,7 @@ from tiny import READ
 from headrace.data.rows import Cut
 
 
+@pytest.mark.slow
 def test_readers_take_the_waits_away(
     tmp_path: Path, corpus: Path, prepared_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

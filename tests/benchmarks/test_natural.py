@@ -56,6 +56,7 @@ def only(folder: Path, topic: str, **changed: Any) -> dict[str, Any]:
     return row
 
 
+@pytest.mark.slow
 def test_a_run_is_said_and_then_measured_where_a_call_ended(
     tmp_path: Path, call: Call, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,6 +214,7 @@ def state(process: "subprocess.Popen[bytes]") -> str:
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.slow
 def test_who_is_alone_stops_the_others_and_lets_them_go_on(tmp_path: Path) -> None:
     gate = natural_gate.Gate(tmp_path / "lock", os.getpid())
     inside = (

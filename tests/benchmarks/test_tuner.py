@@ -27,6 +27,7 @@ from headrace.tuner.path import Tuned
 from headrace.tuner.proposals import Sources, sources
 
 
+@pytest.mark.slow
 def test_a_naive_plan_is_tuned_and_stands_beside_the_best(
     tmp_path: Path, corpus: Path, prepared_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

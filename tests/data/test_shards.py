@@ -237,6 +237,7 @@ def test_an_older_format_is_told_as_such(make_shards: Make) -> None:
     assert begins(caught.value.remedy.text, "rm", "-r", shards.directory, "&&", *INGEST, "x")
 
 
+@pytest.mark.slow
 def test_ten_thousand_files_open_at_once(
     make_shards: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,7 @@ def test_the_planner_counts_it(max_z_loss: type[Any], plan_file: Path) -> None:
     assert grown == pytest.approx(after - before)
 
 
+@pytest.mark.slow
 def test_the_shared_suite_takes_it(copy: Path) -> None:
     """Check that the guide's technique passes every kind of contract test, and skips none."""
     kinds = ("trains", "equal", "predicts", "touches", "deletion")

@@ -269,6 +269,7 @@ def test_one_evaluation_and_no_recorded_step_still_make_a_page(make_run: MakeRun
     assert "3.700" in outline.text
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_rows_make_a_small_page(make_run: MakeRun) -> None:
     from_rows = [
         {"step": n, "tokens": n * 8192, "wall_s": n * 0.1, "loss": 3.0, "step_s": 0.1}
