@@ -3,10 +3,11 @@
     taskset -c 0,1 python benchmarks/foresight_cpu.py --minutes 9
     python benchmarks/foresight_cpu.py --only mini-128x32/plain --results FOLDER
 
-First `headrace probe --device cpu --seconds 55`, then a row in results/plans.jsonl for every plan
-of `plans/cpu.toml`, and only then an outcome for each, from a fresh build in a process that takes
-readings. Torch takes as many threads as the process may use cores. A row is written as soon as it
-is known and never again, so that a command that was cut off can be given again and goes on. Rows
+For each plan of `plans/cpu.toml`: a probe, as long as the one that a run takes by itself where no
+rates are known, then a row of the prediction in results/plans.jsonl, and only then an outcome, from
+a fresh build in a process that takes readings. Torch takes as many threads as the process may use
+cores. A row is written as soon as it is known and never again, so that a command that was cut off
+can be given again and goes on. Rows
 say `device: cpu`; their hardware is the processor and the threads. Times are of steps on random
 tokens, fp32, without a loader or evaluation. Memory is the peak of all tensors of a step by torch's
 MemTracker, which does not stand beside a compiler.
@@ -14,7 +15,8 @@ MemTracker, which does not stand beside a compiler.
 Virtual processors share their host. A fixed work, a step of a small decoder that nothing predicts,
 is timed at the probe and between the steps of a plan. A step counts where that work takes as long
 as at the probe both before and after it, whatever the step itself takes. A plan with fewer than
-`LEAST` such steps is measured again, and left where it never has them.
+`LEAST` such steps is measured again, and left where it never has them. Older rows have one probe
+before all plans, which was up to an hour old when a plan was measured.
 """
 
 import argparse
@@ -40,6 +42,7 @@ from headrace.costs.machine import Machine
 from headrace.observe.signals import TrackedMemory
 from headrace.plan.plan import Plan
 from headrace.predict.prediction import predict
+from headrace.probes.at_hand import QUICK_S
 from headrace.train import train
 from headrace.tuner.readings import Reading, opened, read
 from headrace.tuner.worker import Worker
@@ -61,9 +64,10 @@ REFERENCE = "step of a small decoder"
 which do not show what slows the many small operations of a step."""
 ENOUGH = 10
 """The least number of plans from which the spread of their errors is printed."""
-AS_FAST, WAIT_S, TRIES = 0.07, 2.0, 4
+AS_FAST, WAIT_S, WAITS_S, TRIES = 0.07, 2.0, 30.0, 4
 """The share by which the reference work may last longer or shorter than at the probe; the seconds
-until it is asked again; and how often a plan is measured until it was as fast before and after."""
+until it is asked again, and after which another plan's turn comes; and how often a plan is measured
+until it was as fast before and after."""
 CHILD_S = 180.0
 """Seconds after which a plan is given up."""
 
@@ -139,71 +143,78 @@ def as_fast(known_s: float) -> bool:
     return abs(reference_s() / known_s - 1) <= AS_FAST
 
 
-def write_predictions(every: list[Configuration], results: Path, seconds: float) -> None:
-    """Write a prediction for each plan that has none."""
-    done = {row["id"] for row in known(results) if row["kind"] == "prediction"}
-    left = [one for one in every if name_of(one) not in done]
-    if not left:
-        return
+def foretell(one: Configuration, results: Path, seconds: float) -> dict[str, Any] | None:
+    """Probe, write the prediction of a plan and return it, or None where the processor changed."""
     before_s, machine, after_s = settled_s(), rates(seconds), settled_s()
     if abs(after_s / before_s - 1) > AS_FAST:
-        raise SystemExit(
-            f"the same work took {before_s:.4f} s before the probe and {after_s:.4f} s after it: "
-            "give the command again when the processor is steadier"
+        print(
+            f"{one.id}: the same work took {before_s:.4f} s before the probe and {after_s:.4f} s "
+            "after it: the plan waits for a steadier moment",
+            flush=True,
         )
-    reference = (before_s + after_s) / 2
-    print(f"{machine.driver}: {machine.says}; left out: {'; '.join(machine.skipped) or 'nothing'}")
-    for one in left:
-        plan = one.plan
-        expected = predict(plan, make_context(plan, CPU), machine)
-        row = predicted(one, plan, expected) | facts(one)
-        receipts.append(
-            "plans",
-            {},
-            results=results,
-            kind="prediction",
-            tier="after_probes",
-            **row,
-            parts_s=expected.time.parts_s,
-            reference=REFERENCE,
-            reference_s=reference,
-            rates_of=machine.date,
-            calibrated_by="",
-            predicted_for="cpu",
-        )
+        return None
+    expected = predict(one.plan, make_context(one.plan, CPU), machine)
+    row = {
+        **predicted(one, one.plan, expected),
+        **facts(one),
+        "parts_s": expected.time.parts_s,
+        "reference": REFERENCE,
+        "reference_s": (before_s + after_s) / 2,
+        "probe_s": seconds,
+    }
+    receipts.append(
+        "plans",
+        {},
+        results=results,
+        kind="prediction",
+        tier="after_probes",
+        rates_of=machine.date,
+        calibrated_by="",
+        predicted_for="cpu",
+        **row,
+    )
+    return row
 
 
-def measure(every: list[Configuration], results: Path, ends_s: float, here: bool) -> None:
-    """Measure each plan that has a prediction and no outcome."""
+def measure(
+    every: list[Configuration], results: Path, seconds: float, ends_s: float, here: bool
+) -> None:
+    """Predict and then measure each plan that has no outcome."""
     rows = known(results)
-    predictions = {
+    said = {
         row["id"]: row
         for row in rows
         if row["kind"] == "prediction" and row.get("reference") == REFERENCE
     }
     done = {row["id"] for row in rows if row["kind"] == "outcome"}
-    names = [name_of(one) for one in every]
-    waiting = {
-        n: o for n, o in zip(names, every, strict=True) if n in predictions and n not in done
-    }
+    waiting = {name: one for one in every if (name := name_of(one)) not in done}
     with Worker(here=here) as worker:
         for _ in range(TRIES):
             for name, one in list(waiting.items()):
-                known_s = predictions[name]["reference_s"]
-                while time.monotonic() < ends_s and not as_fast(known_s):
-                    time.sleep(WAIT_S)
-                spare_s = ends_s - time.monotonic()
-                if spare_s <= 0:
+                if time.monotonic() >= ends_s:
                     break
-                limit_s = min(CHILD_S, spare_s)
-                reading = worker.ask(timed_steps, one.plan, known_s, limit_s=limit_s)
-                if reading.refused and spare_s < CHILD_S:
-                    continue  # it was cut off
-                if not reading.refused and len(reading.seconds) < LEAST:
-                    continue  # the processor was not as fast for long enough
-                write(one, predictions[name], reading, results)
-                del waiting[name]
+                prediction = said.get(name) or foretell(one, results, seconds)
+                if prediction is None:
+                    continue
+                said[name] = prediction
+                if reading := _reading(worker, one, prediction["reference_s"], ends_s):
+                    write(one, prediction, reading, results)
+                    del waiting[name]
     print(f"left: {', '.join(one.id for one in waiting.values()) or 'none'}")
+
+
+def _reading(worker: Worker, one: Configuration, known_s: float, ends_s: float) -> Reading | None:
+    """Return what a plan took, or None where it was cut off or the processor was not as fast."""
+    waits_until_s = min(ends_s, time.monotonic() + WAITS_S)
+    while time.monotonic() < waits_until_s and not as_fast(known_s):
+        time.sleep(WAIT_S)
+    spare_s = ends_s - time.monotonic()
+    if spare_s <= 0 or not as_fast(known_s):
+        return None
+    reading = worker.ask(timed_steps, one.plan, known_s, limit_s=min(CHILD_S, spare_s))
+    cut_off = reading.refused and spare_s < CHILD_S
+    too_few = not reading.refused and len(reading.seconds) < LEAST
+    return None if cut_off or too_few else reading
 
 
 def write(one: Configuration, prediction: dict[str, Any], reading: Reading, results: Path) -> None:
@@ -336,9 +347,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", type=Path, default=LIST)
     parser.add_argument("--only", default="", help="how names of plans begin")
-    parser.add_argument("--seconds", type=float, default=55.0, help="of the probe")
+    parser.add_argument("--seconds", type=float, default=QUICK_S["cpu"], help="of each probe")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing later")
-    parser.add_argument("--predict", action="store_true", help="predict and measure nothing")
     parser.add_argument("--here", action="store_true", help="no process of its own, to debug")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     parser.add_argument("--commit", help=receipts.COMMIT_HELP)
@@ -347,9 +357,7 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU beside it is another device
     ends_s = time.monotonic() + 60 * args.minutes
     every = [c for c in configurations([args.list]) if c.id.startswith(args.only)]
-    write_predictions(every, args.results, args.seconds)
-    if not args.predict:
-        measure(every, args.results, ends_s, args.here)
+    measure(every, args.results, args.seconds, ends_s, args.here)
     print(summary(args.results))
 
 

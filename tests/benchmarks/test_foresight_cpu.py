@@ -51,16 +51,18 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-def test_all_predictions_stand_before_the_first_outcome(
-    rows: Any, capsys: pytest.CaptureFixture[str]
+def test_a_prediction_stands_before_its_outcome(
+    rows: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert [r["kind"] for r in rows("--predict")] == ["prediction"] * 2
-    assert [r["kind"] for r in rows("--minutes", "0")] == ["prediction"] * 2
-    assert "left: least-8x2/plain, least-8x2/halves" in capsys.readouterr().out
+    with monkeypatch.context() as patch:  # a command that is cut off after the first probe
+        patch.setattr(cpu, "as_fast", lambda known_s: False)
+        patch.setattr(cpu, "WAITS_S", 0.0)
+        assert [r["kind"] for r in rows("--only", "least-8x2/plain")] == ["prediction"]
+    assert "left: least-8x2/plain" in capsys.readouterr().out
     found = rows()
-    assert [r["kind"] for r in found] == ["prediction"] * 2 + ["outcome"] * 2
+    assert [r["kind"] for r in found] == ["prediction", "outcome"] * 2
     assert rows() == found  # nothing is written twice
-    for said, came in zip(found[:2], found[2:], strict=True):
+    for said, came in zip(found[::2], found[1::2], strict=True):
         assert said["id"] == came["id"] and said["plan_sha256"] == came["plan_sha256"]
         assert said["device"] == came["device"] == "cpu" and "threads" in came["hardware"]
         assert said["hardware"] == came["hardware"] and said["tier"] == "after_probes"
@@ -100,13 +102,15 @@ def test_a_step_counts_where_the_processor_is_steady_before_and_after_it(
     assert cpu.counted(lambda: float(next(steps)), lambda: next(seen)) == counted
 
 
-def test_a_probe_in_an_unsteady_minute_is_given_up(
-    rows: Any, monkeypatch: pytest.MonkeyPatch
+def test_after_a_probe_in_an_unsteady_minute_nothing_is_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     readings = iter([1.0, 1.5])
     monkeypatch.setattr(cpu, "settled_s", lambda: next(readings))
-    with pytest.raises(SystemExit, match=r"1\.0000 s before the probe and 1\.5000 s after"):
-        rows("--predict")
+    monkeypatch.setattr(cpu, "rates", lambda seconds: probed_cpu())
+    one = next(lists.configurations([cpu.LIST]))
+    assert cpu.foretell(one, tmp_path, 0.0) is None and not [*tmp_path.iterdir()]
+    assert "1.0000 s before the probe and 1.5000 s after" in capsys.readouterr().out
 
 
 def test_the_fixed_work_is_a_step_that_learns() -> None:
