@@ -1,11 +1,14 @@
 """Spoil every file that a reader is given, and let a tiny run live for long; write what came of it.
 
     python benchmarks/reliability.py fuzz --minutes 5 --results results
+    python benchmarks/reliability.py fuzz --guided --minutes 20 --results results
     python benchmarks/reliability.py soak --steps 100000 --kills 8 --results results
 
 `fuzz` takes the readers of `tests/security/readers.py`, each in a forked process, and writes a
 row with how many files were read, refused, and ended otherwise; the longest time of one file, and
-how much the process grew. A file that ended otherwise is kept in the folder of work.
+how much the process grew. A file that ended otherwise is kept in the folder of work. With
+`--guided`, atheris (pip install 'headrace[fuzz]') makes the files: it keeps those that reach a
+branch which none reached before, and spoils them again.
 
 `soak` trains the smallest decoder for so many steps with checkpoints and evaluations, ends it many
 times on the way (by SIGKILL, SIGTERM and SIGINT in turn), resumes it, and looks at it twice a
@@ -16,11 +19,13 @@ run does.
 """
 
 import argparse
+import importlib
 import json
 import os
 import random
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -30,12 +35,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import receipts  # noqa: E402
+
+if TYPE_CHECKING:
+    from security.readers import Reader
 
 TOPIC = "reliability"
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -46,26 +55,32 @@ WARM_STEPS = 500
 STOP_S = 120.0
 """Seconds in which a run that was asked to stop has saved and ended, and one file was read."""
 OUTCOME = "outcome.json"
+MOST_FAULTS = 20
+"""Faults of one reader after which it is given no more."""
+GUIDED_MIB = 4096
+"""The memory that a reader's process may have while atheris makes its files."""
 
 
 # ---- files that were spoiled ------------------------------------------------------------------
 
 
-def fuzz(minutes: float, only: Sequence[str], seed: int, work: Path, results: Path) -> int:
+def fuzz(
+    minutes: float, only: Sequence[str], seed: int, work: Path, results: Path, guided: bool = False
+) -> int:
     """Run the readers on spoiled files for so many minutes in all; return the number of faults."""
-    from security.readers import READERS, make_shared
-
-    names = [name for name in READERS if not only or name in only]
+    readers = the_readers(guided)
+    names = [name for name in readers.READERS if not only or name in only]
     share_s = 60 * minutes / len(names)
     outcomes: dict[str, dict[str, Any]] = {}
-    make_shared()
+    readers.make_shared()
+    one = fuzz_guided if guided else fuzz_one
     for number, name in enumerate(names):
         folder = work / f"{number:02d}"
         folder.mkdir(parents=True)
         process = os.fork()
         if not process:
             try:
-                fuzz_one(name, share_s, seed + number, folder)
+                one(readers.READERS[name], share_s, seed + number, folder)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -99,6 +114,7 @@ def fuzz(minutes: float, only: Sequence[str], seed: int, work: Path, results: Pa
         },
         results=results,
         kind="fuzz",
+        engine="atheris" if guided else "random",
         n=1,
         seed=seed,
         readers={
@@ -110,36 +126,103 @@ def fuzz(minutes: float, only: Sequence[str], seed: int, work: Path, results: Pa
     return faults
 
 
-def fuzz_one(name: str, seconds: float, seed: int, work: Path) -> None:
+def the_readers(guided: bool) -> ModuleType:
+    """Import the readers, with every branch of the package counted where files are guided."""
+    if guided:
+        atheris = importlib.import_module("atheris")
+        with atheris.instrument_imports(include=["headrace"]):
+            return importlib.import_module("security.readers")
+    return importlib.import_module("security.readers")
+
+
+class Tally:
+    """Gives spoiled files to one reader, and counts what comes of them."""
+
+    def __init__(self, reader: "Reader", work: Path) -> None:
+        self.reader, self.work, self.file = reader, work, reader.make(work)
+        self.raw = self.file.read_bytes()
+        self.counts = {"files": 0, "read": 0, "refused": 0}
+        self.longest_s, self.faults, self._before_mib = 0.0, list[str](), resident_mib()
+
+    def take(self, content: bytes) -> None:
+        """Let the reader read a spoiled file, and keep the file where that is a fault."""
+        from security.readers import outcome
+
+        self.file.write_bytes(content)
+        self.reader.sealed(self.file)
+        started = time.perf_counter()
+        self.counts["files"] += 1
+        try:
+            self.counts[outcome(self.reader, self.file)] += 1
+        except Exception as error:
+            kept = self.work / f"fault-{len(self.faults)}{self.file.suffix}"
+            kept.write_bytes(content)
+            self.faults.append(f"{type(error).__name__}: {error}"[:200])
+        self.longest_s = max(self.longest_s, time.perf_counter() - started)
+
+    def save(self) -> None:
+        """Write what was counted."""
+        made = {
+            **self.counts,
+            "faults": self.faults,
+            "longest_s": round(self.longest_s, 3),
+            "grown_mib": round(max(0.0, peak_mib() - self._before_mib)),
+        }
+        (self.work / OUTCOME).write_text(json.dumps(made))
+
+
+def fuzz_one(reader: "Reader", seconds: float, seed: int, work: Path) -> None:
     """Run one reader on spoiled files until the time is over, and write what came of it."""
-    from security.readers import READERS, outcome
+    from security.readers import outcome
     from security.spoil import spoiled
 
-    reader, chance = READERS[name], random.Random(seed)
-    file = reader.make(work)
-    raw = file.read_bytes()
-    outcome(reader, file)
-    begun, before = time.monotonic(), resident_mib()
-    counts = {"files": 0, "read": 0, "refused": 0}
-    longest, faults = 0.0, list[str]()
-    while time.monotonic() - begun < seconds:
-        content = spoiled(raw, reader.values, chance)
-        file.write_bytes(content)
-        reader.sealed(file)
-        started = time.perf_counter()
-        counts["files"] += 1
+    chance, tally = random.Random(seed), Tally(reader, work)
+    outcome(reader, tally.file)
+    begun = time.monotonic()
+    while time.monotonic() - begun < seconds and len(tally.faults) <= MOST_FAULTS:
+        tally.take(spoiled(tally.raw, reader.values, chance))
+    tally.save()
+
+
+def fuzz_guided(reader: "Reader", seconds: float, seed: int, work: Path) -> None:
+    """Run one reader on files that atheris makes of those that reached a new branch.
+
+    libFuzzer ends the process: what was counted is written once a second. Half of the files are
+    spoiled as `fuzz_one` does it, the others by libFuzzer.
+    """
+    from security.spoil import spoiled
+
+    atheris, tally, saved = importlib.import_module("atheris"), Tally(reader, work), [0.0]
+
+    def take(content: bytes) -> None:
+        if len(tally.faults) <= MOST_FAULTS:
+            tally.take(content)
+        if time.monotonic() - saved[0] > 1:
+            tally.save()
+            saved[0] = time.monotonic()
+
+    def changed(content: bytes, most: int, number: int) -> bytes:
+        chance = random.Random(number)
         try:
-            counts[outcome(reader, file)] += 1
-        except Exception as error:
-            kept = work / f"fault-{len(faults)}{file.suffix}"
-            kept.write_bytes(content)
-            faults.append(f"{type(error).__name__}: {error}"[:200])
-            if len(faults) > 20:
-                break
-        longest = max(longest, time.perf_counter() - started)
-    grown = max(0.0, peak_mib() - before)
-    made = {**counts, "faults": faults, "longest_s": round(longest, 3), "grown_mib": round(grown)}
-    (work / OUTCOME).write_text(json.dumps(made))
+            ours = chance.randrange(2) and spoiled(content, reader.values, chance)
+        except (ValueError, LookupError, struct.error, RecursionError):  # no such file any more
+            ours = b""
+        return (ours or atheris.Mutate(content, most))[:most]
+
+    (corpus := work / "corpus").mkdir()
+    (corpus / "valid").write_bytes(tally.raw)
+    options = {
+        "max_total_time": max(1, round(seconds)),
+        "seed": seed + 1,
+        "max_len": max(1 << 16, 2 * len(tally.raw)),
+        "timeout": round(STOP_S),
+        "rss_limit_mb": GUIDED_MIB,
+        "verbosity": 0,
+        "artifact_prefix": f"{work}/",
+    }
+    words = [f"-{name}={value}" for name, value in options.items()]
+    atheris.Setup(["fuzz", *words, str(corpus)], take, custom_mutator=changed)
+    atheris.Fuzz()
 
 
 def ended(process: int, seconds: float) -> int:
@@ -356,6 +439,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["fuzz", "soak"])
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--guided", action="store_true", help="atheris makes the files")
     parser.add_argument("--only", action="append", default=[], help="a reader's name; else all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=100_000)
@@ -369,7 +453,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="headrace-reliability-") as made:
         work = given.work or Path(made)
         if given.what == "fuzz":
-            return min(1, fuzz(given.minutes, given.only, given.seed, work, given.results))
+            most = (given.minutes, given.only, given.seed, work, given.results, given.guided)
+            return min(1, fuzz(*most))
         return min(1, soak(given.steps, given.often, given.kills, given.seed, work, given.results))
 
 
