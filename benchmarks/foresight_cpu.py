@@ -181,7 +181,7 @@ def measure(
 ) -> None:
     """Predict and then measure each plan that has no outcome."""
     rows = known(results)
-    said = {
+    predictions = {
         row["id"]: row
         for row in rows
         if row["kind"] == "prediction" and row.get("reference") == REFERENCE
@@ -193,10 +193,10 @@ def measure(
             for name, one in list(waiting.items()):
                 if time.monotonic() >= ends_s:
                     break
-                prediction = said.get(name) or foretell(one, results, seconds)
+                prediction = predictions.get(name) or foretell(one, results, seconds)
                 if prediction is None:
                     continue
-                said[name] = prediction
+                predictions[name] = prediction
                 if reading := _reading(worker, one, prediction["reference_s"], ends_s):
                     write(one, prediction, reading, results)
                     del waiting[name]

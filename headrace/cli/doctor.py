@@ -27,9 +27,9 @@ def doctor(
         list[Path],
         typer.Argument(
             help="A run: runs/NAME, or its NAME; a plan that was not run; what headrace.watch "
-            "saved; torch.profiler traces, one of each rank; or an exported file. After a plan "
-            "key=value, as in batch.tokens=16384.",
-            metavar="RUN|PLAN|WATCHED|TRACE...|FILE",
+            "saved; torch.profiler traces, one of each rank; what another trainer printed; or an "
+            "exported file. After a plan key=value, as in batch.tokens=16384.",
+            metavar="RUN|PLAN|WATCHED|TRACE...|LOG|FILE",
         ),
     ],
     *,
@@ -64,7 +64,7 @@ def advice_on(
     """Return the doctor's answer on what a user named, and the folder where that is a run.
 
     Args:
-        what: a run; a plan, and words `key=value`; what `headrace.watch` saved; or traces.
+        what: a run; a plan, and words `key=value`; what `headrace.watch` saved; traces; or a log.
         with_: names of techniques that a plan gets.
         without: names of techniques that a plan loses.
         device_name: a GPU that is not here, where a plan is named; "" for this machine's device.
@@ -76,6 +76,7 @@ def advice_on(
     with loading():
         from headrace.cli.plans import named_plan, place, rates_here
         from headrace.doctor.advice import advise, advise_loop, advise_plan
+        from headrace.doctor.log import read_log
         from headrace.doctor.run import TRACES
     first = what[0]
     if _is_plan(first):
@@ -88,6 +89,8 @@ def advice_on(
             rerun((first, _plan_of(first)), verb="doctor"),
         )
     if len(what) > 1 or (first.name.endswith(TRACES) and not first.is_dir()):
+        return advise_loop(what, catalogue()), None
+    if first.is_file() and read_log(first) is not None:
         return advise_loop(what, catalogue()), None
     folder = _judged_run(first)
     return advise(folder, catalogue(), partial(rates_here, sure=True)), folder

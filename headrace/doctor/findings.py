@@ -82,6 +82,7 @@ class Kind(Enum):
     NO_TRACE = auto()
     UNREADABLE_TRACE = auto()
     NO_HOOK = auto()
+    NOT_IN_LOG = auto()
 
     TRACE_WITHOUT_DEVICE = auto()
     TRACE_WITHOUT_TIMES = auto()
@@ -119,6 +120,7 @@ _BOTTLENECKS: Mapping[str, tuple[Kind, ...]] = {
         Kind.NO_TRACE,
         Kind.UNREADABLE_TRACE,
         Kind.NO_HOOK,
+        Kind.NOT_IN_LOG,
         Kind.TRACE_WITHOUT_DEVICE,
         Kind.TRACE_WITHOUT_TIMES,
         Kind.TRACE_WITHOUT_STEPS,

@@ -128,6 +128,8 @@ def examine_loop(paths: Sequence[Path]) -> tuple[list[Finding], Loop]:
         ConfigError, RunError: as `headrace.doctor.run.diagnose`.
     """
     seen, findings = examined(paths)
+    if seen.not_logged:
+        return presented(findings, seen), Loop(seen.logged_loop)
     if not is_watched(paths[0]):
         return [*findings, *_of_the_host(findings, paths)], Loop({})
     return presented(findings, seen), Loop(read_watched(paths[0]))

@@ -79,6 +79,8 @@ class Observation:
         gpu: what the GPU reported of its clock.
         outcome: how the run diverged, with numbers, where it did.
         not_hooked: what no hook of a watched loop saw, in words for a reader.
+        not_logged: what the log of another trainer does not say, in the same words.
+        logged_loop: what a log tells of its loop, by the names under which a watch saves it.
         use: what the work of a step takes of the device.
         traced: findings of the newest profiler window.
         split: where kernels or operations of that window spent their time.
@@ -128,6 +130,8 @@ class Observation:
     gpu: Mapping[str, Any] | None = None
     outcome: Mapping[str, Any] = field(default_factory=dict)
     not_hooked: tuple[str, ...] = ()
+    not_logged: tuple[str, ...] = ()
+    logged_loop: Mapping[str, Any] = field(default_factory=dict)
     watched_steps: int = 0
     use: Use = UNKNOWN
     traced: tuple[Finding, ...] = ()

@@ -137,9 +137,9 @@ def presented(findings: Sequence[Finding], seen: Observation) -> list[Finding]:
     Too few steps stand first, since the phases behind them are of warm steps as well.
     """
     whole = sorted(_merged(findings), key=lambda finding: not unjudged([finding]))
-    if seen.not_hooked:
-        facts = {"steps": seen.watched_steps, "missing": seen.not_hooked}
-        whole.append(Finding(Kind.NO_HOOK, 0.0, facts))
+    for kind, missing in (Kind.NO_HOOK, seen.not_hooked), (Kind.NOT_IN_LOG, seen.not_logged):
+        if missing:
+            whole.append(Finding(kind, 0.0, {"steps": seen.watched_steps, "missing": missing}))
     return whole
 
 

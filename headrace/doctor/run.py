@@ -28,6 +28,7 @@ from headrace.core.errors import (
 from headrace.core.files import parse_object, shell
 from headrace.costs.machine import Machine
 from headrace.doctor.findings import Finding, Kind, phase_findings
+from headrace.doctor.log import read_log
 from headrace.doctor.observation import Observation, observe, read_rows
 from headrace.doctor.recipe import slower_than_another
 from headrace.doctor.rules import FEWEST_STEPS, examine
@@ -82,13 +83,16 @@ def diagnose_run(folder: Path, use: Use | None = None) -> list[Finding]:
 
 
 def examined(paths: Sequence[Path]) -> tuple[Observation, list[Finding]]:
-    """Return what is known of a run, a watched loop or traces, and the verdicts on it.
+    """Return what is known of a run, a watched loop, a log or traces, and the verdicts on it.
 
     Raises:
         ConfigError, RunError: as `diagnose`.
     """
     first = paths[0]
     if len(paths) == 1 and (not first.name.endswith(TRACES) or first.is_dir()):
+        if first.is_file() and (log := read_log(first)) is not None:
+            seen = log.observe()
+            return seen, examine(seen)
         return examined_run(resolve_run(first))
     if not all(path.name.endswith(TRACES) and not path.is_dir() for path in paths):
         raise ConfigError(

@@ -373,6 +373,13 @@ TRACE = json.dumps(
 )
 
 
+LOG = "".join(
+    f"step {n:05d}/00040 (2.5%) | loss: {9 - n / 9:.6f} | lrm: 1.00 | dt: 50.31ms | "
+    f"tok/sec: 1,042 | mfu: 48.31 | total time: 0.10m\n"
+    for n in range(40)
+)
+
+
 def _gguf(folder: Path) -> Path:
     tokenizer = open_tokenizer(str(_run_folder() / "tokenizer.json"))
     write(model({"vocab": tokenizer.vocab}), tokenizer, file := folder / "x.gguf")
@@ -415,6 +422,7 @@ READERS: dict[str, Reader] = {
             _written("r.json.gz", gzip.compress(TRACE.encode())),
             lambda file: diagnose([file]),
         ),
+        Reader("log", _written("x.log", LOG), lambda file: diagnose([file])),
         Reader("manifest.json", _prepared_of_run, _read_shards, "json", _seal_manifest),
         Reader(
             "checkpoint.json",

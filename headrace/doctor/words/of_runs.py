@@ -430,6 +430,11 @@ def _no_hook(finding: Finding, facts: Any) -> Words:
     return "What no hook told is not judged.", evidence, "; ".join(facts["missing"])
 
 
+def _not_in_log(finding: Finding, facts: Any) -> Words:
+    evidence = f"{facts['steps']} steps were logged"
+    return "What the log does not say is not judged.", evidence, "; ".join(facts["missing"])
+
+
 OF_RUNS: Mapping[Kind, Describe] = {
     Kind.PHASE: _phase,
     Kind.PEAK_MEMORY: _peak_memory,
@@ -476,4 +481,5 @@ OF_RUNS: Mapping[Kind, Describe] = {
     Kind.NO_TRACE: _no_trace,
     Kind.UNREADABLE_TRACE: _unreadable_trace,
     Kind.NO_HOOK: _no_hook,
+    Kind.NOT_IN_LOG: _not_in_log,
 }
