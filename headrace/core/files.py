@@ -71,6 +71,14 @@ def python(script: str, *words: str) -> str:
     return " ".join((called, "-c", shlex.quote(script), *words))
 
 
+def has_file(folder: Path, name: str) -> bool:
+    """Return whether a folder has a file of this name, which may be one that no file can have."""
+    try:
+        return (folder / name).is_file()
+    except (OSError, ValueError):  # too long, or with a zero byte
+        return False
+
+
 def sync_path(path: Path) -> None:
     """Push a file's content, or a folder's list of names, to the disk itself."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headrace.core.errors import ConfigError, UnsupportedError, interpreting
-from headrace.core.files import python, sha256_of
+from headrace.core.files import has_file, python, sha256_of
 from headrace.core.folders import refetch_command, refuse_absent, refuse_no_model
 from headrace.core.model_config import ModelConfig
 from headrace.model.decoder import Decoder, baseline_parts
@@ -405,7 +405,7 @@ def _read_index(index: Path) -> dict[str, str]:
             raise ConfigError(
                 f"{index} names {name} for {tensor}, which is not a file beside it", aside
             )
-        if not (index.parent / name).is_file():
+        if not has_file(index.parent, name):
             raise ConfigError(
                 f"{index} names {name}, which is not there", refetch_command(index.parent)
             )

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from headrace.core.command import train_command
 from headrace.core.errors import ConfigError, RunError, is_out_of_memory
-from headrace.core.files import hold_lock, publish, sha256_of, sync_path, write_whole
+from headrace.core.files import has_file, hold_lock, publish, sha256_of, sync_path, write_whole
 from headrace.core.units import format_bytes
 from headrace.parallel.boxes import Box, TensorPart, piece_of
 from headrace.train.copies import Copies
@@ -374,7 +374,7 @@ class Saved:
     def _check_files(self, verify: bool) -> None:
         for part in self.parts:
             file = self.path / Path(part["file"]).name
-            size = file.stat().st_size if file.is_file() else -1
+            size = file.stat().st_size if has_file(self.path, file.name) else -1
             if size < 0:
                 raise self.damaged("it is missing", file.name)
             if size != part["bytes"]:

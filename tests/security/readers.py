@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import torch
 import zstandard
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny import PLAN, save_weights, write_corpus
 from tiny_gguf import model, write
@@ -234,6 +235,19 @@ def _copy_weights(name: str) -> Callable[[Path], Path]:
     return make
 
 
+def _sharded(folder: Path) -> Path:
+    """Write an index as weights of several files have it."""
+    shutil.copytree(_weights(), weights := folder / "weights")
+    whole = weights / "model.safetensors"
+    with safe_open(whole, "pt") as opened:
+        placed = dict.fromkeys(opened.keys(), "a.safetensors")
+    whole.rename(weights / "a.safetensors")
+    (index := weights / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": placed})
+    )
+    return index
+
+
 def _load(file: Path) -> None:
     config, source = load_pretrained(file.parent)
     source("embed.weight", torch.Size((config.vocab, config.dim)))
@@ -413,6 +427,7 @@ READERS: dict[str, Reader] = {
         Reader("tokenizer.json", _of_run("tokenizer.json"), _read_tokenizer, "json"),
         Reader("chat template", _written("t.jinja", TEMPLATE), _read_template),
         Reader("config.json", _copy_weights("config.json"), _load, "json"),
+        Reader("index of weights", _sharded, _load, "json"),
         Reader("safetensors", _copy_weights("model.safetensors"), _load, "safetensors"),
         Reader("adapter_config.json", _adapter("adapter_config.json"), _read_adapters, "json"),
         Reader("adapter", _adapter("adapter_model.safetensors"), _read_adapters, "safetensors"),

@@ -84,6 +84,9 @@ ONCE_FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("report.json", {"input_wait": {"p50_s": "9" * 5000, "p99_s": "inf"}}),
     ("tokenizer.json", {"added_tokens": {"x": 1}}),
     ("machine rates", {"bytes_per_s": 10**400}),
+    ("checkpoint.json", {"parts": [{"file": "9" * 5000, "bytes": 1}]}),
+    ("index of weights", {"weight_map": {"lm_head.weight": "9" * 5000}}),
+    ("index of weights", {"weight_map": {"lm_head.weight": "\x00"}}),
 ]
 """What fuzzing had ended in a traceback, or would have run on: reader, and keys of its file."""
 
@@ -93,6 +96,7 @@ def test_what_was_a_fault_is_refused(name: str, keys: dict[str, Any], valid: Any
     file, raw = valid(name)
     try:
         file.write_text(json.dumps({**json.loads(raw), **keys}))
+        READERS[name].sealed(file)
         begun = time.perf_counter()
         outcome(READERS[name], file)
         assert time.perf_counter() - begun < LONGEST_S
