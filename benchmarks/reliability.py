@@ -114,7 +114,8 @@ def fuzz(
         },
         results=results,
         kind="fuzz",
-        engine="atheris" if guided else "random",
+        engine=(engine := "atheris" if guided else "random"),
+        shape=f"{len(names)} readers, {engine}",
         n=1,
         seed=seed,
         readers={
