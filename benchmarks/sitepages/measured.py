@@ -1,6 +1,6 @@
 """Read what was measured of each technique, as times the plan without it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,18 @@ from headrace.core.statistics import Interval
 BASES = {"trunk": "the baseline", "recipe": "the compiled recipe"}
 """Name of the plan that a technique was added to, as rows have it -> as a page says it."""
 
+OF_SIDES = {
+    "fsdp": ("fsdp", "ratio_to_one"),
+    "replicas": ("data_parallel", "ratio_to_one"),
+    "zero1": ("zero", "ratio_to_one"),
+    "tensor": ("tensor_parallel", "ratio_to_one"),
+    "pipeline": ("pipeline_parallel", "ratio_to_one"),
+    "context_8k": ("context_parallel", "ratio_to_fsdp_8k"),
+}
+"""Side of a row on several GPUs -> the technique that divides the work, and the ratio to show."""
+OTHERS = {"ratio_to_one": "one GPU alone", "ratio_to_fsdp_8k": "fsdp alone"}
+"""Ratio of such a row -> what it is a ratio to."""
+
 
 @dataclass(frozen=True)
 class MeasuredEffect:
@@ -24,7 +36,6 @@ class MeasuredEffect:
         where: the model's shape and the hardware.
         speed: tokens per second with it over without it; None where nothing was timed.
         memory: peak memory with it over without it; None where it was not measured.
-        commit: the commit of the row.
     """
 
     technique: str
@@ -32,7 +43,6 @@ class MeasuredEffect:
     where: str
     speed: Interval | None
     memory: Interval | None
-    commit: str
 
 
 def effects(results: Path) -> dict[str, list[MeasuredEffect]]:
@@ -47,6 +57,70 @@ def effects(results: Path) -> dict[str, list[MeasuredEffect]]:
         if effect.speed or effect.memory:
             by_name.setdefault(row["technique"], []).append(effect)
     return by_name
+
+
+def effects_elsewhere(results: Path) -> dict[str, list[MeasuredEffect]]:
+    """Return what rows of other topics measured, by the technique's name.
+
+    These are several GPUs over one, adapters over another trainer's, and changes of natural runs.
+
+    Args:
+        results: the folder of rows.
+    """
+    by_name: dict[str, list[MeasuredEffect]] = {}
+    for effect in (*_of_meshes(results), *_of_adapters(results), *_of_natural_runs(results)):
+        by_name.setdefault(effect.technique, []).append(effect)
+    return by_name
+
+
+def _of_meshes(results: Path) -> Iterator[MeasuredEffect]:
+    for _, row in shown(_rows(results, "scaling")):
+        name, ratio = OF_SIDES.get(row.get("side", ""), ("", ""))
+        if metric := row.get("metrics", {}).get(ratio):
+            how = f"{row['ranks']} GPUs, tokens/s of each over {OTHERS[ratio]}"
+            yield _elsewhere(row, name, how, metric, None)
+
+
+def _of_adapters(results: Path) -> Iterator[MeasuredEffect]:
+    rows = [row for row in _rows(results, "finetune") if row.get("kind") == "speed"]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        for _, row in shown([row for row in rows if row["method"] == method]):
+            if metric := row.get("metrics", {}).get("ratio_to_peft_liger_kept"):
+                side = row["side"].removeprefix("headrace").strip("_") or "as it is"
+                how = f"over PEFT with Liger's kernels ({side})"
+                memory = row["metrics"].get("memory_ratio_to_peft_liger_kept")
+                yield _elsewhere(row, method, how, metric, memory)
+
+
+def _of_natural_runs(results: Path) -> Iterator[MeasuredEffect]:
+    for row in _rows(results, "natural"):
+        for one in row.get("measured", ()):
+            sign, name = one["change"][0][0], one["change"][0][1:]
+            if sign == "+" and len(one["change"]) == 1 and (gain := one.get("gain")):
+                metric = {end: 1 + gain[end] for end in ("low", "value", "high")}
+                how = f"added to a run whose verdict is {row['verdict']}"
+                yield _elsewhere(row | {"shape": row["workload"]}, name, how, metric, None)
+
+
+def _elsewhere(
+    row: dict[str, Any],
+    name: str,
+    how: str,
+    speed: dict[str, float],
+    memory: dict[str, float] | None,
+) -> MeasuredEffect:
+    return MeasuredEffect(
+        technique=name,
+        how=how,
+        where=f"{row['shape']}, {row['hardware'].removeprefix('NVIDIA ')}",
+        speed=Interval(speed["low"], speed["value"], speed["high"], 1),
+        memory=Interval(memory["low"], memory["value"], memory["high"], 1) if memory else None,
+    )
+
+
+def _rows(results: Path, topic: str) -> list[dict[str, Any]]:
+    file = results / f"{topic}.jsonl"
+    return read_rows(file) if file.is_file() else []
 
 
 def learned(results: Path) -> dict[str, Gain]:
@@ -76,7 +150,6 @@ def _effect(row: dict[str, Any]) -> MeasuredEffect:
         where=f"{row['shape']}, {row['hardware'].removeprefix('NVIDIA ')}",
         speed=_ratio(metrics, ("speed_ratio",), left_out) or _run(metrics),
         memory=_ratio(metrics, ("memory_ratio", "reserved_ratio"), left_out),
-        commit=row["commit"] or "",
     )
 
 

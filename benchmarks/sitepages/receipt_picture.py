@@ -19,6 +19,8 @@ WRITTEN = 58.0
 """Width that a number takes, in pixels."""
 CLIPPED = 4.0
 """Ratio, or its inverse, beyond which a bar is cut."""
+SEED = 26
+"""Pixels down one side's seeds."""
 LETTERS = 88
 """Letters that fit on one line."""
 SAME = 0.01
@@ -34,8 +36,8 @@ def receipt_picture(name: str, measured: Sequence[MeasuredEffect]) -> str:
     """
     label = f"Measured: speed and memory of {len(measured)} plans with {name}, over without it"
     draw = Picture(WIDTH, TOP + ROW * len(measured) + 22, label)
-    draw.text(HALVES[0], 26, "speed, times that without it", bold=True)
-    draw.text(HALVES[1], 26, "peak memory, times that without it", bold=True)
+    draw.text(HALVES[0], 26, "speed, as a ratio", bold=True)
+    draw.text(HALVES[1], 26, "peak memory, as a ratio", bold=True)
     speeds = [effect.speed for effect in measured]
     memories = [effect.memory for effect in measured]
     for at, effect in enumerate(measured):
@@ -47,16 +49,31 @@ def receipt_picture(name: str, measured: Sequence[MeasuredEffect]) -> str:
 
 
 def learning_picture(gain: Gain) -> str:
-    """Return an SVG of how many times sooner a recipe is at its target with a technique."""
-    draw = Picture(WIDTH, TOP + ROW + 22, f"Measured: time to a target with {gain.line}")
-    draw.text(HALVES[0], 26, "times sooner at the target, with its interval of 95%", bold=True)
-    seeds = f"{gain.n} seed{'s' * (gain.n != 1)}"
+    """Return an SVG of how many times sooner a recipe is at its target with a technique.
+
+    Below it stands which seeds reached the target at all.
+    """
+    top = TOP + ROW if gain.ratio is not None else TOP - 10
+    draw = Picture(WIDTH, top + 2 * SEED + 26, f"Measured: time to a target with {gain.line}")
     hardware = gain.row["hardware"].removeprefix("NVIDIA ")
-    words = _one_line(f"{gain.change}: {gain.words}", f"{seeds}, {hardware}")
-    draw.text(HALVES[0], TOP + 18, words, colour="soft", size=12)
-    value = gain.ratio or 1.0
-    ratio = Interval(gain.low or value, value, gain.high or value, gain.n)
-    _column(draw, HALVES[0], [ratio], more_is_better=True, width=WIDTH - 2 * HALVES[0])
+    head = f"{gain.change}: {gain.words}; {gain.n} seeds, {hardware}"
+    draw.text(HALVES[0], 26, head, bold=True)
+    if gain.ratio is not None:
+        sooner = "times sooner at the target with it, and the interval of 95%"
+        draw.text(HALVES[0], TOP + 18, sooner, colour="soft", size=12)
+        low, high = gain.low or gain.ratio, gain.high or gain.ratio
+        ratio = Interval(low, gain.ratio, high, gain.n)
+        _column(draw, HALVES[0], [ratio], more_is_better=True, width=WIDTH - 2 * HALVES[0])
+    sides = ((f"recipe, {gain.change}", gain.reached), ("recipe as it is", gain.base_reached))
+    for at, (words, reached) in enumerate(sides):
+        y = top + SEED * at + 24
+        draw.text(HALVES[0], y + 4, words, colour="soft", size=12)
+        for seed in range(gain.n):
+            x = HALVES[0] + 150 + 22 * seed
+            fill = "c2" if seed < reached else ""
+            draw.box(x, y - 7, 14, 14, fill=fill, stroke="c2" if fill else "c7")
+        x = HALVES[0] + 150 + 22 * gain.n + 8
+        draw.text(x, y + 4, f"{reached} of {gain.n} seeds reached the target", size=12)
     return draw.svg()
 
 

@@ -6,9 +6,13 @@ from pathlib import Path
 from readme_table import of_techniques
 
 from sitepages.figures import figure
-from sitepages.measured import effects, learned, refusals
+from sitepages.measured import effects, effects_elsewhere, learned, refusals
 from sitepages.receipt_picture import learning_picture, receipt_picture
 
+CAPTION = (
+    "A ratio is that of the plan with it over the plan without it, or over what the line names. "
+    "Green is better, red is worse, grey is within 1%."
+)
 NOTHING = (
     "No row measures this technique alone yet, so nothing is claimed of its speed. What its card "
     "says is derived, or is what its source reports."
@@ -23,21 +27,18 @@ def receipts(results: Path) -> Mapping[str, str]:
         results: the folder of rows.
     """
     pictures: dict[str, list[str]] = {}
-    for name, measured in effects(results).items():
-        words = "Green is better, red is worse, grey is within 1% of the plan without it."
-        pictures.setdefault(name, []).append(figure(receipt_picture(name, measured), words))
+    for name, measured in (effects_elsewhere(results) | effects(results)).items():
+        pictures.setdefault(name, []).append(figure(receipt_picture(name, measured), CAPTION))
     for name, gain in learned(results).items():
         if gain.refused:
             words = f"It cannot stand in the recipe that was measured: {gain.refused}"
             pictures.setdefault(name, []).append(words)
             continue
-        reached = (
-            f"Runs that reached the target: {gain.reached} of {gain.n} as changed, "
-            f"{gain.base_reached} of {gain.n} of the recipe itself. Verdict: {gain.verdict}. See "
-            "[what buys quality per second](../../learning-rows.md)."
+        verdict = (
+            f"Verdict: {gain.verdict}. [What buys quality per second](../../learning-rows.md) has "
+            "the recipe, its target and all others."
         )
-        drawn = [figure(learning_picture(gain)), reached] if gain.ratio is not None else [reached]
-        pictures.setdefault(name, []).extend(drawn)
+        pictures.setdefault(name, []).extend([figure(learning_picture(gain)), verdict])
     refused = refusals(results)
     tables = of_techniques(results)
     texts: dict[str, str] = {}

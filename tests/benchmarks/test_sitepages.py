@@ -44,6 +44,7 @@ def results(tmp_path: Path) -> Path:
     natural["measured"] = [
         {"change": ["+torch_compile"], "gain": {"low": 0.9, "value": 1.0, "high": 1.1, "n": 2}},
         {"change": ["+tf32"], "gain": None},
+        {"change": ["+cpu_threads"], "gain": {"low": 0.2, "value": 0.3, "high": 0.4, "n": 2}},
     ]
     lesson = _row(technique="muon", change="left out", words=["-muon"], kind="technique", n=3)
     lesson |= {"reached": [False] * 3, "base_seconds": [1.0] * 3, "metrics": {}}
@@ -72,17 +73,30 @@ def test_a_receipt_is_a_picture_with_its_numbers(results: Path) -> None:
     assert ">1.20<" in learning_picture(learned(results)["qk_norm"])
 
 
+def test_rows_of_other_topics_are_shown_where_a_technique_has_none(results: Path) -> None:
+    side = _row(kind="side", side="fsdp", ranks=2, metrics={"ratio_to_one": RATIO})
+    (results / "scaling.jsonl").write_text(json.dumps(side) + "\n")
+    speed = _row(kind="speed", side="headrace_half", method="lora")
+    speed["metrics"] = {f"{which}ratio_to_peft_liger_kept": RATIO for which in ("", "memory_")}
+    (results / "finetune.jsonl").write_text(json.dumps(speed) + "\n")
+    told = receipts(results)
+    assert "2 GPUs, tokens/s of each over one GPU alone; 160m, H200" in told["fsdp"]
+    assert "over PEFT with Liger&#x27;s kernels (half); 160m, H200" in told["lora"]
+    assert "verdict is launch; 60m, H200" in told["cpu_threads"] and ">1.30<" in told["cpu_threads"]
+    assert "verdict is launch" not in told["torch_compile"]
+
+
 def test_pages_of_techniques_show_what_was_measured(results: Path) -> None:
     told = receipts(results)
     assert "<svg" in told["torch_compile"] and '??? note "All rows"' in told["torch_compile"]
-    assert "0 of 3 as changed, 3 of 3 of the recipe itself. Verdict: helps" in told["muon"]
-    assert "<svg" not in told["muon"] and "<svg" in told["qk_norm"]
+    assert "0 of 3 seeds reached" in told["muon"] and "3 of 3 seeds reached" in told["muon"]
+    assert "Verdict: helps" in told["muon"] and ">1.20<" in told["qk_norm"]
     assert "refused: no GPU / here" in told["tf32"] and "lora" not in told
 
 
 def test_gains_stand_under_the_verdict_that_they_were_measured_under(results: Path) -> None:
     rows = [json.loads(line) for line in (results / "natural.jsonl").read_text().splitlines()]
-    (change,) = gains_by_bottleneck(rows)["launch"]["a GPU"]
+    change, _ = gains_by_bottleneck(rows)["launch"]["a GPU"]
     assert (change.words, change.times) == ("--with torch_compile", (2.0,))
     page = decisions_page(catalogue(), results)
     _, _, launch = page.partition("### launch\n")
