@@ -24,7 +24,7 @@ from headrace.plan.symptoms import BOTTLENECKS
 from headrace.plan.symptoms import parse as parse_symptom
 from headrace.plan.technique import Catalogue, Technique
 from sitepages.figures import figure
-from sitepages.measured import MeasuredEffect, effects, learned
+from sitepages.measured import MeasuredEffect, effects, effects_elsewhere, learned
 
 MEANINGS: Mapping[str, str] = {
     "memory capacity": "The run does not fit, or is so near the limit that it allocates anew.",
@@ -74,6 +74,8 @@ NAMES, CHANGES = (60, 150), 250
 """Left end and width of the bottlenecks' boxes, and left end of what helped, in pixels."""
 LETTERS = 52
 """Letters of a change that fit into the tree."""
+OFTEN = 10
+"""Runs from which more of them say no more, and the larger gain stands first."""
 WORTH = 1.05
 """Times as fast from which a change helped."""
 
@@ -107,6 +109,7 @@ def decisions_page(catalogue: Catalogue, results: Path) -> str:
     """
     natural = gains_by_bottleneck(read_rows(results / NATURAL))
     measured, taught = effects(results), learned(results)
+    others = effects_elsewhere(results)
     lines = [
         *ALONE,
         "# Which optimization, when?",
@@ -136,7 +139,8 @@ def decisions_page(catalogue: Catalogue, results: Path) -> str:
     for question, bottlenecks in DIVISIONS.items():
         lines += [f"## {question}", ""]
         for bottleneck in bottlenecks:
-            lines += _section(bottleneck, catalogue, natural.get(bottleneck, {}), measured, taught)
+            gained = natural.get(bottleneck, {})
+            lines += _section(bottleneck, catalogue, gained, measured, taught, others)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -193,6 +197,7 @@ def _section(
     natural: Mapping[str, Sequence[ChangeGains]],
     measured: Mapping[str, Sequence[MeasuredEffect]],
     taught: Mapping[str, Gain],
+    others: Mapping[str, Sequence[MeasuredEffect]],
 ) -> list[str]:
     lines = [f"### {bottleneck}", "", MEANINGS[bottleneck], ""]
     for device, changes in natural.items():
@@ -203,7 +208,7 @@ def _section(
             ", ".join(_parts(t, bottleneck)) or "all of it",
             t.equality,
             t.card.parts("buys")[0],
-            what_was_measured(t.name(), measured, taught),
+            what_was_measured(t.name(), measured, taught, others),
         )
         for t in remedies_of(bottleneck, catalogue)
     ]
@@ -260,6 +265,7 @@ def what_was_measured(
     name: str,
     measured: Mapping[str, Sequence[MeasuredEffect]],
     taught: Mapping[str, Gain],
+    others: Mapping[str, Sequence[MeasuredEffect]],
 ) -> str:
     """Return the range of what was measured of a technique, in words."""
     words: list[str] = []
@@ -273,6 +279,8 @@ def what_was_measured(
     if gain := taught.get(name):
         ratio = f" {gain.ratio:.2f} times sooner" if gain.ratio is not None else ""
         words.append(f"target{ratio}: {gain.verdict}")
+    if not words and (elsewhere := others.get(name)):
+        words.append(f"{len(elsewhere)} rows of another kind, on its page")
     return "; ".join(words) or "no row yet"
 
 
@@ -340,14 +348,14 @@ def _helped_most(
 def _faster(natural: Mapping[str, Sequence[ChangeGains]]) -> str:
     """Return the change that gained in most runs, of the device with more of them, in words."""
     won = [
-        (len(change.times), change.middle, device, change.words)
+        (min(len(change.times), OFTEN), change.middle, len(change.times), device, change.words)
         for device, changes in natural.items()
         for change in changes
         if change.middle > WORTH
     ]
     if not won:
         return ""
-    runs, times, device, words = max(won)
+    _, times, runs, device, words = max(won)
     if len(words) > LETTERS:
         words = words[: LETTERS - 3].rstrip() + "..."
     return f"{words}: {times:.2f} times as fast, {runs} run{'s' * (runs != 1)} on {device}"

@@ -128,8 +128,9 @@ def errors_page(package: Path) -> str:
         "time.",
         "",
         "```text",
-        "error: model.heads = 3 does not divide model.dim = 64",
-        "  try: model.heads=4",
+        "error: batch.tokens = 100 is not a multiple of data.sequence_length x mesh.data = 128 x 1 "
+        "tokens; the nearest is batch.tokens=128",
+        "  try: batch.tokens=128",
         "```",
         "",
         "A run that is slow, or that learns badly, is no error: ask `headrace doctor RUN`, and see "
