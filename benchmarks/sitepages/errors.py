@@ -16,7 +16,6 @@ from pathlib import Path
 from scoring.tables import markdown
 
 from headrace.core.errors import RefusalKind
-from sitepages.decisions import ALONE
 from sitepages.spoken import LETTERS, Speaker, letters
 
 BASE, REFUSAL, WRONG = "HeadraceError", "Unsupported", "Wrong"
@@ -58,7 +57,8 @@ HELPS: Mapping[str, str] = {
     "ConfigError": "what stands behind `try:`; `headrace explain PLAN` checks the plan",
     "TextLost": "`data.lossy_tokenizer=true`, or `data.tokenizer=bpe`",
     "UnsupportedError": "what stands behind `try:`; `headrace plan PLAN --sweep` ranks what runs",
-    "MemoryFull": "`batch.micro_sequences=N` with a smaller N, or `--with selective_checkpoint`",
+    "MemoryFull": "torch or the host said `out of memory`: `batch.micro_sequences=N` with a "
+    "smaller N, or `--with selective_checkpoint`",
     "NoMoreThreads": "`data.workers=0`, and `OMP_NUM_THREADS=1` before the command",
     "Stopped": "`headrace train PLAN --resume`",
     "RankHung": "`headrace train PLAN --resume`; `mesh.patience_s=N` waits longer",
@@ -80,6 +80,8 @@ MAKES = re.compile(rf"\b(?:{NAMES})\(|class .*\((?:{NAMES}|StrEnum)\)")
 """What a file says that makes an error or defines a kind of it."""
 CALLS = re.compile(rf"\b(?:{NAMES})\(")
 """What a line says that makes an error."""
+FRONT = ("---", "hide:", "  - navigation", "search:", "  boost: 10", "---", "")
+"""Lines before the text: the page is no section's, and a search for a message finds it."""
 IN_MESSAGE = "what the message says"
 
 
@@ -119,7 +121,7 @@ def errors_page(package: Path) -> str:
     ]
     clear = [place for place in places if place.message]
     lines = [
-        *ALONE,
+        *FRONT,
         "# Troubleshooting",
         "",
         "A mistake ends in one message: what was asked, what was found, and behind `try:` what to "

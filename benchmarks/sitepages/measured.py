@@ -62,13 +62,15 @@ def effects(results: Path) -> dict[str, list[MeasuredEffect]]:
 def effects_elsewhere(results: Path) -> dict[str, list[MeasuredEffect]]:
     """Return what rows of other topics measured, by the technique's name.
 
-    These are several GPUs over one, adapters over another trainer's, and changes of natural runs.
+    These are several GPUs over one, adapters over another trainer's, text with copies, and changes
+    of natural runs.
 
     Args:
         results: the folder of rows.
     """
     by_name: dict[str, list[MeasuredEffect]] = {}
-    for effect in (*_of_meshes(results), *_of_adapters(results), *_of_natural_runs(results)):
+    each = (_of_meshes, _of_adapters, _of_duplicates, _of_natural_runs)
+    for effect in (effect for rows_of in each for effect in rows_of(results)):
         by_name.setdefault(effect.technique, []).append(effect)
     return by_name
 
@@ -90,6 +92,16 @@ def _of_adapters(results: Path) -> Iterator[MeasuredEffect]:
                 how = f"over PEFT with Liger's kernels ({side})"
                 memory = row["metrics"].get("memory_ratio_to_peft_liger_kept")
                 yield _elsewhere(row, method, how, metric, memory)
+
+
+def _of_duplicates(results: Path) -> Iterator[MeasuredEffect]:
+    for row in _rows(results, "data"):
+        if row.get("kind") == "duplicates":
+            metric = row["metrics"]["seconds_ratio"]
+            sooner = {"low": 1 / metric["high"], "high": 1 / metric["low"]}
+            sooner["value"] = 1 / metric["value"]
+            how = f"sooner at a target on text of which {row['copies']:,} documents are copies"
+            yield _elsewhere(row, "deduplication", how, sooner, None)
 
 
 def _of_natural_runs(results: Path) -> Iterator[MeasuredEffect]:

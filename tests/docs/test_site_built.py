@@ -124,16 +124,23 @@ def tab(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
         yield tab
 
 
-def test_search_finds_a_page_from_a_file(built: Path, tab: Tab) -> None:
+@pytest.mark.parametrize(
+    ("typed", "page"),
+    [
+        ("chunked_cross_entropy", "chunked_cross_entropy.html"),
+        ("cross entropy", "cross_entropy.html"),
+        ("is not a multiple of heads", "troubleshooting.html"),
+        ("mesh.replicate", "many-gpus.html"),
+    ],
+)
+def test_search_finds_a_page_from_a_file(built: Path, tab: Tab, typed: str, page: str) -> None:
     tab.open(built / "index.html")
     tab.wait("!!window.Worker && !!document.querySelector('input.md-search__input')")
     tab.value("document.querySelector('input.md-search__input').focus()")
-    tab.type("chunked_cross_entropy")
-    found = "[...document.querySelectorAll('a.md-search-result__link')].map(a => a.href)"
-    tab.wait(f"{found}.length > 0")
-    links = tab.value(found)
-    assert any("chunked_cross_entropy.html" in link for link in links)
-    assert all(link.startswith("file://") for link in links)
+    tab.type(typed)
+    shown = "[...document.querySelectorAll('a.md-search-result__link')].map(a => a.href)"
+    tab.wait(f"{shown}.some(link => link.includes({page!r}))")
+    assert all(link.startswith("file://") for link in tab.value(shown))
 
 
 def test_a_command_can_be_copied(built: Path, tab: Tab) -> None:
