@@ -106,6 +106,6 @@ def test_mkdocs_builds_strictly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr
-    made = tmp_path / "reference" / "loss" / "chunked_cross_entropy" / "index.html"
+    made = tmp_path / "reference" / "loss" / "chunked_cross_entropy.html"
     assert "techniques.chunked_cross_entropy.chunk_tokens" in made.read_text()
     assert not list(tmp_path.rglob("*.py"))

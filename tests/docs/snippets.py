@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"(?:<!-- file: (\S+) -->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"(?:<!-- file: (\S+) -->\n|<!-- (output) -->\n)?^```(\w+)\n(.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
@@ -18,6 +21,8 @@ class Block(NamedTuple):
 
     file: str
     """Where the page says that it stands; empty when it does not."""
+    output: str
+    """Not empty where it is what the command above it printed."""
     language: str
     text: str
 

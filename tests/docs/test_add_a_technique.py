@@ -88,9 +88,10 @@ def test_it_has_a_page(max_z_loss: type[Any]) -> None:
 @pytest.mark.slow  # `make check` builds the pages of the technique's neighbours
 def test_its_page_is_built_and_in_the_navigation(copy: Path, tmp_path: Path) -> None:
     _module(copy, "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path))
-    page = (tmp_path / "reference/loss/max_z_loss/index.html").read_text()
+    page = (tmp_path / "reference/loss/max_z_loss.html").read_text()
     assert "techniques.max_z_loss.weight" in page and "arXiv 2309.10305" in page
-    assert "reference/loss/max_z_loss/" in (tmp_path / "index.html").read_text()
+    assert "loss/max_z_loss.html" in (tmp_path / "reference/techniques.html").read_text()
+    assert "No row measures this technique alone yet" in page
 
 
 def test_the_planner_counts_it(max_z_loss: type[Any], plan_file: Path) -> None:

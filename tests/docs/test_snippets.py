@@ -20,6 +20,7 @@ from snippets import PAGES, ROOT, blocks_of
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
+from headrace.plan.symptoms import BOTTLENECKS
 from headrace.recipes import recipes
 
 TINY = (
@@ -41,7 +42,10 @@ NOT_RUN = {
     "source .venv/bin/activate": "tests run in the environment that they are given",
     "python -m pytest -m gpu": "it needs a GPU, and is a test run of its own",
 }
-SLOW = ("many-gpus.md", "edge.md", "compress.md")
+SLOW = (
+    *("many-gpus.md", "edge.md", "compress.md"),
+    *("start/laptop.md", "start/gpu.md", "start/cluster.md", "start/finetune.md"),
+)
 """Pages whose commands take minutes, need what only `make test-full` installs, or are tried with
 the same verbs and options by quick tests of `tests/cli`."""
 SHORT = ("goal.steps=4", "eval.tokens=512")
@@ -51,6 +55,8 @@ NARROW = ("data.sequence_length=64", "batch.tokens=256")
 MEASURED = ("160m", "1b", "7b")
 """Recipes whose shapes pages predict and do not train: they stay as they are."""
 TAKES_PLAN = ("train", "explain", "ingest", "mix", "plan", "tune", "ablate", "lr-find", "mup")
+OUTCOMES = ("goal", "try", *(bottleneck.split()[0] for bottleneck in BOTTLENECKS))
+"""How lines begin that say what came of a run: a tiny one may miss its goal, and has no verdict."""
 MINUTES = "0.02"
 """What `--minutes` becomes: tuning ends in the middle of its first trial, as it may."""
 
@@ -112,6 +118,15 @@ def _run(line: str, world: Path, zygote: Any) -> tuple[int, str]:
     pytest.fail(f"{line!r} is neither run nor listed in NOT_RUN")
 
 
+def kinds_of(text: str) -> set[str]:
+    """Return what kinds of lines a command printed: the first word of each that a run keeps.
+
+    Numbers, sizes and names differ from run to run, and a line that is indented is another's rest.
+    """
+    lines = [line for line in text.splitlines() if line[:1].strip()]
+    return {re.split(r"[^A-Za-z#]", line)[0] for line in lines} - {"", *OUTCOMES}
+
+
 @pytest.mark.parametrize(
     "page",
     [pytest.param(p, marks=[pytest.mark.slow] * p.endswith(SLOW)) for p in PAGES],
@@ -119,13 +134,18 @@ def _run(line: str, world: Path, zygote: Any) -> tuple[int, str]:
 def test_every_command_of_a_page(
     page: str, world: Path, zygote: Any, request: pytest.FixtureRequest
 ) -> None:
+    printed: list[str] = []
     for block in blocks_of(page):
+        if block.output:
+            missing = sorted(kinds_of(block.text) - kinds_of("\n".join(printed)))
+            assert not missing, f"{page}: no command above prints lines that begin {missing}"
         if block.file == "max_z_loss.py":
             request.getfixturevalue("max_z_loss")
         elif block.file:
             (world / block.file).write_text(block.text)
         if block.language != "sh":
             continue
+        printed = []
         for raw in block.text.replace("\\\n", " ").splitlines():
             line, _, note = raw.partition(" # ")
             line = line.strip()
@@ -133,6 +153,7 @@ def test_every_command_of_a_page(
                 continue
             expected = int(note.removeprefix("exit code ")) if note else 0
             code, said = _run(line, world, zygote)
+            printed.append(said)
             assert code == expected, f"{page}: {line!r} ended with {code}:\n{said}"
 
 
