@@ -48,6 +48,7 @@ AREAS: Mapping[str, str] = {
     "cli": "What is typed",
     "catalogue": "What is known by name",
     "recipes": "Recipes",
+    "ui": "Runs in a browser",
 }
 """Folder of the package -> title of its errors, in the order of the page."""
 HELPS: Mapping[str, str] = {
@@ -68,6 +69,8 @@ HELPS: Mapping[str, str] = {
     "RecordDamaged": "the command that makes the data again, which it names",
     "NotJson": "mend the line that it names",
     "OtherFormat": "`headrace data ingest PLAN`, which writes the shards again",
+    "OutsideFolder": "`headrace ui FOLDER`, of the folder that the run lies in",
+    "RunEnded": "load the page again: it shows the report",
     "PredictionFailed": "leave the technique out, and report it: it is a bug of ours",
     "Wrong": "the key that it names",
     "Unsupported": "what stands behind `try:`; `headrace explain --matrix` lists what fits",

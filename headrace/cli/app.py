@@ -60,6 +60,9 @@ class Headrace(Verbs):
             "runs.report",
             "Write a run's page again, or lay runs side by side on one page.",
         ),
+        Verb(
+            "ui", "ui.ui", "Show a folder of runs in a browser on this machine, as they go on too."
+        ),
         Verb("export", "export.export", "Write a run's model in another tool's format."),
         Verb(
             "import",

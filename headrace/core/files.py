@@ -149,6 +149,23 @@ def hold_lock(file: Path, *, wait: bool, key: str) -> "BaseFileLock":
     return lock
 
 
+def is_within(folder: Path, path: Path) -> bool:
+    """Return whether a path lies in a folder, wherever links in both of them lead.
+
+    Args:
+        folder: the folder.
+        path: what may lie in it; it need not be there.
+    """
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ):  # links in a circle, or no name of a file
+        return False
+
+
 def recorded_plan(run: Path) -> Path:
     """Return the plan that a run was started with, whatever was written into plan.toml since.
 

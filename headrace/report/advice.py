@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from headrace.core.command import train_command
 from headrace.core.errors import ConfigError
 from headrace.core.files import parse_json, shell
 from headrace.doctor.words.answer import SHARE_ENDS
@@ -48,8 +49,12 @@ class FindingRecord(Table):
     remedies: tuple[RemedyRecord, ...] = ()
 
 
-def remedies(folder: Path) -> Safe:
+def remedies(folder: Path, *, commands: bool = False) -> Safe:
     """Render a section with what to change; empty where there are no remedies.
+
+    Args:
+        folder: the run's.
+        commands: add for each change the command that trains the run's plan with it.
 
     Raises:
         ConfigError: findings.json is damaged.
@@ -67,6 +72,7 @@ def remedies(folder: Path) -> Safe:
         parts += [
             tag("p", tag("strong", finding.sentence), f" {finding.evidence}"),
             table(f"Remedies: {finding.sentence}", head, rows, text=5),
+            *(_command(folder, one) for one in finding.remedies[:MOST] if commands),
         ]
     note = muted(
         "A gain is the time of a step before over after, less 1, on this run; the range holds 80% "
@@ -78,6 +84,11 @@ def remedies(folder: Path) -> Safe:
 
 def _words(remedy: RemedyRecord) -> Safe:
     return tag("code", " ".join(parse(remedy.change).command()))
+
+
+def _command(folder: Path, remedy: RemedyRecord) -> Safe:
+    words = map(shell, parse(remedy.change).command())
+    return tag("pre", train_command(folder, *words), class_="command", tabindex="0")
 
 
 def _gain(remedy: RemedyRecord) -> str:

@@ -73,9 +73,23 @@ def compare_reports(run_directories: Sequence[Path], output: Path) -> Path:
         to = "" if output.name == DEFAULT_NAME else f" --output {shell(output)}"
         raise ConfigError(message, f"headrace report {given}{to}")
     runs = [read_run(Path(directory)) for directory in run_directories]
+    text = page(f"{len(runs)} runs compared - Headrace report", *comparison_sections(runs))
+    return write_page(Path(output), text)
+
+
+def comparison_sections(runs: list[RunFiles], *, within: Path | None = None) -> list[Safe]:
+    """Return the sections of the page about several runs, with ratios against the first.
+
+    Args:
+        runs: the files of two to eight runs.
+        within: relatives of the first run are shown where they lie in this folder; None shows all.
+
+    Raises:
+        ConfigError: the plan of one of them is not TOML.
+    """
     names = _labels(runs)
-    text = page(
-        f"{len(runs)} runs compared - Headrace report",
+    related = any(run.report.parent for run in runs)
+    return [
         tag(
             "header",
             tag("p", "Headrace comparison", class_="eyebrow"),
@@ -85,12 +99,11 @@ def compare_reports(run_directories: Sequence[Path], output: Path) -> Path:
         _verdicts(runs, names),
         _key_figures(runs, names),
         loss_section(runs, names),
-        *(family_section(runs[0].directory) if any(r.report.parent for r in runs) else ()),
+        *(family_section(runs[0].directory, within) if related else ()),
         _time(runs, names),
         _differences("Plan keys that differ", [_plan(run, runs) for run in runs], names),
         _differences("Environment that differs", [_environment(run) for run in runs], names),
-    )
-    return write_page(Path(output), text)
+    ]
 
 
 def _labels(runs: list[RunFiles]) -> list[str]:

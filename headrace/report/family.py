@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
+from headrace.core.files import is_within
 from headrace.report.page import Safe, muted, section, table
 from headrace.report.run_files import Report, read_run
 from headrace.report.words import bits, whole
@@ -34,18 +35,29 @@ class Member:
         return None if steps is None else int(steps) - self.begins_at
 
 
-def family_of(run: Path) -> list[Member]:
-    """Return a run's family in the order of its tree, the first run first; itself is in it."""
+def family_of(run: Path, within: Path | None = None) -> list[Member]:
+    """Return a run's family in the order of its tree, the first run first; itself is in it.
+
+    Args:
+        run: its folder.
+        within: relatives that do not lie in this folder are left out; None leaves out none.
+    """
     root, folders = run.resolve(), [run.resolve().parent]
+
+    def known(folder: Path) -> bool:
+        return within is None or is_within(within, folder)
+
     for _ in range(GENERATIONS):
         parent = _parent(root)
-        if parent is None or not parent[0].is_dir():
+        if parent is None or not parent[0].is_dir() or not known(parent[0]):
             break
         root = parent[0]
         folders.append(root.parent)
     children: dict[Path, list[tuple[int, Path]]] = {}
     for folder in dict.fromkeys(folders):
         for file in sorted(folder.glob("*/environment.json")):
+            if not (known(file.parent) and known(file)):
+                continue
             if (origin := _parent(file.parent)) is not None:
                 children.setdefault(origin[0], []).append((origin[1], file.parent.resolve()))
 
@@ -76,9 +88,14 @@ def _report(directory: Path) -> Report | None:
         return None
 
 
-def family_section(run: Path) -> list[Safe]:
-    """Render a run's family; nothing where it stands alone."""
-    members = family_of(run)
+def family_section(run: Path, within: Path | None = None) -> list[Safe]:
+    """Render a run's family; nothing where it stands alone.
+
+    Args:
+        run: its folder.
+        within: relatives that do not lie in this folder are left out; None leaves out none.
+    """
+    members = family_of(run, within)
     if len(members) < 2:
         return []
     rows = []

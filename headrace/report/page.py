@@ -18,17 +18,21 @@ from headrace.report.words import NOT_MEASURED
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
+VOID = ("input", "link", "meta")
+"""Elements that have no content, and so no end."""
+
+
 class Safe(str):
     """Hold HTML that is already escaped."""
 
 
-def tag(name: str, *children: str, **attributes: str) -> Safe:
+def tag(name: str, /, *children: str, **attributes: str) -> Safe:
     """Return one element. `class_` writes `class`, `aria_label` writes `aria-label`."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"'
         for key, value in attributes.items()
     )
-    return Safe(f"<{name}{written}>{join(children)}</{name}>")
+    return Safe(f"<{name}{written}>{join(children)}" + f"</{name}>" * (name not in VOID))
 
 
 def join(parts: Iterable[str]) -> Safe:
@@ -133,14 +137,28 @@ def figure(title: str, chart: str) -> Safe:
 def page(title: str, *body: str, source: str = "the files of the run") -> str:
     """Return the whole document; `source` is what it was written from."""
     head = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
+        Safe(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
+        Safe(f"<style>{STYLE}</style>"),
     )
     foot = tag("footer", f"Written by Headrace from {source}. Works offline.")
-    return head + f"<body><main>{join(body)}</main>{foot}</body></html>\n"
+    return document(title, tag("main", *body), foot, head=head)
+
+
+def document(title: str, *body: str, head: Iterable[Safe] = ()) -> str:
+    """Return a document with its title.
+
+    Args:
+        title: what the window is called.
+        body: what the page shows.
+        head: what stands in its head beside the title: the style sheet, and what else it needs.
+    """
+    known = (
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+    )
+    top = tag("head", *known, *head, tag("title", title))
+    return f'<!doctype html>\n<html lang="en">{top}\n<body>{join(body)}</body></html>\n'
 
 
 def write_page(path: Path, text: str) -> Path:

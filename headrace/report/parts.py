@@ -13,6 +13,7 @@ from headrace.report.words import NOT_MEASURED, percent, seconds, size, whole
 
 COLOURS = dict(zip(PHASES, ("c4", "c0", "c5", "c3", "c1", "c6", "c2", "soft"), strict=True))
 REST = "other"
+UNTOLD = f" While a run goes on, its evaluations and checkpoints count as {REST}."
 STATES: dict[bool | None, tuple[str, str]] = {
     True: ("good", "in force"),
     False: ("bad", "not in force"),
@@ -51,6 +52,8 @@ def step_time(run: RunFiles) -> Safe:
     rows = []
     for phase in (*PHASES, *([REST] if REST in spent else [])):
         value = spent.get(phase)
+        if value is None and report.status == "running":
+            continue
         share = "" if value is None else percent(value / total)
         name = join((swatch(COLOURS.get(phase, "rule")), phase_name(phase)))
         rows.append((name, seconds(value), share, _median(run, phase)))
@@ -61,6 +64,7 @@ def step_time(run: RunFiles) -> Safe:
         muted(
             "Per step: the median. Communication counts where computation does not hide it. ",
             _input_wait(report),
+            UNTOLD if report.status == "running" else "",
         ),
     )
 

@@ -2,8 +2,6 @@
 
 `report.json` is the contract between the trainer and everything that looks at runs. Keys that the
 design promises are required; numbers may be null, and a NaN or infinity in the file counts as null.
-`metrics.jsonl` may end in half a row (the process was killed while it wrote) and may repeat steps
-(the run was resumed from an older checkpoint): the last row of a step is the one that counts.
 """
 
 import math
@@ -24,20 +22,9 @@ from pydantic import (
 
 from headrace.core.command import rerun, train_command
 from headrace.core.errors import ConfigError, nearest
-from headrace.core.files import parse_json, parse_object, recorded_plan, shell
+from headrace.core.files import parse_object, recorded_plan, shell
 from headrace.observe import REPORT_FORMAT
-
-COLUMNS = (
-    "step",
-    "tokens",
-    "wall_s",
-    "loss",
-    "step_s",
-    "input_s",
-    "forward_s",
-    "backward_s",
-    "optimizer_s",
-)
+from headrace.report.metrics import read_metrics, read_text
 
 
 def _finite(value: object) -> object:
@@ -271,7 +258,7 @@ class Report(Table):
 
     format: Literal[1]
     name: str
-    status: Literal["done", "failed", "interrupted"]
+    status: Literal["done", "failed", "interrupted", "running"]
     message: str | None = None
     goal: GoalRecord
     outcome: DivergenceRecord | None = None
@@ -360,14 +347,14 @@ def read_run(directory: Path) -> RunFiles:
     _check_is_run(directory)
     environment = directory / "environment.json"
     plan, shown = recorded_plan(directory), directory / "plan.toml"
-    text = _read_text(plan) if plan.exists() else ""
+    text = read_text(plan) if plan.exists() else ""
     return RunFiles(
         directory=directory,
-        report=_read_report(directory / "report.json"),
-        metrics=_read_metrics(directory / "metrics.jsonl"),
+        report=read_report(directory / "report.json"),
+        metrics=read_metrics(directory / "metrics.jsonl"),
         environment=_read_object(environment) if environment.exists() else {},
         plan_toml=text,
-        edited=shown.exists() and _read_text(shown) != text,
+        edited=shown.exists() and read_text(shown) != text,
     )
 
 
@@ -408,21 +395,9 @@ def _nearest_run(directory: Path) -> Path | None:
     return None
 
 
-def _read_text(path: Path) -> str:
-    """Return a file as text, or raise ConfigError."""
-    aside = f"mv {shell(path)} {shell(f'{path}.damaged')}"
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is damaged: it is not UTF-8 ({error.reason})", aside) from None
-    except OSError as error:
-        mend = f"chmod u+r {shell(path)}" if isinstance(error, PermissionError) else aside
-        raise ConfigError(f"{path} cannot be read: {error}", mend) from None
-
-
 def _read_object(path: Path) -> dict[str, Any]:
     """Return a JSON object, or raise ConfigError with the place of the fault."""
-    text = _read_text(path)
+    text = read_text(path)
     mend = f"mv {shell(path)} {shell(f'{path}.damaged')}"
     if path.name == "report.json":
         mend += f"; {train_command(path.parent, '--resume')}"
@@ -432,8 +407,16 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} {error}", mend) from None
 
 
-def _read_report(path: Path) -> Report:
-    """Return report.json, or raise ConfigError naming the keys that are missing or wrong."""
+def read_report(path: Path, *, ended: bool = True) -> Report:
+    """Return what a report.json holds.
+
+    Args:
+        path: the file.
+        ended: whether the report of a run that was resumed and goes on is refused.
+
+    Raises:
+        ConfigError: it is damaged; names the keys that are missing or wrong.
+    """
     values = _read_object(path)
     if values.get("format", REPORT_FORMAT) != REPORT_FORMAT:
         problem = f"{path} has format {values['format']!r}"
@@ -441,6 +424,9 @@ def _read_report(path: Path) -> Report:
         aside = f"mv {shell(path)} {shell(f'{path}.newer')}"
         other = f"{aside}; {train_command(path.parent, '--resume')}"
         raise ConfigError(message, f"the version of Headrace that wrote it; or {other}")
+    if ended and values.get("status") == "running":
+        message = f"{path} is of a run that was resumed and has not ended"
+        raise ConfigError(message, train_command(path.parent, "--resume"))
     try:
         return Report.model_validate(values)
     except ValidationError as error:
@@ -452,20 +438,3 @@ def _read_report(path: Path) -> Report:
     ]
     remedy = train_command(path.parent, "--resume")
     raise ConfigError(f"{path} is not a complete report: " + "; ".join(lines), remedy)
-
-
-def _read_metrics(path: Path) -> dict[str, NDArray[np.float64]]:
-    """Return the columns of metrics.jsonl; empty arrays when there is no such file."""
-    lines = _read_text(path).split("\n") if path.exists() else [""]
-    rows: dict[float, list[float]] = {}
-    # What follows the last newline is a row that was being written when the process ended.
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            row = parse_json(line)
-            values = [math.nan if row.get(c) is None else float(row[c]) for c in COLUMNS]
-        except (AttributeError, TypeError, ValueError):
-            message = f"{path} line {number} is not a row of metrics: {line[:60]!r}"
-            raise ConfigError(message, f"sed -i {number}d {shell(path)}") from None
-        rows[values[0]] = values
-    table = np.array([rows[step] for step in sorted(rows)], dtype=np.float64)
-    return dict(zip(COLUMNS, table.reshape(-1, len(COLUMNS)).T, strict=True))

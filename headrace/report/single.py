@@ -1,6 +1,7 @@
 """Write the page about one run, from the verdict down to the plan, in the order a reader asks."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.core.units import part_of_text
@@ -56,17 +57,39 @@ def write_report(run_directory: Path, output: Path | None = None) -> Path:
         ConfigError, RunError: the page cannot be written.
     """
     run = read_run(Path(run_directory))
+    text = page(f"{run.report.name} - Headrace report", *report_sections(run))
+    return write_page(output or run.directory / "report.html", text)
+
+
+def report_sections(
+    run: RunFiles,
+    *,
+    compared: Sequence[Safe] = (),
+    within: Path | None = None,
+    commands: bool = False,
+) -> list[Safe]:
+    """Return the sections of a run's page.
+
+    Args:
+        run: its files.
+        compared: sections that follow the bottleneck and its remedies.
+        within: relatives of the run are shown where they lie in this folder; None shows all.
+        commands: add for each remedy the command that applies it.
+
+    Raises:
+        ConfigError: findings.json is damaged.
+    """
     report = run.report
-    text = page(
-        f"{report.name} - Headrace report",
+    return [
         _header(report),
         *_doubts(report),
         *_spikes(report),
         section("Key figures", cards(_figures(report))),
-        _bottleneck(report),
-        remedies(run.directory),
+        _bottleneck(report, commands=commands),
+        remedies(run.directory, commands=commands),
+        *compared,
         loss_section([run], [report.name]),
-        *family_section(run.directory),
+        *family_section(run.directory, within),
         step_time(run),
         memory(report),
         _wasted(report),
@@ -78,8 +101,7 @@ def write_report(run_directory: Path, output: Path | None = None) -> Path:
         _sample(report),
         _environment(run),
         _repeat(run),
-    )
-    return write_page(output or run.directory / "report.html", text)
+    ]
 
 
 def _header(report: Report) -> Safe:
@@ -249,7 +271,7 @@ def _mixture(mix: MixRecord | None) -> list[Safe]:
     return [table("Mixture", head, rows), *([muted(says)] if often else [])]
 
 
-def _bottleneck(report: Report) -> Safe:
+def _bottleneck(report: Report, *, commands: bool) -> Safe:
     """Render the doctor's verdict: what binds the run's steps, and the remedy to try first."""
     bottleneck = report.bottleneck
     if bottleneck is None:
@@ -267,14 +289,7 @@ def _bottleneck(report: Report) -> Safe:
             *((muted(bottleneck.unknown),) if bottleneck.unknown else ()),
             *((muted("Healthy: ", NOTHING_GAINS, "."),) if bottleneck.healthy else ()),
             *(
-                (
-                    tag(
-                        "p",
-                        "Try first: ",
-                        tag("code", bottleneck.remedy),
-                        f": {bottleneck.gain}",
-                    ),
-                )
+                _first_remedy(bottleneck.remedy, bottleneck.gain or "", commands=commands)
                 if bottleneck.remedy
                 else ()
             ),
@@ -282,6 +297,14 @@ def _bottleneck(report: Report) -> Safe:
     known = bottleneck is not None and bottleneck.name in BOTTLENECKS
     title = f"Bottleneck: {bottleneck.name}" if bottleneck and known else "Bottleneck"
     return tag("section", tag("h2", title), *body, class_="narrow")
+
+
+def _first_remedy(remedy: str, gain: str, *, commands: bool) -> list[Safe]:
+    """Render the remedy to try first: in a line, or as a command in a box of its own."""
+    if commands:
+        box = tag("pre", remedy, class_="command", tabindex="0")
+        return [tag("p", f"Try first, for {gain}:"), box]
+    return [tag("p", "Try first: ", tag("code", remedy), f": {gain}")]
 
 
 def _wasted(report: Report) -> Safe:

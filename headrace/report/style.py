@@ -50,7 +50,7 @@ font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));
 gap:20px 28px}
 figure{margin:0;min-width:0}
-figure svg{display:block;width:100%;height:auto}
+figure svg{display:block;width:100%;height:auto;overflow:visible}
 figcaption{margin-bottom:6px}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 8px;padding:0;list-style:none;
 color:var(--ink);font-size:14px;overflow-wrap:anywhere}

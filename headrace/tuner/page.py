@@ -1,6 +1,6 @@
 """Write tune.html: the path from the first plan to the last, as one self-contained page."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 
@@ -56,12 +56,13 @@ MOST_LEFT = 40
 def write_tune_page(tuned: Tuned, folder: Path) -> Path:
     """Write the page into the tuning's folder; returns its path."""
     name = tuned.first.name
+    bought = {s.number: s.bought(length_of(tuned.first, s.after_s)) for s in tuned.kept}
     text = page(
         f"{name} tuned - Headrace",
         _header(tuned),
         section("What it came to", cards(_figures(tuned))),
-        _path(tuned),
-        _trials(tuned),
+        path_section(tuned.path, bought, memory=tuned.aim == "memory"),
+        trials_section(tuned.path, counted=tuned.counted),
         *map(screen_section, tuned.screens),
         _left(tuned),
         section(
@@ -162,31 +163,38 @@ def _ends(ratio: Interval) -> str:
     return "measured once" if ratio.n < 2 else f"{ratio.low:.2f} to {ratio.high:.2f}"
 
 
-def _path(tuned: Tuned) -> Safe:
-    """Render every plan from the first to the last, and when each became the best."""
-    chart, rungs = _chart(tuned), _rungs(tuned)
-    if not tuned.kept:
-        return section("From the first plan to the last", muted("Nothing changed."), chart)
+def path_section(path: Sequence[TrialRow], bought: Mapping[int, str], *, memory: bool) -> Safe:
+    """Render every plan from the first to the last, and when each became the best.
+
+    Args:
+        path: every plan that was tried, in order.
+        bought: number of a change that was kept -> what it buys, in words.
+        memory: whether the peak was to become less; else a time.
+    """
+    chart, kept = _chart(path, memory=memory), [s for s in path if s.verdict == "kept"]
+    title = "From the first plan to the last"
+    if not kept:
+        return section(title, muted("Nothing changed."), chart)
     return section(
-        "From the first plan to the last",
-        tag("div", rungs, chart, class_="charts"),
+        title,
+        tag("div", _rungs(kept, bought), chart, class_="charts"),
         muted("Each row keeps all changes above it; the trials below are their receipts."),
     )
 
 
-def _rungs(tuned: Tuned) -> Safe:
+def _rungs(kept: Sequence[TrialRow], bought: Mapping[int, str]) -> Safe:
     """Render how fast each plan was that was the best for a while."""
     speeds = [1.0]
-    for step in tuned.kept:
+    for step in kept:
         own = step.ratio.value if step.ratio and step.stage != "learning" else 1.0
         speeds.append(speeds[-1] * own)
     names: list[Safe | str] = ["The first plan"]
-    for step in tuned.kept:
+    for step in kept:
         by = "" if step.ratio is None else f": {format_ratio(step.ratio)}"
         by += ", provisional" if step.provisional else ""
         by += " to the target" if step.stage == "learning" else ""
-        bought = step.bought(length_of(tuned.first, step.after_s))
-        by += f"; it buys {bought}" if bought else ""
+        buys = bought.get(step.number, "")
+        by += f"; it buys {buys}" if buys else ""
         names.append(join((*codes(step.changes), muted(f"trial {step.number}{by}"))))
     rows = [
         (name, f"{speed:.2f}", bar(speed / max(speeds), "c0"))
@@ -196,10 +204,9 @@ def _rungs(tuned: Tuned) -> Safe:
     return tag("figure", tag("figcaption", tag("strong", "Each plan that was the best")), steps)
 
 
-def _chart(tuned: Tuned) -> Safe:
+def _chart(path: Sequence[TrialRow], *, memory: bool) -> Safe:
     """Draw the best so far over the time that trials took, and each trial beside it."""
-    memory = tuned.aim == "memory"
-    measured = [s for s in tuned.path if s.stage in ("screen", "accept") and _gain(s, memory)]
+    measured = [s for s in path if s.stage in ("screen", "accept") and _gain(s, memory)]
     if not measured:
         return Safe("")
     best, x, y = 1.0, [0.0], [1.0]
@@ -248,11 +255,16 @@ def _points(dots: list[tuple[float, float]]) -> tuple[Array, Array]:
     return np.array(x or [np.nan]), np.array(y or [np.nan])
 
 
-def _trials(tuned: Tuned) -> Safe:
-    """Render a row for each trial: its receipt."""
-    rows, noises = [], [step.noise for step in tuned.path if step.noise]
-    has_predictions = any(step.predicted_ratio is not None for step in tuned.path)
-    for step in tuned.path:
+def trials_section(path: Sequence[TrialRow], *, counted: bool) -> Safe:
+    """Render a row for each trial: its receipt.
+
+    Args:
+        path: every plan that was tried, in order.
+        counted: whether peaks were measured; else they are predicted.
+    """
+    rows, noises = [], [step.noise for step in path if step.noise]
+    has_predictions = any(step.predicted_ratio is not None for step in path)
+    for step in path:
         what = join((*codes(step.changes), muted(f"{step.number}. {_why(step)}")))
         verdict = f"{step.verdict}, provisional" if step.provisional else step.verdict
         badge = tag("span", verdict, class_=f"badge {TONES[step.verdict]}")
@@ -282,7 +294,7 @@ def _trials(tuned: Tuned) -> Safe:
         muted(
             f"{both}: time of a step before over after, with a 95% interval; above "
             "1 is faster. Memory: peak after over before, below 1 is less"
-            f"{'' if tuned.counted else ', predicted'}. Loss: mean difference in nats per token "
+            f"{'' if counted else ', predicted'}. Loss: mean difference in nats per token "
             f"on the same rows from the same weights{noise}."
         ),
     )

@@ -208,6 +208,12 @@ def gone(name: str) -> MAKE:
     return lambda folder: (folder / name).unlink()
 
 
+def resumed(folder: Path) -> None:
+    """Let the run have been resumed, and not have ended since."""
+    report = json.loads((folder / "report.json").read_text())
+    (folder / "report.json").write_text(json.dumps(report | {"status": "running"}))
+
+
 def beneath(folder: Path) -> None:
     """Lay the run one folder deeper than it is looked for."""
     (folder / "inner").mkdir()
@@ -230,14 +236,15 @@ RUN = {
     "train/checkpoint:Saved.damaged#1": Case(
         "sample demo", gone("checkpoints/step-6/checkpoint.json")
     ),
-    "report/run_files:_read_text#1": Case(
+    "report/metrics:read_text#1": Case(
         "report demo", spoil("metrics.jsonl", b"\xe9\n"), whole=True
     ),
     "report/run_files:_read_object#1": Case(
         "report demo", spoil("environment.json", "{"), whole=True
     ),
-    "report/run_files:_read_report#2": Case("report demo", spoil("report.json", "{}"), whole=True),
-    "report/run_files:_read_metrics#1": Case(
+    "report/run_files:read_report#2": Case("report demo", resumed, whole=True),
+    "report/run_files:read_report#3": Case("report demo", spoil("report.json", "{}"), whole=True),
+    "report/metrics:metric_values#1": Case(
         "report demo", spoil("metrics.jsonl", "[]\n"), whole=True
     ),
     "report/run_files:_check_is_run#3": Case("report demo", beneath),

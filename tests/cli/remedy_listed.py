@@ -10,6 +10,10 @@ FOREIGN = "tests/migrate meets it: only another file, or another value in it, me
 
 LISTED = {
     "migrate/": FOREIGN,
+    "ui/": "tests/ui meets each: a page says it, with the remedy as a command to copy",
+    "cli/ui": "tests/ui/test_ui_safety.py meets each: what follows serves until Ctrl-C",
+    "report/growing": "tests/ui/test_ui_pages.py meets them: a page of `headrace ui` says it",
+    "tuner/recorded": "tests/ui/test_ui_pages.py meets them: a page of `headrace ui` says it",
     "core/errors:interpreting#1": "tests/security/test_readers.py spoils tables, and only one "
     "that is not spoiled mends it",
     "doctor/run:place_of#1": "said inside of a verdict that goes on without the device's rates",

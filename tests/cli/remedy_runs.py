@@ -239,8 +239,8 @@ FILES = {
         prose={"free some space in runs/demo": "no command"},
     ),
     "report/page:write_page#3": Case("report demo demo --output out/x.html", whole=True),
-    "report/run_files:_read_text#2": Case("report demo", unreadable, whole=True),
-    "report/run_files:_read_report#1": Case(
+    "report/metrics:read_text#2": Case("report demo", unreadable, whole=True),
+    "report/run_files:read_report#1": Case(
         "report demo", newer, prose={"the version of Headrace that wrote it": "it is not here"}
     ),
     "inference/sample:_check#2": Case(
