@@ -25,6 +25,7 @@ test: .venv/installed-dev
 	$(PYTEST) -m "not slow and not gpu"
 
 # A test of Slurm starts one where Debian's packages are: apt-get install slurmctld slurmd slurm-client munge
+# Pages are tried in a browser where there is one: apt-get install chromium
 test-full: .venv/installed-full
 	$(PYTEST) -m "not gpu"
 

@@ -193,31 +193,32 @@ def merge(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return {**deepcopy(values), **changes}
 
 
+def write_run(
+    directory: Path,
+    *,
+    rows: list[dict[str, Any]] | None = None,
+    plan: str = PLAN,
+    environment: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Path:
+    """Write a run into a folder; keywords beyond the named ones replace keys of report.json."""
+    directory.mkdir(parents=True)
+    report = merge(report_values(), changes)
+    (directory / "report.json").write_text(json.dumps(report))
+    lines = metric_rows() if rows is None else rows
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    values = ENVIRONMENT if environment is None else environment
+    (directory / "environment.json").write_text(json.dumps(values))
+    (directory / "plan.toml").write_text(plan)
+    return directory
+
+
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Path]:
-    """Write a run's folder: `make_run("a", rows=[...], plan="...", environment={}, dollars=None)`.
+    """Return `write_run` into a folder of runs: `make_run("a", rows=[...], dollars=None)`."""
 
-    Keywords beyond the named ones replace keys of report.json.
-    """
-
-    def make(
-        folder: str = "demo",
-        *,
-        rows: list[dict[str, Any]] | None = None,
-        plan: str = PLAN,
-        environment: dict[str, Any] | None = None,
-        **changes: Any,
-    ) -> Path:
-        directory = tmp_path / "runs" / folder
-        directory.mkdir(parents=True)
-        report = merge(report_values(), changes)
-        (directory / "report.json").write_text(json.dumps(report))
-        lines = metric_rows() if rows is None else rows
-        (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
-        values = ENVIRONMENT if environment is None else environment
-        (directory / "environment.json").write_text(json.dumps(values))
-        (directory / "plan.toml").write_text(plan)
-        return directory
+    def make(folder: str = "demo", **given: Any) -> Path:
+        return write_run(tmp_path / "runs" / folder, **given)
 
     return make
 

@@ -80,7 +80,11 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, tex
         kind = {} if column < text else {"class_": "number"}
         return tag(name, value, **kind, **more)
 
-    top = tag("tr", *(cell("th", i, name, scope="col") for i, name in enumerate(head)))
+    def named(column: int, name: str) -> Safe:
+        """Return the head of a column; one without a name is no heading."""
+        return cell("th", column, name, scope="col") if name else cell("td", column, "")
+
+    top = tag("tr", *(named(column, name) for column, name in enumerate(head)))
     body = (
         tag(
             "tr",

@@ -93,6 +93,7 @@ footer{padding:8px 20px 48px;color:var(--soft);font-size:13px}
 section{margin:14px 0;padding:18px 15px}.cards{grid-template-columns:1fr 1fr}
 .cards dd{font-size:21px}.cards .note{font-size:13px}
 table{font-size:13.5px}th,td{padding-right:8px}.bar{min-width:34px}
-.swatch{margin-right:5px}.wide{min-width:480px}thead .number{white-space:normal}}
+.swatch{margin-right:5px}.wide{min-width:480px}thead .number{white-space:normal}
+tbody th:has(code){min-width:150px}}
 @media print{body{background:#fff}section{break-inside:avoid;border-color:#ccc}}
 """

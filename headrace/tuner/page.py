@@ -200,7 +200,7 @@ def _rungs(kept: Sequence[TrialRow], bought: Mapping[int, str]) -> Safe:
         (name, f"{speed:.2f}", bar(speed / max(speeds), "c0"))
         for name, speed in zip(names, speeds, strict=True)
     ]
-    steps = table("The way", ("Plan", "Speed", ""), rows, text=3)
+    steps = table("The way", ("Plan", "Speed", ""), rows, text=2)
     return tag("figure", tag("figcaption", tag("strong", "Each plan that was the best")), steps)
 
 

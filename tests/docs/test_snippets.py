@@ -40,6 +40,8 @@ FITS = {"chunked_cross_entropy": "techniques.chunked_cross_entropy.chunk_tokens=
 """Knobs with which a technique that a page adds does something on so few tokens."""
 NOT_RUN = {
     "source .venv/bin/activate": "tests run in the environment that they are given",
+    "headrace ui": "it serves until Ctrl-C, and tests/ui asks it",
+    "headrace ui --token": "it serves until Ctrl-C, and tests/ui asks it",
     "python -m pytest -m gpu": "it needs a GPU, and is a test run of its own",
 }
 SLOW = (
