@@ -21,7 +21,7 @@ from headrace.core.command import train_command
 from headrace.core.errors import ConfigError
 from headrace.core.files import recorded_plan, shell
 from headrace.observe import PHASES, REPORT_FORMAT
-from headrace.report.metrics import COLUMNS, metric_columns, metric_values
+from headrace.report.metrics import COLUMNS, metric_values
 from headrace.report.run_files import Report, RunFiles
 
 MORE = (
@@ -34,6 +34,8 @@ MORE = (
 """Columns of metrics.jsonl that a report has summed up when a run has ended."""
 LONGEST = 1 << 20
 """Bytes of a line beyond which it is no row of metrics; a row has some 600."""
+FIRST_ROWS = 1024
+"""Rows for which there is room at first; it doubles."""
 Array = NDArray[np.float64]
 
 
@@ -42,8 +44,8 @@ class GrowingRun:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._rows: list[list[float]] = []
-        self._at = self._number = self._file = 0
+        self._table = np.empty((FIRST_ROWS, len(COLUMNS + MORE)))
+        self._rows = self._at = self._number = self._file = 0
         self._reading = Lock()
 
     def read(self) -> RunFiles:
@@ -54,7 +56,8 @@ class GrowingRun:
         """
         with self._reading:
             self._read_rows(self.directory / "metrics.jsonl")
-            columns = metric_columns(self._rows, COLUMNS + MORE)
+            table = self._table[: self._rows].T.copy()
+            columns: dict[str, Array] = dict(zip(COLUMNS + MORE, table, strict=True))
         plan = recorded_plan(self.directory)
         text = _text(plan) if plan.is_file() else ""
         report = _report(self.directory, _goal(text, plan), columns)
@@ -82,13 +85,16 @@ class GrowingRun:
             raise ConfigError(message, f"mv {shell(path)} {shell(f'{path}.damaged')}")
 
     def _begin(self, file: int) -> None:
-        self._rows, self._at, self._number, self._file = [], 0, 0, file
+        self._rows, self._at, self._number, self._file = 0, 0, 0, file
 
     def _add(self, row: list[float]) -> None:
         """Add a row; it replaces those of its step and of later ones, which are trained again."""
-        while self._rows and self._rows[-1][0] >= row[0]:
-            self._rows.pop()
-        self._rows.append(row)
+        while self._rows and self._table[self._rows - 1, 0] >= row[0]:
+            self._rows -= 1
+        if self._rows == len(self._table):
+            self._table = np.concatenate([self._table, np.empty_like(self._table)])
+        self._table[self._rows] = row
+        self._rows += 1
 
 
 def _text(path: Path) -> str:

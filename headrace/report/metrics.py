@@ -56,7 +56,8 @@ def read_metrics(path: Path) -> dict[str, NDArray[np.float64]]:
     for number, line in enumerate(lines[:-1], start=1):
         values = metric_values(line, number, path)
         rows[values[0]] = values
-    return metric_columns([rows[step] for step in sorted(rows)])
+    table = np.array([rows[step] for step in sorted(rows)], dtype=np.float64)
+    return dict(zip(COLUMNS, table.reshape(-1, len(COLUMNS)).T, strict=True))
 
 
 def metric_values(
@@ -79,11 +80,3 @@ def metric_values(
     except (AttributeError, TypeError, ValueError):
         message = f"{path} line {number} is not a row of metrics: {line[:60]!r}"
         raise ConfigError(message, f"sed -i {number}d {shell(path)}") from None
-
-
-def metric_columns(
-    rows: Sequence[Sequence[float]], columns: Sequence[str] = COLUMNS
-) -> dict[str, NDArray[np.float64]]:
-    """Return rows of metrics as one array a column."""
-    table = np.array(rows, dtype=np.float64).reshape(-1, len(columns))
-    return dict(zip(columns, table.T, strict=True))

@@ -1,6 +1,7 @@
 """Read the path of a tuning from its folder, as it was written there."""
 
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def read_tuning(folder: Path) -> RecordedTuning:
         values = parse_object(file.read_bytes())
         rows = [_with_ends(row) for row in values["path"]]
         path = ROWS.validate_python(rows)
-        seconds = values.get("tuning_s")
+        seconds = float(values.get("tuning_s") or 0.0)
         return RecordedTuning(
             name=str(values["name"]),
             aim=str(values["aim"]),
@@ -61,7 +62,7 @@ def read_tuning(folder: Path) -> RecordedTuning:
             path=path,
             bought={row["number"]: str(row.get("bought") or "") for row in rows},
             counted=bool(values.get("memory_measured")),
-            seconds=None if seconds is None else float(seconds),
+            seconds=seconds if isfinite(seconds) and seconds > 0 else None,
             left=tuple(map(str, [*values.get("left", ()), *values.get("no_gain_foreseen", ())])),
             interrupted=bool(values.get("interrupted")),
         )

@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from headrace.core.command import train_command
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, interpreting
+from headrace.core.files import shell
 from headrace.core.remedy import NONE, Remedy
 from headrace.core.units import format_seconds
 from headrace.report.growing import GrowingRun
@@ -98,11 +99,12 @@ class Looker:
         """Return the line of a run or a tuning; one that cannot be read says why."""
         path = self.folder.root / name
         try:
-            path = self.folder.find(name)
-            if not is_run(path):
-                return _tuning(path)
-            report = self.report(path)
-            return self._going(path) if report is None else _ended(path, report)
+            with interpreting(f"a file in {path}", f"headrace report {shell(path)}"):
+                path = self.folder.find(name)
+                if not is_run(path):
+                    return _tuning(path)
+                report = self.report(path)
+                return self._going(path) if report is None else _ended(path, report)
         except (HeadraceError, OSError) as error:
             known = isinstance(error, HeadraceError)
             words = error.message if known else str(error)

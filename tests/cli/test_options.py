@@ -73,6 +73,7 @@ def numbers() -> Iterator[str]:
         (("ablate", "demo", "--with", "z_loss"), "--minutes"),
         (("launch", "demo", "--dry-run"), "--nodes"),
         (("launch", "demo", "--dry-run"), "--gpus"),
+        (("ui",), "--port"),
     ],
 )
 def test_a_number_beyond_every_bound_is_refused(

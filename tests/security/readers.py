@@ -24,6 +24,7 @@ import torch
 import zstandard
 from safetensors import safe_open
 from safetensors.torch import save_file
+from security.served import served, tuning
 from tiny import PLAN, save_weights, write_corpus
 from tiny_gguf import model, write
 
@@ -315,6 +316,13 @@ def _doctor_and_page(file: Path) -> None:
             continue
 
 
+def _going_run(folder: Path) -> Path:
+    """Copy the run without its report, as one that goes on; return its metrics."""
+    file = _of_run("metrics.jsonl")(folder)
+    (file.parent / "report.json").unlink()
+    return file
+
+
 def _seal_checkpoint(file: Path) -> None:
     """Make the digests of a checkpoint anew, where its index still says which."""
     try:
@@ -455,6 +463,8 @@ READERS: dict[str, Reader] = {
         ),
         Reader("report.json", _of_run("report.json"), _doctor_and_page, "json"),
         Reader("metrics.jsonl", _of_run("metrics.jsonl"), _doctor_and_page, "jsonl"),
+        Reader("metrics.jsonl as it grows", _going_run, served("runs"), "jsonl"),
+        Reader("path.json", tuning, served("tunings"), "json"),
         Reader("environment.json", _of_run("environment.json"), _doctor_and_page, "json"),
         Reader("data.json", _of_run("data.json"), _doctor_and_page, "json"),
         Reader("plan of a run", _of_run(".plan.toml"), _doctor_and_page, "toml"),

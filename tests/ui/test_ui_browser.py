@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from synthetic_run import PLAN, TOKEN, add_rows, metric_rows, write_run
@@ -221,3 +223,15 @@ def test_pages_are_whole_without_scripts(show: Open) -> None:
     page.wait_for_selector("text=Nothing is predicted")
     page.click("text=Headrace")
     assert "Reached 2.2 bits per byte" in page.inner_text("main")
+
+
+def test_the_verb_serves_until_ctrl_c(runs: Path) -> None:
+    command = [sys.executable, "-m", "headrace", "ui", str(runs), "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        said = "".join(iter(served.stdout.readline, "}\n")) + "}"
+        where = json.loads(said)["address"]
+        with urlopen(where) as answer:
+            assert b"/runs/won" in answer.read()
+        served.send_signal(signal.SIGINT)
+        assert served.wait(20) == 0
