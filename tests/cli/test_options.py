@@ -217,6 +217,7 @@ def test_every_number_that_an_option_takes_is_looked_at() -> None:
         "distill epochs",
         "launch nodes",
         "launch gpus",
+        "ui port",
         "run max_tokens",
         "import ranks",
         "extend to",
