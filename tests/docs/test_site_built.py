@@ -4,12 +4,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
-from browser import CHROMIUM, Tab, browser
+from chromium import chromium
 from remedies import sites
 from snippets import ROOT
 from test_site import DOORS, kinds_of_errors
@@ -115,13 +116,27 @@ def test_every_technique_shows_its_receipt_or_says_that_there_is_none(built: Pat
 
 
 @pytest.fixture(scope="module")
-def tab(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    """Open a browser that reaches no network."""
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed")
-    away = "--host-resolver-rules=MAP * ~NOTFOUND"
-    with browser(tmp_path_factory.mktemp("profile"), away) as tab:
-        yield tab
+def browser() -> Iterator[Any]:
+    """Start a browser that reaches no network."""
+    with chromium("--host-resolver-rules=MAP * ~NOTFOUND") as made:
+        yield made
+
+
+@pytest.fixture
+def show(browser: Any, built: Path) -> Iterator[Callable[..., Any]]:
+    """Return what opens a page of the site from its file."""
+    contexts = list[Any]()
+
+    def opened(page: str, *, width: int = 1280, scheme: str = "light") -> Any:
+        size = {"width": width, "height": 900}
+        contexts.append(browser.new_context(viewport=size, color_scheme=scheme))
+        tab = contexts[-1].new_page()
+        tab.goto((built / page).as_uri())
+        return tab
+
+    yield opened
+    for context in contexts:
+        context.close()
 
 
 @pytest.mark.parametrize(
@@ -133,43 +148,33 @@ def tab(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
         ("mesh.replicate", "many-gpus.html"),
     ],
 )
-def test_search_finds_a_page_from_a_file(built: Path, tab: Tab, typed: str, page: str) -> None:
-    tab.open(built / "index.html")
-    tab.wait("!!window.Worker && !!document.querySelector('input.md-search__input')")
-    tab.value("document.querySelector('input.md-search__input').focus()")
-    tab.type(typed)
-    shown = "[...document.querySelectorAll('a.md-search-result__link')].map(a => a.href)"
-    tab.wait(f"{shown}.some(link => link.includes({page!r}))")
-    assert all(link.startswith("file://") for link in tab.value(shown))
+def test_search_finds_a_page_from_a_file(show: Callable[..., Any], typed: str, page: str) -> None:
+    tab = show("index.html")
+    tab.focus("input.md-search__input")
+    tab.keyboard.type(typed)
+    tab.wait_for_selector(f"a.md-search-result__link[href*='{page}']", state="attached")
+    links = tab.eval_on_selector_all("a.md-search-result__link", "all => all.map(a => a.href)")
+    assert all(link.startswith("file://") for link in links)
 
 
-def test_a_command_can_be_copied(built: Path, tab: Tab) -> None:
-    tab.open(built / "start/laptop.html")
-    assert tab.wait("document.querySelectorAll('button.md-clipboard, .md-code__button').length") > 3
+def test_a_command_can_be_copied(show: Callable[..., Any]) -> None:
+    tab = show("start/laptop.html")
+    tab.wait_for_selector("button.md-clipboard, .md-code__button", state="attached")
+    assert tab.locator("button.md-clipboard, .md-code__button").count() > 3
 
 
 @pytest.mark.parametrize("page", ["index.html", "which.html", "start/gpu.html", "peers.html"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_a_page_fits_its_window(built: Path, tab: Tab, page: str, width: int) -> None:
-    tab.ask(
-        "Emulation.setDeviceMetricsOverride",
-        width=width,
-        height=900,
-        deviceScaleFactor=1,
-        mobile=False,
-    )
-    tab.open(built / page)
-    assert tab.value("document.documentElement.scrollWidth") <= width
+def test_a_page_fits_its_window(show: Callable[..., Any], page: str, width: int) -> None:
+    tab = show(page, width=width)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_dark_is_dark_and_pictures_follow(built: Path, tab: Tab) -> None:
+def test_dark_is_dark_and_pictures_follow(show: Callable[..., Any]) -> None:
     colour = "getComputedStyle(document.querySelector('.drawn .f-ink')).fill"
     ground = "getComputedStyle(document.body).backgroundColor"
-    looks = {}
-    for scheme in ("light", "dark"):
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        tab.ask("Emulation.setEmulatedMedia", features=features)
-        tab.open(built / "index.html")
-        tab.open(built / "which.html")
-        looks[scheme] = tab.value(colour), tab.value(ground)
-    assert looks["light"][0] != looks["dark"][0] and looks["light"][1] != looks["dark"][1]
+    light, dark = (
+        [show("which.html", scheme=scheme).evaluate(what) for what in (colour, ground)]
+        for scheme in ("light", "dark")
+    )
+    assert light[0] != dark[0] and light[1] != dark[1]

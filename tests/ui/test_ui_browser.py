@@ -13,6 +13,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from chromium import chromium
 from synthetic_run import PLAN, TOKEN, add_rows, metric_rows, write_run
 
 from headrace.core.statistics import Interval
@@ -22,7 +23,6 @@ from headrace.tuner.trial_row import TrialRow
 from headrace.ui.server import listen, make_app, serve
 
 pytestmark = pytest.mark.slow
-sync_api = pytest.importorskip("playwright.sync_api", reason="`make test-full` installs it")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 
 WCAG = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
@@ -76,15 +76,9 @@ def address(runs: Path) -> str:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Start the Chromium that is here; playwright's own where there is none."""
-    here = shutil.which("chromium") or shutil.which("google-chrome")
-    with sync_api.sync_playwright() as playwright:
-        try:
-            made = playwright.chromium.launch(executable_path=here, args=["--no-sandbox"])
-        except sync_api.Error as error:
-            pytest.skip(f"no Chromium is here: {str(error).splitlines()[0]}")
+    """Start one browser for all pages."""
+    with chromium() as made:
         yield made
-        made.close()
 
 
 @pytest.fixture
