@@ -244,7 +244,7 @@ class Plan(Strict):
                 mend("attention=plan") | mend(f"-{owners[0]}"),
             )
         taken = {axis for technique in self.techniques.values() for axis in technique.axes}
-        for axis in ("tensor", "context", "pipeline"):
+        for axis in ("tensor", "context", "pipeline", "expert"):
             size = getattr(self.mesh, axis)
             if size > 1 and axis not in taken:
                 raise Wrong(

@@ -85,12 +85,13 @@ class Counted(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         """What a custom operation sends no mode sees, so the call itself is watched."""
-        self.plain = dist.batch_isend_irecv
+        self.plain, self.swap = dist.batch_isend_irecv, dist.all_to_all_single
         dist.batch_isend_irecv = self._batch  # type: ignore[assignment]
+        dist.all_to_all_single = self._swap
         return super().__enter__()
 
     def __exit__(self, *given: Any) -> None:
-        dist.batch_isend_irecv = self.plain
+        dist.batch_isend_irecv, dist.all_to_all_single = self.plain, self.swap
         super().__exit__(*given)
 
     def _batch(self, ops: list[dist.P2POp]) -> list[dist.Work]:
@@ -99,6 +100,11 @@ class Counted(TorchDispatchMode):
                 self.bytes["send"] += one.tensor.nbytes
                 self.calls["send"] += 1
         return self.plain(ops)
+
+    def _swap(self, arrived: torch.Tensor, own: torch.Tensor, *splits: Any, group: Any) -> None:
+        self.bytes["all_to_all"] += sent("all_to_all", own.nbytes, group.size())  # type: ignore[assignment]
+        self.calls["all_to_all"] += 1
+        self.swap(arrived, own, *splits, group=group)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count, then run."""
