@@ -179,7 +179,8 @@ class _Meeting:
 
     A process that trains twice opens two worlds. With a store for each, the second rank may reach
     the first store while it closes, and then both wait for ever. So one store serves all worlds,
-    and each world writes under a number of its own.
+    and each world writes under a number of its own. Where torchrun starts all processes again, its
+    store may still hold what the dead ones have written, so the attempt is in the name too.
     """
 
     store: Store
@@ -190,7 +191,8 @@ class _Meeting:
     def next_store(self) -> Store:
         """Return the store of one more world; every rank asks in the same order."""
         self.opened += 1
-        return PrefixStore(f"headrace/{self.opened}", self.store)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"headrace/{attempt}/{self.opened}", self.store)
 
 
 @cache
