@@ -361,7 +361,7 @@ def test_groups_of_ranks_are_proposed_where_something_is_divided() -> None:
     }
 
 
-def test_experts_that_are_divided_take_less_memory_and_send_rows() -> None:
+def test_experts_that_are_divided_take_less_memory() -> None:
     mixed = plan_of(
         "160m", "mesh.data=8", with_=("mixture_of_experts",), without=(*ALONE, "swiglu")
     )
