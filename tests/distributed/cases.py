@@ -12,6 +12,7 @@ TP: dict[str, Any] = {"tensor_parallel": {}}
 PP: dict[str, Any] = {"pipeline_parallel": {}}
 INTERLEAVED: dict[str, Any] = {"pipeline_parallel": {"schedule": "interleaved", "chunks": 2}}
 ZBV: dict[str, Any] = {"pipeline_parallel": {"schedule": "zbv", "chunks": 2}}
+DUAL: dict[str, Any] = {"pipeline_parallel": {"schedule": "dualpipev", "chunks": 2}}
 CP: dict[str, Any] = {"context_parallel": {}}
 ULYSSES: dict[str, Any] = {"ulysses": {}}
 COMPILE: dict[str, Any] = {"torch_compile": {"backend": "aot_eager", "scope": "block"}}
@@ -137,6 +138,9 @@ COMPOSITIONS = [
     case("pp-fsdp-checkpoint-compile", PP, FSDP, SAC, COMPILE, pipeline=2, data=2, slow=True),
     case("pp-checkpoint-compile", PP, SAC, COMPILE, pipeline=2, slow=True),
     case("zbv-tied", ZBV, pipeline=2, layers=5, shape="tied", micro_rows=1),
+    case("dualpipev-tied", DUAL, pipeline=2, layers=5, shape="tied", micro_rows=1, slow=True),
+    case("dualpipev4-gpt2", DUAL, pipeline=4, layers=9, shape="gpt2", micro_rows=1, slow=True),
+    case("dualpipev-experts", DUAL, DIVIDED, pipeline=2, data=2, expert=2, layers=4, slow=True),
     case("zbv4-gpt2", ZBV, pipeline=4, layers=9, shape="gpt2", micro_rows=2, slow=True),
     case("zbv-tp", ZBV, TP, pipeline=2, tensor=2, layers=4, slow=True),
     case("zbv-experts", ZBV, EXPERTS, pipeline=2, data=2, layers=4, micro_rows=1, slow=True),
