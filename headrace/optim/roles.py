@@ -7,7 +7,7 @@ does not shrink vectors.
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from headrace.parallel.layout import is_dtensor
 from headrace.plan.optimizer_config import OptimizerConfig
@@ -31,6 +31,11 @@ def role_of(name: str, dimensions: int) -> Role:
     if first == "position" or any("embed" in part for part in (first, *inner)):
         return "embeddings"
     return "matrices"
+
+
+def _mesh_of(tensor: Tensor) -> Any:
+    """Return the mesh over which a parameter is sliced; None where it is whole here."""
+    return tensor.device_mesh if is_dtensor(tensor) else None
 
 
 def group_by_role(
@@ -60,8 +65,7 @@ def group_by_role(
         for parameter in group["params"]:
             role = roles[parameter]
             rate = getattr(config.lr_factors, role) * own[parameter]
-            mesh = parameter.device_mesh if is_dtensor(parameter) else None
-            key = (rate, getattr(config.decay_factors, role), mesh)
+            key = (rate, getattr(config.decay_factors, role), _mesh_of(parameter))
             parts.setdefault(key, []).append(parameter)
         shared = {key: value for key, value in group.items() if key != "params"}
         for index, ((rate, decay, _), parameters) in enumerate(parts.items()):

@@ -20,46 +20,47 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers the operations
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from headrace.parallel.layout import share
 from headrace.parallel.tensor import Peers
 
+_OPS = torch.ops._c10d_functional
 Inner = Callable[[Tensor, Tensor], Tensor]
 """(rows [U, D] sorted by expert, rows of each expert [e]) -> what the experts made of them."""
 
 
 def _swap(x: Tensor, sends: list[int], receives: list[int], group: str) -> Tensor:
     """Return what all ranks sent here: of each as many rows as `receives` says, in rank order."""
-    arrived = x.new_empty(sum(receives), *x.shape[1:])
-    dist.all_to_all_single(arrived, x, receives, sends, group=_resolve_process_group(group))
-    return arrived
+    return _OPS.wait_tensor(_OPS.all_to_all_single(x.contiguous(), receives, sends, group))
 
 
 @torch.library.custom_op("headrace::count_arriving", mutates_args=())
-def count_arriving(choices_E: Tensor, shares_R: list[int], group: str) -> tuple[Tensor, Tensor]:
+def count_arriving(
+    choices_E: Tensor, shares_R: list[int], place: int, group: str
+) -> tuple[Tensor, Tensor]:
     """Tell the ranks how many rows go to each expert.
 
     Args:
         choices_E: this rank's rows of each expert.
         shares_R: experts of each rank.
+        place: of this rank among them.
         group: name of the process group.
 
     Returns:
         The rows that each rank sends to each expert here [R, e], and on the host the rows that
         this rank sends to each rank and receives from it [2, R].
     """
-    own = shares_R[dist.get_rank(_resolve_process_group(group))]
+    own = shares_R[place]
     arriving_Re = _swap(choices_E, shares_R, [own] * len(shares_R), group).view(-1, own)
     sends_R = torch.stack([part.sum() for part in choices_E.split(shares_R)])
     return arriving_Re, torch.stack([sends_R, arriving_Re.sum(1)]).cpu()
 
 
 @count_arriving.register_fake
-def _(choices_E: Tensor, shares_R: list[int], group: str) -> tuple[Tensor, Tensor]:
-    own = shares_R[dist.get_rank(_resolve_process_group(group))]
+def _(choices_E: Tensor, shares_R: list[int], place: int, group: str) -> tuple[Tensor, Tensor]:
+    own = shares_R[place]
     ranks = len(shares_R)
     splits = torch.empty(2, ranks, dtype=choices_E.dtype, device="cpu")
     return choices_E.new_empty(ranks, own), splits
@@ -156,8 +157,9 @@ class ExpertExchange:
 
     def __call__(self, rows_ND: Tensor, choices_E: Tensor) -> Tensor:
         """Return what the experts make of rows [N, D] that are sorted by expert."""
-        arriving_Re, splits_2R = count_arriving(choices_E, self.shares, self.peers.group)
+        group, place = self.peers.group, self.peers.place
+        arriving_Re, splits_2R = count_arriving(choices_E, self.shares, place, group)
         self.arrived_Re = arriving_Re
-        mine_UD = to_experts(rows_ND, arriving_Re, splits_2R, self.peers.group, None)
+        mine_UD = to_experts(rows_ND, arriving_Re, splits_2R, group, None)
         done_UD = self.inner(mine_UD, arriving_Re.sum(0))
-        return to_tokens(done_UD, arriving_Re, splits_2R, self.peers.group, rows_ND.size(0))
+        return to_tokens(done_UD, arriving_Re, splits_2R, group, rows_ND.size(0))

@@ -139,38 +139,38 @@ class MemoryCopies(Checkpoints):
         """
         if not self.every:
             return disk.latest()
-        told = [{(r, n) for r, n in held} for held in self.world.gather(self._held(disk))]
-        somewhere = set[tuple[int, int]]().union(*told)
+        copies = [{(r, n) for r, n in own} for own in self.world.gather(self._copies_here(disk))]
+        somewhere = set[tuple[int, int]]().union(*copies)
         steps = {step for _, step in somewhere}
         whole = [n for n in steps if all((r, n) in somewhere for r in range(self.world.ranks))]
         newest = max(whole, default=-1)
         if newest <= max(disk.steps(), default=-1):
             return disk.latest()
         for rank in range(self.world.ranks):
-            if (rank, newest) not in told[rank]:
-                sender = next(r for r, held in enumerate(told) if (rank, newest) in held)
+            if (rank, newest) not in copies[rank]:
+                sender = next(r for r, here in enumerate(copies) if (rank, newest) in here)
                 self._move(newest, sender, rank)
         return self.folder / f"step-{newest}"
 
-    def _held(self, disk: Checkpoints) -> list[tuple[int, int]]:
+    def _copies_here(self, disk: Checkpoints) -> list[tuple[int, int]]:
         """Return rank and step of each copy on this host that this layout wrote.
 
         Where another layout wrote newer ones than the disk has, a line tells that they are left.
         """
         now, newest = self._layout(self.build.plan.dump()), max(disk.steps(), default=-1)
-        found, others = list[tuple[int, int]](), set[int]()
+        usable, others = list[tuple[int, int]](), set[int]()
         for rank in range(self.world.ranks):
             for step in steps_in(self._folder_of(rank)):
                 index = self._index(self._folder_of(rank) / f"step-{step}")
                 if self._layout(index.get("plan", {})) == now:
-                    found.append((rank, step))
+                    usable.append((rank, step))
                 elif step > newest:
                     others.add(step)
         if others and self.world.rank == 0:
             self.build.note_line(
                 f"copies of step-{max(others)} in memory are of another layout, and are not read"
             )
-        return found
+        return usable
 
     def _layout(self, plan: Mapping[str, Any]) -> str:
         return json.dumps([plan.get(table) for table in LAYOUT], sort_keys=True)

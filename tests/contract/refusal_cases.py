@@ -246,7 +246,7 @@ CASES: dict[str, Asked] = {
     ),
     "techniques/memory/chunked_mlp:ChunkedMLP.supports#1": Asked((), ("chunked_mlp",)),
     "techniques/memory/dynamic_batch:DynamicBatch.supports#1": Asked(
-        ("mesh.data=2",), ("dynamic_batch",)
+        ("mesh.data=2",), ("dynamic_batch", "fsdp")
     ),
     "techniques/memory/dynamic_batch:DynamicBatch.supports#2": Asked((), ("dynamic_batch",), "mps"),
     "techniques/memory/expandable_segments:ExpandableSegments.supports#1": Asked(

@@ -173,14 +173,14 @@ class MicroBatchSize:
         world = build.world
         if world.ranks == 1 or not world.any(self.shrinks > self.agreed):
             return
-        told = world.gather((self.rows, self.shrinks, summed))
-        rows, shrinks = min(rows for rows, *_ in told), max(shrinks for _, shrinks, _ in told)
+        sizes = world.gather((self.rows, self.shrinks, summed))
+        rows, shrinks = min(rows for rows, *_ in sizes), max(shrinks for _, shrinks, _ in sizes)
         if rows < self.rows:
-            rank = next(rank for rank, (size, *_) in enumerate(told) if size == rows)
+            rank = next(rank for rank, (size, *_) in enumerate(sizes) if size == rows)
             build.note_line(f"rank {rank} is out of memory: micro-batches of {rows} rows on all")
         self._become(rows, shrinks)
         self.agreed = shrinks
-        if any(parts for *_, parts in told):
+        if any(parts for *_, parts in sizes):
             sum_in_fp32(build)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -118,14 +118,14 @@ class ExpertParallel(Technique[Build]):
         for name, bytes in gone.items():
             if line := ledger.memory.get(name):
                 ledger = ledger.with_line(name, replace(line, bytes=line.bytes - bytes))
-        held = {name: replace(m, share=m.share * share) for name, m in divided.items()}
+        own_matrices = {name: replace(m, share=m.share * share) for name, m in divided.items()}
         row_bytes = ledger.memory["0/routed"].bytes / 2
         ledger = ledger.with_line("exchange", Line(COPIES * row_bytes, ("backward",)))
-        work = {**ledger.work, **dict(self._work(ledger, held, row_bytes, count))}
-        return replace(ledger, work=work, matrices={**ledger.matrices, **held})
+        work = {**ledger.work, **dict(self._work(ledger, own_matrices, row_bytes, count))}
+        return replace(ledger, work=work, matrices={**ledger.matrices, **own_matrices})
 
     def _work(
-        self, ledger: Ledger, held: dict[str, Matrix], row_bytes: float, experts: int
+        self, ledger: Ledger, divided: dict[str, Matrix], row_bytes: float, experts: int
     ) -> Iterator[tuple[str, Work]]:
         """Yield the exchanges, and the gradients that ranks still sum."""
         sizes, layers = ledger.sizes, ledger.sizes["layers"]
@@ -138,7 +138,7 @@ class ExpertParallel(Technique[Build]):
         }
         for name, (phase, bytes) in calls.items():
             yield f"experts/{name}", collective(sizes, AXIS, phase, "all_to_all", bytes, layers)
-        own = FP32 * sum(m.numbers for m in held.values() if m.by)
+        own = FP32 * sum(m.numbers for m in divided.values() if m.by)
         whole = ledger.memory["gradients"].bytes - own
         for name, axis, bytes in (
             ("reduce/gradients", "shard", whole),
@@ -180,15 +180,15 @@ class ExpertParallel(Technique[Build]):
             return Evidence(nothing, "no block of this rank sent a row")
         place = next(iter(met.values())).peers.place
         came = own = 0
-        held = True
+        shares_fit = True
         for name, exchange in met.items():
             arrived_Re: Tensor = exchange.arrived_Re  # type: ignore[assignment]
             came, own = came + int(arrived_Re.sum()), own + int(arrived_Re[place].sum())
             here = build.layouts[f"{name}.down"].offsets(build.world)[1][0]
-            held = held and here == exchange.shares[place] < sum(exchange.shares)
+            shares_fit = shares_fit and here == exchange.shares[place] < sum(exchange.shares)
         here, whole = exchange.shares[place], sum(exchange.shares)
         return Evidence(
-            active=held,
+            active=shares_fit,
             detail=f"holds {here} of {whole} experts of {len(met)} layers; {came:,} rows came to "
             f"them in the last pass, {came - own:,} of these from other ranks",
             numbers={"experts_here": here, "experts": whole, "rows": came, "of_others": came - own},
