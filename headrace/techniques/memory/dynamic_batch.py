@@ -85,10 +85,10 @@ CHUNKED, CHUNK = "chunked_cross_entropy", 2048
 given."""
 LESS = ("full_checkpoint", CHUNKED)
 """Techniques whose rows need less memory."""
-OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-"""Variables by which torchrun makes a process one of several; a child process is alone."""
 CHILD = """
-import resource, sys
+import os, resource, sys
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+    os.environ.pop(name, None)  # torchrun's: this process is alone
 from pathlib import Path
 import torch
 from headrace.train import train
@@ -387,7 +387,6 @@ def fits(plan: Plan, limit: int, device: torch.device) -> bool:
             text=True,
             errors="replace",
             check=False,
-            env={name: value for name, value in os.environ.items() if name not in OF_RANKS},
         )
     if ended.returncode in (0, KILLED):
         return ended.returncode == 0
