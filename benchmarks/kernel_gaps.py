@@ -79,6 +79,8 @@ SINCE = (
     ("mesh", "replicate"),
     ("mesh", "patience_s"),
     ("mesh", "compare_every_steps"),
+    ("mesh", "expert"),
+    ("checkpoint", "memory_every_steps"),
 )
 """Keys that plans got after rows had been written, the newest last. An older fingerprint is without
 them, and at their defaults they change no kernel."""

@@ -444,7 +444,7 @@ def _sum_gradients(build: Build) -> None:
     parameter_layouts = [
         (build.layouts[n], p) for n, p in build.model.named_parameters() if p.grad is not None
     ]
-    for axis in ("shard", "tensor", "ends"):
+    for axis in ("shard", "expert_copies", "tensor", "ends"):
         partial = [local_of(p.grad) for layout, p in parameter_layouts if axis in layout.partial]  # type: ignore[arg-type]
         build.world.sum_gradients_(partial, axis)
 

@@ -77,7 +77,7 @@ def precision_of(plan: Plan, capability: tuple[int, int] | None) -> Literal["fp3
 
 def on_one_process(plan: Plan) -> str:
     """Return the changes after which a plan runs in one process."""
-    axes = {**plan.mesh.sizes, "replicate": plan.mesh.replicate}
+    axes = {**plan.mesh.sizes, "replicate": plan.mesh.replicate, "expert": plan.mesh.expert}
     sizes = [f"mesh.{axis}=1" for axis, size in axes.items() if size > 1]
     spread = [
         name

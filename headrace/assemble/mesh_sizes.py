@@ -3,7 +3,7 @@
 from math import prod
 
 from headrace.costs.links import COMMUNICATORS
-from headrace.parallel.world import AXES
+from headrace.parallel.world import AXES, OF_EXPERTS
 from headrace.plan.mesh_config import MeshConfig
 
 
@@ -19,8 +19,19 @@ def ranks_of(mesh: MeshConfig) -> dict[str, float]:
     reach = {a: prod(getattr(mesh, b) for b in AXES[AXES.index(a) :]) for a in AXES}
     reach |= {"shard": reach["data"], "world": mesh.ranks}
     reach |= {"replicate": reach["data"], "slices": reach["data"] // mesh.replicate}
+    sizes |= {axis: sizes[whole] // mesh.expert for axis, whole in OF_EXPERTS.items()}
+    reach |= {axis: reach[whole] for axis, whole in OF_EXPERTS.items()}
+    sizes["expert"] = mesh.expert
+    reach["expert"] = reach["shard"] * mesh.expert // shard
     counts = {f"{axis}_ranks": float(count) for axis, count in sizes.items()}
     counts |= {f"{axis}_reach": float(count) for axis, count in reach.items()}
-    mine = ("shard", "pipeline", "world", *(("replicate", "slices") * (mesh.replicate > 1)))
+    divided = ("expert", *OF_EXPERTS) if mesh.expert > 1 else ()
+    mine = (
+        "shard",
+        "pipeline",
+        "world",
+        *(("replicate", "slices") * (mesh.replicate > 1)),
+        *divided,
+    )
     counts[COMMUNICATORS] = float(sum(sizes[axis] > 1 for axis in mine))
     return counts

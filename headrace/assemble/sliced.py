@@ -14,7 +14,7 @@ the slow ones, 1 / slices of what replicas would send there.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from pydantic import Field
@@ -45,6 +45,8 @@ CASTS = ("weight_cast", "head_cast")
 """Pieces of work that bf16 weights do not need; a gradient is cast as it is scattered."""
 SUMMED = ("reduce/gradients", "reduce/copy")
 """Pieces in whose place gradients are scattered."""
+SUMMED_EXPERTS = ("experts/gradients", "experts/copy")
+"""Pieces in whose place gradients of divided experts are scattered, where ranks share these."""
 BEGINS, KEPT = "sliced begins", "sliced kept"
 """Names of notes: whether a step's first micro-batch comes, and whether blocks had their whole
 weights whenever a later one came."""
@@ -114,20 +116,25 @@ class SlicingTechnique(Technique[Build]):
         7 to 18% of the peak. Left out on any device: a block's gradients in the buffer that they
         are sent from, 6% where they were more than the activations of the last block.
         """
-        ranks = ledger.sizes["slices_ranks"]
+        ranks, divided = ledger.sizes["slices_ranks"], _Experts.of(ledger)
         work = dict(self._worked(ledger))
         through: tuple[Instant, ...] = ("loss", "turn", "backward")
         whole = ledger.memory["parameters"].bytes
         gradients = ledger.memory.get("gradients")
-        if gradients is not None and ledger.sizes["micro_batches"] > 1 and not self.sends_each():
-            summed = gradients.bytes * (0.5 if self.reduce == "bf16" else 1.0)
-            more = max(0.0, summed - gradients.bytes / ranks)
-            ledger = ledger.with_line("whole_gradients", Line(more, through))
         for name in SHARDED_LINES:
             if line := ledger.memory.get(name):
-                ledger = ledger.with_line(name, replace(line, bytes=line.bytes / ranks))
+                own = min(line.bytes, getattr(divided, name))
+                bytes = (line.bytes - own) / ranks + own / divided.slices
+                ledger = ledger.with_line(name, replace(line, bytes=bytes))
+        if gradients is not None and ledger.sizes["micro_batches"] > 1 and not self.sends_each():
+            summed = gradients.bytes * (0.5 if self.reduce == "bf16" else 1.0)
+            more = max(0.0, summed - ledger.memory["gradients"].bytes)
+            ledger = ledger.with_line("whole_gradients", Line(more, through))
         layers = max(1.0, ledger.sizes["layers"])
         matrices = [m for name, m in ledger.matrices.items() if name.startswith("blocks.")]
+        if divided.slices == 1:  # nobody shares these experts, and none is gathered
+            matrices = [m for m in matrices if len(m.shape) < 3]
+            whole -= divided.parameters
         inside = sum(m.stored * m.numbers for m in matrices)
         gathered_blocks = 2 if self.frees_weights() else layers
         gathered = whole - inside + gathered_blocks * inside / layers
@@ -142,10 +149,13 @@ class SlicingTechnique(Technique[Build]):
         ahead even where `prefetch` is 0. Beside what is outside of the blocks and the block next to
         it nothing runs. Left out: what pads a slice that does not come out even.
         """
-        sizes, narrow = ledger.sizes, self.gather == "bf16"
+        sizes, narrow, divided = ledger.sizes, self.gather == "bf16", _Experts.of(ledger)
         for name, piece in ledger.work.items():
             what = name.partition("/")[0]
-            if piece.phase == "optimizer" and what != "count":
+            if name in SUMMED_EXPERTS:
+                if divided.slices == 1:
+                    yield name, piece
+            elif piece.phase == "optimizer" and what != "count":
                 if name not in SUMMED:
                     yield name, piece.with_bytes(lambda bytes: bytes / sizes["slices_ranks"])
             elif not (narrow and what in CASTS):
@@ -175,6 +185,51 @@ class SlicingTechnique(Technique[Build]):
                 copies = count / (sizes["micro_batches"] if once else 1)
                 yield f"shards/{name}_copy", Stream(phase, copies, 2 * each)
         yield from self._between_groups(sizes, gradients - last, last, 1 + bool(apart))
+        if divided.slices > 1:
+            yield from self._among_experts(ledger, divided)
+
+    def _among_experts(self, ledger: Ledger, divided: "_Experts") -> Iterator[tuple[str, Work]]:
+        """Gather and scatter experts over the ranks that share them; sum what is left whole."""
+        sizes, layers = ledger.sizes, ledger.sizes["layers"]
+        gathered = divided.parameters * (0.5 if self.gather == "bf16" else 1.0)
+        scattered = divided.gradients * (0.5 if self.reduce == "bf16" else 1.0)
+        axis = "expert_slices"
+        calls: dict[str, tuple[Phase, str, CollectiveOperation, float, bool]] = {
+            "gather_experts": ("forward", axis, "all_gather", gathered, self.gathers_once),
+            "gather_experts_again": (
+                "backward",
+                axis,
+                "all_gather",
+                self.frees_weights() * gathered,
+                False,
+            ),
+            "scatter_experts": (
+                "backward",
+                axis,
+                "reduce_scatter",
+                scattered,
+                not self.sends_each(),
+            ),
+            "sum_experts": (
+                "backward",
+                "replicate",
+                "all_reduce",
+                scattered / divided.slices,
+                True,
+            ),
+        }
+        for name, (phase, over, operation, bytes, last) in calls.items():
+            if bytes and sizes[f"{over}_ranks"] > 1:
+                each = bytes / layers
+                yield (
+                    f"shards/{name}",
+                    collective(sizes, over, phase, operation, each, layers, last=last),
+                )
+        if divided.routers:
+            yield (
+                "reduce/gradients",
+                collective(sizes, "shard", "optimizer", "all_reduce", divided.routers),
+            )
 
     def _between_groups(
         self, sizes: Mapping[str, float], early: float, last: float, lasts: int
@@ -205,9 +260,11 @@ class SlicingTechnique(Technique[Build]):
     def _gathered(self, ledger: Ledger) -> tuple[float, float]:
         """Return the bytes of all blocks when they are gathered, and of what is outside."""
         blocks = outside = 0.0
-        vectors = ledger.memory["parameters"].bytes
+        vectors, apart = ledger.memory["parameters"].bytes, _Experts.of(ledger).apart
         for name, matrix in ledger.matrices.items():
             vectors -= matrix.stored * matrix.numbers
+            if name in apart:
+                continue
             bytes = (2 if self.gather == "bf16" else matrix.stored) * matrix.numbers
             inside = name.startswith("blocks.")
             blocks, outside = blocks + inside * bytes, outside + (not inside) * bytes
@@ -219,10 +276,11 @@ class SlicingTechnique(Technique[Build]):
         """Return the bytes of all gradients, and of those outside of the blocks."""
         gradients, learns = ledger.memory["gradients"].bytes, ledger.updates()
         numbers = {name: matrix.numbers for name, matrix in learns.items()}
+        gone = FP32 * sum(numbers.get(name, 0.0) for name in _Experts.of(ledger).apart)
         outside = sum(n for name, n in numbers.items() if not name.startswith("blocks."))
         norm = FP32 * ledger.sizes["final_norm"]
         apart = norm * (gradients - FP32 * sum(numbers.values()) >= norm)
-        return gradients, FP32 * outside + apart
+        return gradients - gone, FP32 * outside + apart
 
     def apply(self, build: Build) -> None:
         """Shard each block, then the rest, as their weights become real."""
@@ -235,10 +293,17 @@ class SlicingTechnique(Technique[Build]):
             "mp_policy": self._precision(),
         }
 
+        whole = _left_whole(build)
+
         def shard(module: nn.Module) -> None:
             root = module is build.model  # its weights are needed again at once
             frees = self.frees_weights() and not root
-            fully_shard(module, reshard_after_forward=frees, **options)
+            left = {p for n, p in build.model.named_parameters() if n in whole}
+            for part in () if root else _divided(build, module):
+                among: dict[str, Any] = {**options, "mesh": build.world.experts}
+                among["shard_placement_fn"] = _place_experts(build)
+                fully_shard(part, reshard_after_forward=frees, ignored_params=left, **among)
+            fully_shard(module, reshard_after_forward=frees, ignored_params=left, **options)
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.set_gradient_divide_factor(1.0)  # the loss is scaled already: a sum
@@ -249,8 +314,9 @@ class SlicingTechnique(Technique[Build]):
 
         build.shard.append(shard)
         build.sync = self._communicate
-        for layout in build.layouts.values():
-            layout.partial = layout.partial - {"shard"}
+        for name, layout in build.layouts.items():
+            if name not in whole:
+                layout.partial = layout.partial - {"shard", "expert_copies"}
 
     def _communicate(self, build: Build, last: bool) -> None:
         """Say whether the coming backward pass sends gradients and frees weights."""
@@ -281,19 +347,23 @@ class SlicingTechnique(Technique[Build]):
 
     def _order(self, build: Build) -> None:
         """Order which blocks are gathered ahead of which, in both directions."""
-        blocks = cast("list[FSDPModule]", list(build.model.blocks.values()))
+        blocks = list(build.model.blocks.values())
         for index, block in enumerate(blocks):
-            ahead = blocks[index + 1 : index + 1 + self.prefetch]
-            block.set_modules_to_forward_prefetch(ahead)
+            fully = cast("FSDPModule", block)
+            fully.set_modules_to_forward_prefetch(
+                _sliced(*blocks[index + 1 : index + 1 + self.prefetch])
+            )
             behind = blocks[max(0, index - self.prefetch) : index]
-            block.set_modules_to_backward_prefetch(behind[::-1])
+            fully.set_modules_to_backward_prefetch(_sliced(*behind[::-1]))
 
     def active(self, build: Build) -> Evidence:
         """Report how many of all bytes of parameters this rank holds."""
         sharded = [p for p in build.model.parameters() if is_dtensor(p)]
         here = sum(p.to_local().nbytes for p in sharded)
         whole = sum(p.nbytes for p in sharded)
-        loose = [n for n, p in build.model.named_parameters() if not is_dtensor(p)]
+        left = _left_whole(build)
+        named = dict(build.model.named_parameters())
+        loose = [n for n, p in named.items() if not is_dtensor(p) and n not in left]
         ranks, kept = build.world.size("slices"), build.notes.get(KEPT)
         own = "" if kept is None else f"; {'all' if kept else 'not all'} kept within a step"
         groups = {p.device_mesh.size() // p.device_mesh.size(-1) for p in sharded}
@@ -308,6 +378,84 @@ class SlicingTechnique(Technique[Build]):
             + own,
             numbers={"bytes": here, "whole_bytes": whole, "ranks": ranks, "groups": max(groups)},
         )
+
+
+class _Experts(NamedTuple):
+    """What a rank holds of experts that ranks divide, before they are sliced."""
+
+    slices: float = 1.0
+    """ranks that share them"""
+    parameters: float = 0.0
+    """bytes, as those of gradients and of the baseline's optimizer"""
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    routers: float = 0.0
+    """bytes of gradients of the routers that stay whole beside them"""
+    apart: frozenset[str] = frozenset()
+    """names of matrices that are not sliced with their block"""
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> "_Experts":
+        """Return them for a ledger; nothing where no ranks divide experts."""
+        if ledger.sizes.get("expert_ranks", 1.0) < 2:
+            return cls()
+        experts, slices = ledger.experts(), ledger.sizes["expert_slices_ranks"]
+        routers = {n: m for n, m in ledger.matrices.items() if n.endswith(".mlp.router.weight")}
+        left = routers if slices > 1 else {}
+        learned = sum(m.numbers for m in experts.values() if m.by)
+        return cls(
+            slices,
+            sum(m.stored * m.numbers for m in experts.values()),
+            FP32 * learned,
+            2 * FP32 * sum(m.numbers for m in experts.values() if m.by == "adamw"),
+            FP32 * sum(m.numbers for m in left.values() if m.by),
+            frozenset({*experts, *left}),
+        )
+
+
+def _sliced(*blocks: nn.Module) -> "list[FSDPModule]":
+    """Return the blocks, each with the part of it that is sliced over other ranks."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for block in blocks for part in block.modules() if isinstance(part, FSDPModule)]
+
+
+def _left_whole(build: Build) -> set[str]:
+    """Return the names of parameters that are not sliced beside experts that ranks divide.
+
+    Where one rank of a group holds an expert, nobody shares it. Else a layer's experts are sliced
+    over other ranks than the rest of their block, and what else the layer has, its router, is whole
+    on each rank.
+    """
+    experts = {name for name, layout in build.layouts.items() if "expert" in layout.split}
+    if build.world.experts is None:
+        return experts
+    parts = tuple({name.rpartition(".")[0] + "." for name in experts})
+    return {name for name in build.layouts if name not in experts and name.startswith(parts)}
+
+
+def _divided(build: Build, block: nn.Module) -> list[nn.Module]:
+    """Return the modules of a block whose experts are sliced over `world.experts`."""
+    if build.world.experts is None:
+        return []
+    own = {p for n, p in build.model.named_parameters() if "expert" in build.layouts[n].split}
+    return [m for m in block.modules() if own & set(m.parameters(recurse=False))]
+
+
+def _place_experts(build: Build) -> Any:
+    """Return what chooses the dimension along which the experts of a rank are sliced.
+
+    It is that of whole experts where they come out even, else that of each one's rows.
+    """
+    from torch.distributed.tensor import Shard
+
+    ranks = build.world.size("expert_slices")
+
+    def place(parameter: nn.Parameter) -> Any:
+        rows = parameter.size(0) % ranks and not parameter.size(1) % ranks
+        return Shard(1 if rows else 0)
+
+    return place
 
 
 def _free_after_evaluation(model: nn.Module, inputs: Any, output: Any) -> None:

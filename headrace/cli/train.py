@@ -1,5 +1,6 @@
 """This module holds the verb `train`."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -59,6 +60,7 @@ def train(
             wanted, parent = None, None
         else:
             wanted, parent = named_plan(plan, overrides, with_, without), run_of(plan)
+            resume = resume or (not checkpoint and parent is None and is_restarted(wanted))
         if checkpoint and not resume:
             raise ConfigError(
                 "--checkpoint says where to resume from", f"--resume --checkpoint {checkpoint}"
@@ -90,6 +92,22 @@ def train(
         else:
             own_text = [*wanted.source_list] != ["stdlib"]
             note(closing_words(result.folder, conclusion, own_text=own_text))
+
+
+def is_restarted(plan: "Plan") -> bool:
+    """Return whether torchrun starts these processes again, and their run waits to go on.
+
+    torchrun repeats the command that it was given, which began the run without `--resume`.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
+    from headrace.train.run_folder import RunFolder
+
+    try:
+        report = RunFolder.find(plan).read("report")
+    except ConfigError:  # it ended before its folder was made
+        return False
+    return not report or report.get("status") != "done"
 
 
 def begin_training(stack: ExitStack, *, as_json: bool) -> tuple["Progress", "Closing"]:

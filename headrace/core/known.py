@@ -82,6 +82,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("pp", "gpipe", "zero_bubble", "1f1b", "dualpipe"), ("pipeline_parallel",)),
     **dict.fromkeys(("ring_attention", "cp"), ("context_parallel",)),
+    **dict.fromkeys(("ep", "expert_model_parallel"), ("expert_parallel",)),
     "ulysses_sp": ("ulysses",),
     "sequence_parallel": ("tensor_parallel", "ulysses", "context_parallel"),
     **dict.fromkeys(
@@ -176,8 +177,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
             "moe",
             "switch",
             "mixtral",
-            "expert_parallel",
-            "ep",
             "grouped_gemm",
             "deepseek_moe",
             "experts",

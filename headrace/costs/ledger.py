@@ -116,6 +116,10 @@ class Ledger:
         """Return the matrices that these optimizers update; without owners, all that learn."""
         return {n: m for n, m in self.matrices.items() if m.by and (not owners or m.by in owners)}
 
+    def experts(self) -> dict[str, Matrix]:
+        """Return the matrices of experts by name: those of three dimensions in an MLP."""
+        return {n: m for n, m in self.matrices.items() if ".mlp." in n and len(m.shape) == 3}
+
     def with_linears(self, owner: str, names: Iterable[str]) -> "Ledger":
         """Return the same with linears that a technique replaces.
 

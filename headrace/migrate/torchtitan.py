@@ -159,8 +159,8 @@ def _parallel(draft: Draft) -> None:
     key, both = f"{table}data_parallel_shard_degree", f"{table}data_parallel_replicate_degree"
     word = draft.put("mesh.data", copies * shard)
     if shard > 1 and copies > 1:
-        draft.near(key, word, *draft.add("fsdp"), why="all replicas share the weights here")
-        draft.near(both, word, why="hybrid sharding is not here; fsdp cuts over all of mesh.data")
+        draft.carry(key, word, *draft.add("fsdp"))
+        draft.carry(both, draft.put("mesh.replicate", copies))
     elif shard > 1:
         draft.carry(key, word, *draft.add("fsdp"))
         draft.idle(both)
@@ -389,7 +389,9 @@ RULES: Mapping[str, KeyRule] = {
     "parallelism.context_parallel_rotate_method": only_with(
         "mesh.context", always("context_parallel sends keys round a ring")
     ),
-    "parallelism.expert_parallel_degree": never("experts lie on every rank here", 1),
+    "parallelism.expert_parallel_degree": never(
+        "mesh.expert=N with expert_parallel divides the experts of mixture_of_experts", 1
+    ),
     "checkpoint.keep_latest_k": to("checkpoint.keep_last"),
     "checkpoint.folder": always("checkpoints lie in the run's folder"),
     "checkpoint.async_mode": always("a checkpoint is always written beside the steps"),

@@ -61,6 +61,8 @@ class ExpertLayer(nn.Module):
         self.router = nn.Linear(config.dim, experts, bias=False)
         self.register_parameter(self.first, nn.Parameter(torch.empty(experts, width, config.dim)))
         self.down = nn.Parameter(torch.empty(experts, config.dim, ffn))
+        self.through: Callable[[Tensor, Tensor], Tensor] = self.multiply_all
+        """What takes rows sorted by expert to their experts, and how many rows each has."""
         self.kept_balance: Tensor | None = None
         self.routed_E: Tensor | None = None
         """Choices of each expert in the last forward pass."""
@@ -75,14 +77,23 @@ class ExpertLayer(nn.Module):
         if self.norm_topk:
             weight_BTk = weight_BTk / weight_BTk.sum(-1, keepdim=True)
         choices_BE = self._count(probability_BTE, expert_BTk)
-        ends_E = choices_BE.sum(0).cumsum(0).int()
         order = expert_BTk.flatten().argsort(stable=True)  # the choices, sorted by expert
         rows = x_BTD.to(compute_dtype(x_BTD)).flatten(0, 1)[order // self.top_k]
-        hidden = self.activate(self._multiply(rows, self.get_parameter(self.first), ends_E))
-        sorted_back = order.argsort()
-        done = self._multiply(hidden, self.down, ends_E)[sorted_back].view(B, T, self.top_k, D)
+        made = self.through(rows, choices_BE.sum(0))
+        done = made[order.argsort()].view(B, T, self.top_k, D)
         mixed = (done * weight_BTk[..., None].to(done.dtype)).sum(2)
         return mixed.to(done.dtype)  # autocast sums in fp32 on a GPU
+
+    def multiply_all(self, rows: Tensor, rows_E: Tensor) -> Tensor:
+        """Return what each expert makes of its rows, which are sorted by expert.
+
+        Args:
+            rows: of all experts that are here, [any number, D].
+            rows_E: how many of them each expert has.
+        """
+        ends_E = rows_E.cumsum(0).int()
+        hidden = self.activate(self._multiply(rows, self.get_parameter(self.first), ends_E))
+        return self._multiply(hidden, self.down, ends_E)
 
     def take_balance(self) -> Tensor | None:
         """Return the last forward pass's balance loss, summed over rows; None if taken before."""

@@ -7,8 +7,9 @@ does not shrink vectors.
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
+from headrace.parallel.layout import is_dtensor
 from headrace.plan.optimizer_config import OptimizerConfig
 
 Role = Literal["matrices", "embeddings", "head", "vectors"]
@@ -32,6 +33,11 @@ def role_of(name: str, dimensions: int) -> Role:
     return "matrices"
 
 
+def _mesh_of(tensor: Tensor) -> Any:
+    """Return the mesh over which a parameter is sliced; None where it is whole here."""
+    return tensor.device_mesh if is_dtensor(tensor) else None
+
+
 def group_by_role(
     groups: list[dict[str, Any]],
     named: Mapping[str, nn.Parameter],
@@ -43,6 +49,7 @@ def group_by_role(
     Every group gets `initial_lr`, the rate that its optimizer was made with, and `lr_factor`; a
     step multiplies both with the schedule's share, and `initial_weight_decay` with the decay's.
     Roles with equal factors stay in one group, since fused updates launch kernels for each group.
+    One such kernel takes only slices of one mesh, or only whole tensors.
 
     Args:
         groups: `param_groups` of the optimizer; their dicts stay the same objects.
@@ -54,13 +61,14 @@ def group_by_role(
     roles = {parameter: role_of(name, parameter.ndim) for name, parameter in named.items()}
     split = []
     for group in groups:
-        parts: dict[tuple[float, float], list[nn.Parameter]] = {}
+        parts: dict[tuple[float, float, Any], list[nn.Parameter]] = {}
         for parameter in group["params"]:
             role = roles[parameter]
             rate = getattr(config.lr_factors, role) * own[parameter]
-            parts.setdefault((rate, getattr(config.decay_factors, role)), []).append(parameter)
+            key = (rate, getattr(config.decay_factors, role), _mesh_of(parameter))
+            parts.setdefault(key, []).append(parameter)
         shared = {key: value for key, value in group.items() if key != "params"}
-        for index, ((rate, decay), parameters) in enumerate(parts.items()):
+        for index, ((rate, decay, _), parameters) in enumerate(parts.items()):
             part = group if index == 0 else {}
             part |= {**shared, "params": parameters, "initial_lr": group["lr"], "lr_factor": rate}
             part["weight_decay"] = part["initial_weight_decay"] = shared["weight_decay"] * decay

@@ -81,6 +81,8 @@ class Layout:
         free = [axis for axis in ("shard", "tensor") if axis not in cut]
         free += ["ends"] if "ends" in self.partial else []
         free += ["replicate"] if "shard" in cut else []
+        if "expert" in cut and "shard" in free:
+            free[free.index("shard")] = "expert_copies"
         count = 1
         for axis in free:
             count *= world.size(axis)
@@ -146,4 +148,6 @@ def is_first(world: World, layout: Layout | None, sharded: bool) -> bool:
     shared = layout is not None and "ends" in layout.partial
     axes = [a for a in AXES if a not in cut and (a != "pipeline" or shared)]
     axes += ["replicate"] if sharded else []
+    if "expert" in cut and not sharded:  # ranks of `data` hold other experts
+        axes = [a for a in axes if a not in ("data", "context")] + ["expert_copies"]
     return all(world.place(axis) == 0 for axis in axes)

@@ -10,7 +10,9 @@ outermost first, so that the axis that talks most has neighbours on one node:
 `shard` is data x context, the axis over which tokens are split: gradients are summed along it.
 FSDP cuts parameters along `slices`, which is all of `shard` unless `mesh.replicate` divides it:
 then `replicate` joins the ranks of all groups that hold the same slice, the outermost part of
-`data`. `ends` joins the first and the last stage, which share a tied embedding.
+`data`. `expert` is the innermost part of `slices`: its ranks divide the experts of a mixture, and
+`expert_copies` joins all ranks of `shard` that hold the same ones, `expert_slices` those of
+`slices`. `ends` joins the first and the last stage, which share a tied embedding.
 """
 
 import json
@@ -37,6 +39,20 @@ from headrace.costs.links import BUCKET_BYTES
 from headrace.plan.mesh_config import MeshConfig
 
 AXES = ("pipeline", "data", "context", "tensor")
+OF_EXPERTS: Mapping[str, str] = {"expert_copies": "shard", "expert_slices": "slices"}
+"""Axes of the ranks that hold the same experts -> the axis of which "expert" is the inner part."""
+WITHIN = ("replicate", "expert")
+"""Sizes of a mesh that divide `shard` and add no ranks."""
+FIXED: Mapping[str, tuple[str, ...]] = {
+    "data": ("pipeline", "context", "tensor"),
+    "context": ("pipeline", "data", "tensor"),
+    "shard": ("pipeline", "tensor"),
+    "ends": ("data", "context", "tensor"),
+    "expert": ("pipeline", "expert_copies", "tensor"),
+    "expert_copies": ("pipeline", "expert", "tensor"),
+    "expert_slices": ("pipeline", "replicate", "expert", "tensor"),
+}
+"""Axes whose groups are made one by one -> along what the ranks of a group have one place."""
 _JOINED = count()
 """Numbers of the worlds that this process has joined, which keep their words apart."""
 
@@ -49,12 +65,15 @@ class World:
     ranks: int = 1
     local_rank: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """ranks along each of `AXES`, and along "replicate"; 1 where nothing is said"""
+    """ranks along each of `AXES`, "replicate" and "expert"; 1 where nothing is said"""
     groups: Mapping[str, Any] = field(default_factory=dict)
     """process groups of the axes that have several ranks"""
     mesh: DeviceMesh | None = None
     """pipeline x slices x tensor, for torch's own sharding, with replicate before slices where
     there are several; None alone"""
+    experts: DeviceMesh | None = None
+    """expert_slices, with replicate before it where there are several, for the slices of experts;
+    None where one rank of each group holds them"""
     store: Store | None = None
     """where ranks leave words for each other that nobody waits for together; None alone"""
     made: Iterator[int] = field(default_factory=count, compare=False)
@@ -70,6 +89,8 @@ class World:
             return self.size("data") * self.size("context")
         if axis == "slices":
             return self.size("shard") // self.size("replicate")
+        if axis in OF_EXPERTS:
+            return self.size(OF_EXPERTS[axis]) // self.size("expert")
         if axis == "ends":
             return min(2, self.size("pipeline"))
         return self.sizes.get(axis, 1)
@@ -84,6 +105,10 @@ class World:
             return self.place("shard") // self.size("slices")
         if axis == "slices":
             return self.place("shard") % self.size("slices")
+        if axis == "expert":
+            return self.place("shard") % self.size("expert")
+        if axis in OF_EXPERTS:
+            return self.place(OF_EXPERTS[axis]) // self.size("expert")
         inner = AXES[AXES.index(axis) + 1 :]
         return self.rank // prod(self.size(a) for a in inner) % self.size(axis)
 
@@ -154,7 +179,8 @@ class _Meeting:
 
     A process that trains twice opens two worlds. With a store for each, the second rank may reach
     the first store while it closes, and then both wait for ever. So one store serves all worlds,
-    and each world writes under a number of its own.
+    and each world writes under a number of its own. Where torchrun starts all processes again, its
+    store may still hold what the dead ones have written, so the attempt is in the name too.
     """
 
     store: Store
@@ -165,7 +191,8 @@ class _Meeting:
     def next_store(self) -> Store:
         """Return the store of one more world; every rank asks in the same order."""
         self.opened += 1
-        return PrefixStore(f"headrace/{self.opened}", self.store)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"headrace/{attempt}/{self.opened}", self.store)
 
 
 @cache
@@ -215,7 +242,7 @@ def join(mesh: MeshConfig, device: torch.device) -> World:
         return World(local_rank=local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(local_rank)
-    rank, sizes = dist.get_rank(), {axis: getattr(mesh, axis) for axis in (*AXES, "replicate")}
+    rank, sizes = dist.get_rank(), {axis: getattr(mesh, axis) for axis in (*AXES, *WITHIN)}
     alone = World(rank, mesh.ranks, local_rank, sizes)
     groups_of_slices = ("replicate",) if alone.size("replicate") > 1 else ()
     names = ("pipeline", *groups_of_slices, "slices", "tensor")
@@ -225,25 +252,41 @@ def join(mesh: MeshConfig, device: torch.device) -> World:
     groups: dict[str, Any] = {"world": dist.group.WORLD}
     groups |= {a: torch_mesh.get_group(a) for a in names if alone.size(a) > 1}
     worlds = [World(r, mesh.ranks, 0, sizes) for r in range(mesh.ranks)]
-    for axis in ("data", "context", "ends", *(("shard",) if groups_of_slices else ())):
+    divided = ("expert", *OF_EXPERTS) if alone.size("expert") > 1 else ()
+    for axis in ("data", "context", "ends", *(("shard",) if groups_of_slices else ()), *divided):
         if alone.size(axis) > 1:
             groups |= _new_groups(axis, worlds, rank)
     if alone.size("slices") == alone.size("shard") > 1:
         groups["shard"] = groups["slices"]
+    experts = None
+    if "expert_slices" in groups:
+        inside = [*groups_of_slices, "expert_slices"]
+        experts = _mesh_of([groups[axis] for axis in inside], alone, inside, device)
     name = f"headrace/words/{next(_JOINED)}"
     store = PrefixStore(name, _get_default_store())
-    return World(rank, mesh.ranks, local_rank, sizes, groups, torch_mesh, store, name=name)
+    return World(rank, mesh.ranks, local_rank, sizes, groups, torch_mesh, experts, store, name=name)
+
+
+def _mesh_of(groups: list[Any], here: World, names: list[str], device: torch.device) -> DeviceMesh:
+    """Return a mesh of this rank's groups along the axes `names`, the outermost first."""
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=(names[0],))
+    columns = dist.get_process_group_ranks(groups[1])
+    step = here.size("slices") * here.size("tensor")
+    first = here.place("replicate") * step
+    ranks = [[r - first + n * step for r in columns] for n in range(here.size("replicate"))]
+    return DeviceMesh.from_group(
+        groups, device.type, mesh=torch.tensor(ranks), mesh_dim_names=tuple(names)
+    )
 
 
 def _new_groups(axis: str, worlds: list[World], rank: int) -> dict[str, Any]:
     """Return the group of `axis` through `rank`. Every rank makes all of them, in one order."""
-    moving = {"ends": ("pipeline",), "shard": ("data", "context")}.get(axis, (axis,))
-    others = [a for a in AXES if a not in moving]
     lines: dict[tuple[int, ...], list[int]] = {}
     for world in worlds:
         last = world.size("pipeline") - 1
         if axis != "ends" or world.place("pipeline") in (0, last):
-            lines.setdefault(tuple(world.place(a) for a in others), []).append(world.rank)
+            lines.setdefault(tuple(world.place(a) for a in FIXED[axis]), []).append(world.rank)
     mine = {}
     for line in lines.values():
         group = dist.new_group(line)

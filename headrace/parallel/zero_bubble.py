@@ -9,8 +9,14 @@ rank before waits for both; here the first is sent at once. Rank r of P holds st
 micro-batch's backward pass begins on the rank that began its forward pass. Activations are at most
 those of 1F1B's first rank, on every rank.
 
-`zero_bubble` gives one rank's actions, `bubble_of_v` simulates all of them for the share of a step
-in which they wait, a forward pass and each part of a backward pass being equally long.
+DualPipeV (DeepSeek's DualPipe, arXiv 2412.19437, section 3.2.1, cut in half; torch's
+ScheduleDualPipeV) lies along the same V. In its middle each rank has a forward pass beside a whole
+backward pass, whose messages may travel while the other computes, and only its ends do backward
+passes in two parts: fewer graphs are cut, the bubble is larger, and as many activations are kept.
+
+`zero_bubble` and `dual_pipe_v` give one rank's actions, `bubble_of_v` simulates all of them for the
+share of a step in which they wait, a forward pass and each part of a backward pass being equally
+long.
 
 The cut through the graph of a stage is torch's (torch.distributed.pipelining): of each weight it
 finds the nodes where the way to it leaves the way to the input, keeps what arrives there, and goes
@@ -18,7 +24,8 @@ on from there later. A node that has both behind it computes both again, so that
 and recomputed ones gain nothing and are refused.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -30,6 +37,8 @@ from headrace.parallel.actions import Action, Direction
 
 CHUNKS = 2
 """Stages of a rank."""
+PARTS: Mapping[Direction, tuple[Direction, ...]] = {"backward": ("inputs", "weights")}
+"""The parts of a whole backward pass, each as long as a forward pass."""
 
 
 def stage_of(ranks: int, rank: int, chunk: int) -> int:
@@ -71,6 +80,57 @@ def zero_bubble(ranks: int, rank: int, micros: int) -> list[Action]:
     return [action for action in order.actions if action.micro < micros]
 
 
+def dual_pipe_v(ranks: int, rank: int, micros: int) -> list[Action]:
+    """Order DualPipeV: warm up along the V, then a forward beside a whole backward by turns.
+
+    Pairs of passes run one after the other. With fewer than 2 x ranks micro-batches it is the order
+    of so many, without those that are not there.
+    """
+    behind, enough = ranks - rank - 1, max(2 * ranks, micros)
+    order, put_off = _Order(), deque[int]()
+
+    def inputs(chunk: int, *, split: bool) -> None:
+        if not split:
+            order.add("backward", chunk)
+            return
+        order.add("inputs", chunk)
+        put_off.append(chunk)
+
+    def weights() -> None:
+        if put_off:
+            order.add("weights", put_off.popleft())
+
+    for _ in range(2 * behind):
+        order.add("forward", 0)
+    for _ in range(rank + 1):
+        order.add("forward", 0)
+        order.add("forward", 1)
+    for _ in range(behind):
+        inputs(1, split=True)
+        weights()
+        order.add("forward", 1)
+    for _ in range(enough - 2 * ranks + rank + 1):
+        for ahead in (0, 1):
+            order.add("forward", ahead)
+            order.add("backward", 1 - ahead)
+    for _ in range(behind):
+        order.add("backward", 1)
+        order.add("forward", 1)
+        order.add("backward", 0)
+    half, split = (rank + 1) // 2, False
+    for number in range(rank + 1):
+        split = split or (number == half and rank % 2 == 1)
+        inputs(1, split=split)
+        split = split or (number == half and rank % 2 == 0)
+        inputs(0, split=split)
+    for _ in range(behind):
+        weights()
+        inputs(0, split=split)
+    while put_off:
+        weights()
+    return [action for action in order.actions if action.micro < micros]
+
+
 class _Order:
     """An order grows by one action at a time, whose micro-batch is the next of its kind."""
 
@@ -84,8 +144,9 @@ class _Order:
 
     def add(self, kind: Direction, chunk: int) -> None:
         """Add the next action of a kind."""
-        number = self.count(kind, chunk)
-        self._counts[kind, chunk] = number + 1
+        number = self.count("inputs" if kind == "backward" else kind, chunk)
+        for part in PARTS.get(kind, (kind,)):
+            self._counts[part, chunk] = self.count(part, chunk) + 1
         self.actions.append(Action(kind, chunk, number))
 
     def add_both(self, chunk: int) -> None:
@@ -94,10 +155,17 @@ class _Order:
         self.add("weights", chunk)
 
 
+ORDERS: Mapping[str, Callable[[int, int, int], list[Action]]] = {
+    "zbv": zero_bubble,
+    "dualpipev": dual_pipe_v,
+}
+"""Schedules along a V -> (ranks, rank, micro-batches) -> the actions of that rank."""
+
+
 @cache
-def bubble_of_v(ranks: int, micros: int) -> float:
+def bubble_of_v(ranks: int, micros: int, schedule: str = "zbv") -> float:
     """Return the share of a step in which a rank waits, all stages being equally slow."""
-    plans = [zero_bubble(ranks, rank, micros) for rank in range(ranks)]
+    plans = [ORDERS[schedule](ranks, rank, micros) for rank in range(ranks)]
     done: dict[tuple[str, int, int], int] = {}
     at, clock = [0] * ranks, [0] * ranks
     moved = True
@@ -109,7 +177,7 @@ def bubble_of_v(ranks: int, micros: int) -> float:
                 ready = _ready(done, ranks, stage_of(ranks, rank, action.chunk), action)
                 if ready is None:
                     break
-                clock[rank] = max(clock[rank], ready) + 1
+                clock[rank] = max(clock[rank], ready) + len(PARTS.get(action.kind, "1"))
                 direction = "forward" if action.kind == "forward" else "backward"
                 if action.kind != "weights":
                     key = (direction, stage_of(ranks, rank, action.chunk), action.micro)
@@ -132,11 +200,11 @@ def _ready(
     return done.get(("backward", stage + 1, action.micro))
 
 
-def most_of_v(ranks: int, rank: int, micros: int) -> int:
+def most_of_v(ranks: int, rank: int, micros: int, schedule: str = "zbv") -> int:
     """Return the most (stage, micro-batch) pairs whose activations a rank keeps at once."""
     now = most = 0
-    for action in zero_bubble(ranks, rank, micros):
-        now += (action.kind == "forward") - (action.kind == "weights")
+    for action in ORDERS[schedule](ranks, rank, micros):
+        now += (action.kind == "forward") - (action.kind in ("weights", "backward"))
         most = max(most, now)
     return most
 

@@ -31,6 +31,9 @@ class MeshConfig(Strict):
     replicate: int = Field(default=1, ge=1, le=RANKS)
     """Groups into which `data` is divided, each of which holds one copy of the model in slices;
     it adds no ranks. `fsdp` and `zero` slice within a group."""
+    expert: int = Field(default=1, ge=1, le=RANKS)
+    """Ranks of `data` that divide the experts of a mixture among themselves; it adds no ranks.
+    `expert_parallel` does so."""
     patience_s: float = Field(default=45.0, ge=0, le=1e6)
     """Seconds after which a rank is named, and the run ends, that does not answer, or does nothing
     while others wait for it; 0 waits for ever."""
@@ -70,6 +73,24 @@ class MeshConfig(Strict):
                 f"mesh.auto chooses the sizes of all axes, and mesh.replicate={self.replicate} "
                 "divides one of them",
                 mend("mesh.replicate=1") | mend("mesh.auto=false"),
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_expert(self) -> Self:
+        group = self.data // self.replicate
+        if self.auto and self.expert > 1:
+            raise Wrong(
+                f"mesh.auto chooses the sizes of all axes, and mesh.expert={self.expert} divides "
+                "one of them",
+                mend("mesh.expert=1") | mend("mesh.auto=false"),
+            )
+        if not self.auto and group % self.expert:
+            near = largest_divisor(group, self.expert)
+            raise Wrong(
+                f"the {group} ranks of mesh.data / mesh.replicate do not divide into groups of "
+                f"mesh.expert = {self.expert}; the nearest is mesh.expert={near}",
+                mend(f"mesh.expert={near}"),
             )
         return self
 

@@ -92,6 +92,9 @@ class CheckpointConfig(Strict):
     """Number of newest checkpoints that are kept."""
     keep_best: bool = True
     """Also keep the checkpoint of the lowest validation loss."""
+    memory_every_steps: int = Field(default=0, ge=0, le=MOST)
+    """Steps between two copies of the state in the memory of the hosts, which a resume reads where
+    they are newer than the disk's; 0 makes none."""
 
 
 class TraceConfig(Strict):
@@ -244,7 +247,7 @@ class Plan(Strict):
                 mend("attention=plan") | mend(f"-{owners[0]}"),
             )
         taken = {axis for technique in self.techniques.values() for axis in technique.axes}
-        for axis in ("tensor", "context", "pipeline"):
+        for axis in ("tensor", "context", "pipeline", "expert"):
             size = getattr(self.mesh, axis)
             if size > 1 and axis not in taken:
                 raise Wrong(

@@ -32,7 +32,7 @@ from headrace.plan.changes import changed, difference, flat, word
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context, Technique
 from headrace.predict.calibration import Calibration
-from headrace.predict.layouts import layouts
+from headrace.predict.layouts import groups, layouts
 from headrace.predict.prediction import Prediction, at, predict
 from headrace.predict.ranks import slowest
 
@@ -204,6 +204,7 @@ class Asking:
                 if None not in gone:
                     out = {word for one in gone if one for word in one}
                     yield (*words, *sorted(out - set(words)))
+            yield from groups(plan, self.catalogue, near=plan is not self.start)
         for name, technique in plan.techniques.items():
             if self.keeps(type(technique)):
                 yield (f"-{name}",)

@@ -13,6 +13,8 @@ from headrace.core.units import divisors
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Technique
 
+EXPERTS = "expert"
+"""Ranks of `FREE` that divide the experts of a mixture."""
 FREE = "data"
 """The axis that no technique owns: its replicas read different sequences."""
 
@@ -41,9 +43,43 @@ def layouts(
         words += [
             f"-{name}"
             for name, technique in plan.techniques.items()
-            if technique.axes and all(wanted[axis] == 1 for axis in technique.axes)
+            if technique.axes and all(wanted.get(axis, 0) == 1 for axis in technique.axes)
         ]
         yield tuple(words), more
+
+
+def groups(plan: Plan, catalogue: Catalogue, *, near: bool) -> Iterator[tuple[str, ...]]:
+    """Yield the words of other groups of the ranks of `data`, which add no rank.
+
+    They are copies of the model in slices (`mesh.replicate`) where a technique slices it, and
+    shares of experts (`mesh.expert`) where the plan has some.
+
+    Args:
+        plan: a plan of several ranks.
+        catalogue: the techniques that exist.
+        near: whether to yield only sizes that differ by one prime factor.
+    """
+    mesh = plan.mesh
+    slicing = any("shard" in technique.composes for technique in plan.techniques.values())
+    if slicing or mesh.replicate > 1:
+        fits = [n for n in divisors(mesh.data // mesh.expert) if n < mesh.data * mesh.context]
+        for size in _others(mesh.replicate, fits, near):
+            yield (f"mesh.replicate={size}",)
+    owner = _owner(plan, catalogue, EXPERTS)
+    experts = max((getattr(t, "experts", 0) for t in plan.techniques.values()), default=0)
+    if owner is None or not experts:
+        return
+    fits = [n for n in divisors(mesh.data // mesh.replicate) if n <= experts]
+    for size in _others(mesh.expert, fits, near):
+        on = owner.name() in plan.techniques
+        change = ("+" * (not on) if size > 1 else "-" * on) + owner.name()
+        yield (f"mesh.{EXPERTS}={size}", *([change] if change[0] in "+-" else []))
+
+
+def _others(now: int, sizes: list[int], near: bool) -> list[int]:
+    """Return the sizes but the present one, or of these those that differ by one prime factor."""
+    ratios = {n: max(n / now, now / n) for n in sizes if n != now}
+    return [n for n, ratio in ratios.items() if not near or _is_prime(ratio)]
 
 
 def _owner(plan: Plan, catalogue: Catalogue, axis: str) -> type[Technique[Any]] | None:

@@ -2,8 +2,9 @@
 
 A plan that says `mesh.auto = true` names no layout. Every layout of the ranks is predicted, each
 with the techniques that split the model along its axes, and then those of the best with other
-techniques of the parallel room beside them, such as `fsdp`. The fastest that fits is taken. Rates
-of links are those that `headrace probe` measured here, else a datasheet's.
+techniques of the parallel room beside them, such as `fsdp`, and then with the ranks of `data` in
+groups: copies of slices, or shares of experts. The fastest that fits is taken. Rates of links are
+those that `headrace probe` measured here, else a datasheet's.
 
 A technique that cannot follow a plan to several ranks is left out or replaced as its own refusal
 advises, where that keeps what is learned, and this is told.

@@ -60,23 +60,25 @@ class Checkpoints:
         ranks: the number of ranks of the run.
         keep_last: how many of the newest are kept beside the best.
         log: called with a line when one is complete.
+        alone: whether the folder holds this rank's part only.
     """
 
     def __init__(
         self, folder: Path, *, rank: int, ranks: int, keep_last: int,
-        log: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None, alone: bool = False,
     ) -> None:  # fmt: skip
         self._log = log
         self.folder, self.rank, self.ranks, self.keep_last = folder, rank, ranks, keep_last
         self._thread: threading.Thread | None = None
+        self._leads, self._members = alone or rank == 0, (rank,) if alone else range(ranks)
         self.go_on = train_command(folder.parent, "--resume")
         self._error: BaseException | None = None
         folder.mkdir(parents=True, exist_ok=True)
-        if rank == 0:
+        if self._leads:
             sync_path(folder.parent)
         self._alive: BaseFileLock | None = None
         self._show_alive()
-        if rank == 0:
+        if self._leads:
             for left_over in folder.glob("*.tmp"):
                 shutil.rmtree(left_over)
             self._link()
@@ -158,7 +160,7 @@ class Checkpoints:
             self._write(*work)
         except BaseException as error:
             self._error = error
-            if self.rank == 0:
+            if self._leads:
                 shutil.rmtree(self.folder / f"step-{work[0]}.tmp", ignore_errors=True)
 
     def _write(
@@ -178,12 +180,12 @@ class Checkpoints:
             "rank_values": values.pop("rank", {}),
         }
         write_whole(aside / f"rank-{self.rank:05d}.json", json.dumps(part))
-        if self.rank != 0:
+        if not self._leads:
             return
-        parts = [self._read_part(aside, rank) for rank in range(self.ranks)]
+        parts = [self._read_part(aside, rank) for rank in self._members]
         index = _sealed({"format": FORMAT, "step": step, "parts": parts, **values})
         write_whole(aside / INDEX, json.dumps(index))
-        for rank in range(self.ranks):
+        for rank in self._members:
             (aside / f"rank-{rank:05d}.json").unlink()
         if step in self.steps():
             self._discard(step)
@@ -216,7 +218,7 @@ class Checkpoints:
 
         Where an earlier process of this rank still holds it, the next save tries again.
         """
-        if self.ranks == 1 or self._alive is not None:
+        if len(self._members) == 1 or self._alive is not None:
             return
         for _ in range(20):
             with suppress(Timeout):  # or the first rank is testing it just now

@@ -111,6 +111,8 @@ def first_of_the_baseline(build: Build, step: TakeStep, *, draw: int = 0) -> Fir
         return "no technique of this plan could be left out"
     if build.world.ranks != build.world.size("data"):
         return f"the model is cut over {build.world.ranks} processes"
+    if (ranks := build.world.size("expert")) > 1:
+        return f"the experts are divided over {ranks} processes"
     ready: list[bool] = []
     why = ""
     baseline = None

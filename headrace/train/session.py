@@ -36,6 +36,7 @@ from headrace.train.general import compared, general_text, read_general
 from headrace.train.goal import Counters, ended_by, seconds_left
 from headrace.train.identity import differences, format_changes
 from headrace.train.interrupts import Interrupts
+from headrace.train.memory_copies import MemoryCopies
 from headrace.train.others import share_end
 from headrace.train.run_folder import RunFolder, command_line, in_words, metrics_line
 from headrace.train.start import Start
@@ -71,6 +72,7 @@ class Session:
             folder.checkpoints, rank=world.rank, ranks=world.ranks,
             keep_last=plan.checkpoint.keep_last, log=progress.log,
         )  # fmt: skip
+        self.copies = MemoryCopies(build, folder.path)
         self.counted = False  # whether the newest complete step counted a target
         self.evidence: dict[str, Evidence] | None = None
         self.last: LastLook | None = None
@@ -137,7 +139,7 @@ class Session:
         Raises:
             ConfigError, RunError: see `state.restore` and `Saved`.
         """
-        path = self.folder.checkpoints / which if which else self.checkpoints.latest()
+        path = self.folder.checkpoints / which if which else self.copies.newest_of(self.checkpoints)
         if path is None:
             self.progress.note(f"{self.folder.path} has no checkpoint yet: starting again")
             if not self._begun:
@@ -155,7 +157,7 @@ class Session:
             counters = Counters(**state.restore(self.build, saved))
         except (KeyError, TypeError, AttributeError) as error:
             raise saved.damaged(f"what it says of the run is none ({error!r})") from None
-        self._saved_step = counters.step
+        self._saved_step = counters.step if path.parent == self.folder.checkpoints else None
         self._begin_at(counters)
         self.resumed = {"checkpoint": str(saved.path), "changed": changed}
         changes = f" with {format_changes(changed)}" if changed else ""
@@ -164,6 +166,7 @@ class Session:
     def _begin_at(self, counters: Counters) -> None:
         self.counters = counters
         self._wall_before_s = counters.wall_s
+        self.copies.begin_at(counters.step)
         self.signals.totals_s.update(counters.phase_s)
         if counters.stream:
             self.build.loader.load_state(counters.stream)
@@ -217,6 +220,8 @@ class Session:
         if saves and (unseen or self._saved_step != self.counters.step):
             self._save()
         self.checkpoints.wait()
+        if saves or done:
+            self.copies.drop()
         stop.deafen()
         self.last = None if self.evidence is None else last_look(self.build, self.counted)
         if done:
@@ -312,11 +317,6 @@ class Session:
             self.memory = tracker.peak_bytes()
             self.operations = tracker.operations.report()
 
-    @property
-    def compiled(self) -> bool:
-        """Return whether any part of the model is compiled."""
-        return bool(self.build.compiled)
-
     def after_step(self, batch: StepBatch, numbers: Tensor) -> None:
         """Count a step, read complete rows, and evaluate and save when they are due."""
         plan, counters = self.build.plan, self.counters
@@ -351,10 +351,11 @@ class Session:
             self._take_rows(keep=0)
             self._evaluate()
         self._flush_rows()
-        if plan.checkpoint.every_steps and counters.step % plan.checkpoint.every_steps == 0:
+        on_disk = plan.checkpoint.every_steps and counters.step % plan.checkpoint.every_steps == 0
+        if on_disk or self.copies.is_due(counters.step):
             self._take_rows(keep=0)
             self._flush_rows()
-            self._save()
+            self._save(None if on_disk else self.copies)
         self._trace()
 
     def _trace(self, *, steady: bool | None = None) -> None:
@@ -445,34 +446,31 @@ class Session:
         self.counters.wall_s = self._wall_s()
         return score
 
-    def _save(self) -> None:
+    def _save(self, copies: MemoryCopies | None = None) -> None:
         began_s, counters, build = time.perf_counter(), self.counters, self.build
-        counters.stream = self._stream()
+        counters.stream = state.stream_of(build)
         remember(build, counters)
         counters.wall_s = self._wall_s()
         counters.phase_s = dict(self.signals.totals_s)
         values = state.values(build, counters.plain())
         scored = build.plan.checkpoint.keep_best and counters.evaluated
         values["score"] = counters.bits_per_byte if scored else None
-        if self._saved_step == counters.step:
+        if copies is not None:
+            copies.save(counters.step, state.tensors(build), values, build.change_hooks)
+        elif self._saved_step == counters.step:
             self.checkpoints.amend(counters.step, values)
         else:
             self.checkpoints.save(counters.step, state.tensors(build), values, build.change_hooks)
-        self._saved_step = counters.step
+        self._saved_step = self._saved_step if copies else counters.step
         self.signals.spent("checkpoint", time.perf_counter() - began_s)
-
-    def _stream(self) -> dict[str, Any]:
-        """Return the stream's position and the hash of the rows that all ranks have read."""
-        loader, world = self.build.loader, self.build.world
-        reads = all(world.place(axis) == 0 for axis in ("pipeline", "context", "tensor"))
-        loader.merge(sum(world.gather(loader.local_hash if reads else 0)))
-        return loader.state()
 
     def _write_report(
         self, status: str, message: str, error: str = "", *, alone: bool = False
     ) -> None:
         counters = replace(self.counters, phase_s=dict(self.signals.totals_s))
-        counters.stream = counters.stream if status == "failed" or alone else self._stream()
+        counters.stream = (
+            counters.stream if status == "failed" or alone else state.stream_of(self.build)
+        )
         remember(self.build, counters)
         report = summarize(
             self.build,

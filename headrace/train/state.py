@@ -86,12 +86,21 @@ def restore(build: Build, saved: Saved) -> dict[str, Any]:
         saved.fill_(f"model/{name}", _piece(build, name, parameter))
     _check_numbers(build, saved)
     restore_state(build, saved)
-    if build.world.rank < len(saved.parts):
+    own = f"rank-{build.world.rank:05d}.safetensors"
+    for part in (part for part in saved.parts if part["file"] == own):
         try:
-            _set_rng(saved.parts[build.world.rank]["rank_values"]["rng"], build.device)
+            _set_rng(part["rank_values"]["rng"], build.device)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise saved.damaged(f"the state of its random numbers is none ({error})") from None
     return saved.values["counters"]
+
+
+def stream_of(build: Build) -> dict[str, Any]:
+    """Return the stream's position and the hash of the rows that all ranks have read."""
+    loader, world = build.loader, build.world
+    reads = all(world.place(axis) == 0 for axis in ("pipeline", "context", "tensor"))
+    loader.merge(sum(world.gather(loader.local_hash if reads else 0)))
+    return loader.state()
 
 
 def restore_state(build: Build, saved: Saved) -> None:

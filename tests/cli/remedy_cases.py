@@ -65,6 +65,8 @@ PLANS = {
     "plan/mesh_config:MeshConfig._check_replicate#2": Case(
         f"{PLAN} mesh.auto=true mesh.replicate=2 --with fsdp"
     ),
+    "plan/mesh_config:MeshConfig._check_expert#1": Case(f"{PLAN} mesh.auto=true mesh.expert=2"),
+    "plan/mesh_config:MeshConfig._check_expert#2": Case(f"{PLAN} mesh.data=4 mesh.expert=3"),
     "plan/plan:Plan._check#1": Case(f"{PLAN} batch.tokens=1000"),
     "plan/plan:Plan._check#2": Case(f"{PLAN} batch.micro_sequences=7"),
     "plan/plan:Plan._check#3": Case(f"{PLAN} 'data.weights=[1,2]'"),

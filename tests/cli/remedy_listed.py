@@ -21,6 +21,8 @@ LISTED = {
     "cli/launch": "tests/launch/test_local.py meets it: what follows becomes another process",
     "data/scale/local": SCALE,
     "api/commands": "tests/api/test_calls.py: the error of a verb, whose own remedy it has",
+    "train/memory_copies:_own_folder#1": "tests/distributed/test_memory_copies.py meets it: only a "
+    "system without files in memory has it",
     "core/system": "tests/core/test_system.py pretends to be Windows, where WSL is installed",
     "predict/mesh:choose_mesh#1": "tests/predict/test_mesh_chosen.py: only more GPUs mend it",
     "data/remote": "tests/data/test_remote.py asks a store in memory, and reads each remedy",

@@ -246,7 +246,7 @@ CASES: dict[str, Asked] = {
     ),
     "techniques/memory/chunked_mlp:ChunkedMLP.supports#1": Asked((), ("chunked_mlp",)),
     "techniques/memory/dynamic_batch:DynamicBatch.supports#1": Asked(
-        ("mesh.data=2",), ("dynamic_batch",)
+        ("mesh.data=2",), ("dynamic_batch", "fsdp")
     ),
     "techniques/memory/dynamic_batch:DynamicBatch.supports#2": Asked((), ("dynamic_batch",), "mps"),
     "techniques/memory/expandable_segments:ExpandableSegments.supports#1": Asked(
@@ -306,6 +306,16 @@ CASES: dict[str, Asked] = {
     ),
     "assemble/sliced:SlicingTechnique.supports#3": Asked(
         ("techniques.fsdp.gather=bf16", "mesh.data=2"), ("fsdp",)
+    ),
+    "techniques/parallel/expert_parallel:ExpertParallel.supports#1": Asked(
+        (), ("expert_parallel",)
+    ),
+    "techniques/parallel/expert_parallel:ExpertParallel.supports#2": Asked(
+        (), ("expert_parallel", "mixture_of_experts")
+    ),
+    "techniques/parallel/expert_parallel:ExpertParallel.supports#3": Asked(
+        ("mesh.data=4", "mesh.expert=4", "techniques.mixture_of_experts.experts=2"),
+        ("expert_parallel", "mixture_of_experts"),
     ),
     "techniques/parallel/ulysses:Ulysses.supports#1": Asked(
         ("mesh.context=4", "model.heads=4", "model.kv_heads=2"), ("ulysses",)

@@ -18,6 +18,7 @@ MESHED = {
     *(
         "context_parallel",
         "data_parallel",
+        "expert_parallel",
         "fsdp",
         "pipeline_parallel",
         "tensor_parallel",

@@ -1,10 +1,8 @@
 """The compositions that must run, by the words of the design."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import house
 from composition import Composition
 
 FSDP: dict[str, Any] = {"fsdp": {}}
@@ -14,6 +12,7 @@ TP: dict[str, Any] = {"tensor_parallel": {}}
 PP: dict[str, Any] = {"pipeline_parallel": {}}
 INTERLEAVED: dict[str, Any] = {"pipeline_parallel": {"schedule": "interleaved", "chunks": 2}}
 ZBV: dict[str, Any] = {"pipeline_parallel": {"schedule": "zbv", "chunks": 2}}
+DUAL: dict[str, Any] = {"pipeline_parallel": {"schedule": "dualpipev", "chunks": 2}}
 CP: dict[str, Any] = {"context_parallel": {}}
 ULYSSES: dict[str, Any] = {"ulysses": {}}
 COMPILE: dict[str, Any] = {"torch_compile": {"backend": "aot_eager", "scope": "block"}}
@@ -37,6 +36,9 @@ BY_READING: dict[str, Any] = {"weight_pruning": {"pattern": "unstructured", "met
 TWICE: dict[str, Any] = {"steps": 3}
 """Steps of which Sophia sweeps before the first and the third."""
 EXPERTS: dict[str, Any] = {"mixture_of_experts": {"experts": 4}}
+DIVIDED: dict[str, Any] = {"mixture_of_experts": {"experts": 5}, "expert_parallel": {}}
+"""Experts that no two or four ranks divide evenly."""
+EVEN: dict[str, Any] = {"mixture_of_experts": {"experts": 4}, "expert_parallel": {}}
 
 SPEEDRUN: dict[str, Any] = {
     "relu_squared": {},
@@ -61,7 +63,7 @@ ROLES: dict[str, Any] = {
 
 def case(name: str, *techniques: dict[str, Any], **more: Any) -> Composition:
     """A composition from tables of techniques; `data` and the like are its mesh."""
-    axes = ("data", "tensor", "context", "pipeline", "replicate")
+    axes = ("data", "tensor", "context", "pipeline", "replicate", "expert")
     mesh = {a: more.pop(a) for a in axes if a in more}
     tables = {n: k for table in techniques for n, k in table.items()}
     return Composition(name, mesh, tables, **more)
@@ -136,6 +138,9 @@ COMPOSITIONS = [
     case("pp-fsdp-checkpoint-compile", PP, FSDP, SAC, COMPILE, pipeline=2, data=2, slow=True),
     case("pp-checkpoint-compile", PP, SAC, COMPILE, pipeline=2, slow=True),
     case("zbv-tied", ZBV, pipeline=2, layers=5, shape="tied", micro_rows=1),
+    case("dualpipev-tied", DUAL, pipeline=2, layers=5, shape="tied", micro_rows=1, slow=True),
+    case("dualpipev4-gpt2", DUAL, pipeline=4, layers=9, shape="gpt2", micro_rows=1, slow=True),
+    case("dualpipev-experts", DUAL, DIVIDED, pipeline=2, data=2, expert=2, layers=4, slow=True),
     case("zbv4-gpt2", ZBV, pipeline=4, layers=9, shape="gpt2", micro_rows=2, slow=True),
     case("zbv-tp", ZBV, TP, pipeline=2, tensor=2, layers=4, slow=True),
     case("zbv-experts", ZBV, EXPERTS, pipeline=2, data=2, layers=4, micro_rows=1, slow=True),
@@ -306,6 +311,19 @@ COMPOSITIONS = [
     case("scaling-tp-fsdp", {"fp16_loss_scaling": {}}, TP, FSDP, tensor=2, data=2, slow=True),
     case("experts-fsdp", EXPERTS, FSDP, data=4, slow=True),
     case("experts-tp-fsdp", EXPERTS, TP, FSDP, tensor=2, data=2),
+    case("divided", DIVIDED, data=2, expert=2, slow=True),
+    case("divided-4", DIVIDED, data=4, expert=4, micro_rows=1, shape="tied"),
+    case("divided-checkpoint-fsdp", EVEN, FSDP, SAC, data=4, expert=2, micro_rows=1),
+    case("divided-fsdp-rows", EVEN, FSDP, data=4, expert=2, slow=True),
+    case("divided-all-fsdp", DIVIDED, FSDP, data=4, expert=4, slow=True),
+    case("divided-zero-2", EVEN, ZERO2, data=4, expert=2, micro_rows=1, slow=True),
+    case("divided-hybrid", EVEN, FSDP, data=4, replicate=2, expert=2, micro_rows=1, slow=True),
+    case("divided-tp", DIVIDED, TP, tensor=2, data=2, expert=2, slow=True),
+    case("divided-pp", DIVIDED, PP, pipeline=2, data=2, expert=2),
+    case("divided-overlapped", DIVIDED, BUCKETS, data=4, expert=2, micro_rows=1),
+    case("divided-muon", EVEN, MUON, data=4, expert=2, slow=True),
+    case("divided-compile", EVEN, COMPILE, data=2, expert=2, slow=True),
+    case("divided-checkpoint-compile", EVEN, SAC, COMPILE, data=2, expert=2, slow=True),
     case("experts-pp-fsdp", EXPERTS, PP, FSDP, pipeline=2, data=2, slow=True),
     case(
         "float8-rowwise-fsdp",
@@ -434,6 +452,10 @@ COMPOSITIONS = [
 ]
 
 
+ADDS_NO_RANKS = ("data", "replicate", "expert")
+"""Sizes of a mesh that split no model, or share the ranks of another."""
+
+
 def fitted(composition: Composition, ranks: int) -> Composition | None:
     """The composition on another number of ranks, or None if its axes do not fit.
 
@@ -447,54 +469,14 @@ def fitted(composition: Composition, ranks: int) -> Composition | None:
             mesh[axis], left = wanted, left // wanted
     if any(composition.mesh.get(a, 1) > 1 for a in ("tensor", "context", "pipeline")) and not mesh:
         return None
-    if set(mesh) != {a for a in composition.mesh if a not in ("data", "replicate")}:
+    if set(mesh) != {a for a in composition.mesh if a not in ADDS_NO_RANKS}:
         return None
     if (groups := composition.mesh.get("replicate", 1)) > 1:
         if left % groups or left == groups:
             return None
         mesh["replicate"] = groups
+    if (among := composition.mesh.get("expert", 1)) > 1:
+        if left // groups % among:
+            return None
+        mesh["expert"] = among
     return replace(composition, mesh={**mesh, "data": left})
-
-
-# --- pairs -----------------------------------------------------------------------------------
-
-AXES_OF: Mapping[str, Mapping[str, int]] = {
-    "fsdp": {"data": 2},
-    "zero": {"data": 2},
-    "data_parallel": {"data": 2},
-    "tensor_parallel": {"tensor": 2},
-    "pipeline_parallel": {"pipeline": 2},
-    "context_parallel": {"context": 2},
-    "ulysses": {"context": 2},
-}
-"""What splits the model, and the axis that it needs; the rest of 4 ranks are replicas."""
-PAIR_KNOBS: Mapping[str, Mapping[str, Any]] = {
-    "torch_compile": {"backend": "aot_eager", "scope": "block"},
-}
-
-
-def pair_composition(one: str, two: str) -> Composition:
-    """Combine two techniques on a model whose sizes suit all of them."""
-    mesh = {axis: n for name in (one, two) for axis, n in AXES_OF.get(name, {}).items()}
-    if mesh:
-        split = 1
-        for axis, ranks in mesh.items():
-            split *= ranks if axis != "data" else 1
-        mesh["data"] = 4 // split
-    knobs = {n: {**house.tiny_knobs(n, "cpu"), **PAIR_KNOBS.get(n, {})} for n in (one, two)}
-    whole_step = "optimizer_in_backward" in knobs  # no norm and one micro-batch
-    scales = {"float8_linear", "tensor_parallel"} <= knobs.keys()
-    blocks = {"adamw_8bit", "tensor_parallel"} <= knobs.keys()  # its blocks are of 256 columns
-    heads = {"ulysses", "tensor_parallel"} <= knobs.keys()  # both share key-value heads
-    return Composition(
-        f"pair {one} {two}",
-        mesh,
-        knobs,
-        shape="wide" if blocks else "gpt2" if heads else "even",
-        layers=4,
-        length=16,
-        micro_rows=0 if whole_step else 2,
-        clip_norm=0.0 if whole_step else 0.3,
-        steps=5,  # a schedule of lengths changes them
-        approximate=scales,
-    )

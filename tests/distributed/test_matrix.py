@@ -14,8 +14,8 @@ from typing import Any
 import house
 import pytest
 import torch
-from cases import AXES_OF, pair_composition
 from composition import Composition, run
+from pairs import AXES_OF, pair_composition
 from test_compositions import assert_inside_the_band, beyond
 
 from headrace.assemble.context import check_supported, make_context

@@ -45,7 +45,16 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
             "batch.micro_sequences=2",
         ),
     ),
+    "experts": (4, ("mesh.data=4", "mesh.expert=4", "techniques.expert_parallel={}")),
+    "experts x fsdp": (
+        4,
+        (
+            *("mesh.data=4", "mesh.expert=2", "techniques.expert_parallel={}"),
+            *("techniques.fsdp={}", "batch.micro_sequences=1"),
+        ),
+    ),
 }
+MIXTURE = ("techniques.mixture_of_experts.experts=5",)
 MODEL = (
     "model.layers=3",
     "model.tied_embeddings=true",
@@ -117,6 +126,35 @@ def test_a_run_moves_from_layout_to_layout(zygote: Any, home: Path, way: tuple[s
         train(zygote, home, name, layout, steps, *(["--resume"] if number else []))
     assert report(home / "runs" / name)["restarts"] == len(way) - 1
     assert_the_same_run(home / "runs/whole", home / "runs" / name)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        ("experts", "experts x fsdp", "alone"),
+        pytest.param(("experts x fsdp", "experts"), marks=pytest.mark.slow),
+    ],
+    ids=" to ".join,
+)
+def test_divided_experts_move(zygote: Any, home: Path, way: tuple[str, ...]) -> None:
+    if not (home / "runs/mixture").exists():
+        train(zygote, home, "mixture", "alone", 12, *MIXTURE)
+    name = f"experts{len(way)}"
+    for number, layout in enumerate(way):
+        more = ("--resume",) if number else ()
+        train(zygote, home, name, layout, 12 * (number + 1) // len(way), *MIXTURE, *more)
+    assert_the_same_run(home / "runs/mixture", home / "runs" / name)
+
+
+@pytest.mark.slow
+def test_divided_experts_resume_to_the_bit(zygote: Any, home: Path) -> None:
+    train(zygote, home, "straight", "experts x fsdp", 12, *MIXTURE)
+    for steps, more in ((6, ()), (12, ("--resume",))):
+        train(zygote, home, "broken", "experts x fsdp", steps, *MIXTURE, *more)
+    one, two = home / "runs/straight", home / "runs/broken"
+    assert torch.equal(losses(one), losses(two))
+    first, second = (tensors(run / "checkpoints" / "latest") for run in (one, two))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 @pytest.mark.parametrize(

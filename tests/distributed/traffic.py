@@ -16,6 +16,7 @@ from headrace.assemble.build import make_build, make_ledgers
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import sent
 from headrace.data.ingest import prepare
+from headrace.parallel import experts
 from headrace.parallel.world import World, join
 from headrace.plan.mesh_config import MeshConfig
 from headrace.train.train import step
@@ -85,12 +86,13 @@ class Counted(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         """What a custom operation sends no mode sees, so the call itself is watched."""
-        self.plain = dist.batch_isend_irecv
+        self.plain, self.swap = dist.batch_isend_irecv, experts._swap
         dist.batch_isend_irecv = self._batch  # type: ignore[assignment]
+        experts._swap = self._swap
         return super().__enter__()
 
     def __exit__(self, *given: Any) -> None:
-        dist.batch_isend_irecv = self.plain
+        dist.batch_isend_irecv, experts._swap = self.plain, self.swap
         super().__exit__(*given)
 
     def _batch(self, ops: list[dist.P2POp]) -> list[dist.Work]:
@@ -99,6 +101,11 @@ class Counted(TorchDispatchMode):
                 self.bytes["send"] += one.tensor.nbytes
                 self.calls["send"] += 1
         return self.plain(ops)
+
+    def _swap(self, own: torch.Tensor, sends: list[int], *where: Any) -> torch.Tensor:
+        self.bytes["all_to_all"] += sent("all_to_all", own.nbytes, len(sends))  # type: ignore[assignment]
+        self.calls["all_to_all"] += 1
+        return self.swap(own, sends, *where)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count, then run."""

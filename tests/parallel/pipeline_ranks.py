@@ -16,7 +16,7 @@ from headrace.parallel.pipeline import (
     one_forward_one_backward,
     run,
 )
-from headrace.parallel.zero_bubble import zero_bubble
+from headrace.parallel.zero_bubble import ORDERS
 
 VOCAB, DIM, RANKS_PER_LINE = 11, 6, {2: (2,), 4: (4, 2)}
 
@@ -103,9 +103,13 @@ def toys(line: PipelineRank, *, tied: bool = False) -> tuple[Toy, Toy]:
     return one, two
 
 
+ALONG_V: list[str] = []
+"""The schedule of lines that lie along a V."""
+
+
 def make_schedule(line: PipelineRank, micros: int) -> list[Action]:
     if line.v:
-        return zero_bubble(line.ranks, line.rank, micros)
+        return ORDERS[ALONG_V[-1]](line.ranks, line.rank, micros)
     if line.chunks == 1:
         return one_forward_one_backward(line.ranks, line.rank, micros)
     return interleaved(line.ranks, line.rank, micros, line.chunks)
@@ -198,8 +202,10 @@ def wrong_shape(line: PipelineRank) -> None:
     dist.barrier()
 
 
-def check(chunks: int, kind: str = "cpu", *, v: bool = False) -> None:
-    """Check every case of this world, in one process group."""
+def check(chunks: int, kind: str = "cpu", *, schedule: str = "") -> None:
+    """Check every case of this world, in one process group; a schedule is one along a V."""
+    v = bool(schedule)
+    ALONG_V.append(schedule)
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device(kind, int(os.environ["LOCAL_RANK"]))

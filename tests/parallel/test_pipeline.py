@@ -2,12 +2,14 @@
 
 from collections import defaultdict, deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from crosses import crossed
 from facts import in_order
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from headrace.core.errors import ConfigError
 from headrace.parallel.pipeline import (
@@ -17,7 +19,7 @@ from headrace.parallel.pipeline import (
     interleaved,
     one_forward_one_backward,
 )
-from headrace.parallel.zero_bubble import bubble_of_v, most_of_v, zero_bubble
+from headrace.parallel.zero_bubble import bubble_of_v, dual_pipe_v, most_of_v, zero_bubble
 
 FUNCTIONS = Path(__file__).with_name("pipeline_ranks.py")
 ONE = [(ranks, 1, micros) for ranks in range(1, 9) for micros in (1, 2, 3, 5, 7, 8, 16, 33)]
@@ -160,9 +162,53 @@ def test_a_v_is_complete_and_waits_least(ranks: int, micros: int) -> None:
         assert waits < bubble(ranks, micros, 2) < bubble(ranks, micros)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("more", [0, 1, 5, 17])
+def test_dual_pipe_v_is_torchs_order(ranks: int, more: int) -> None:
+    micros = 2 * ranks + more
+    theirs = SimpleNamespace(pp_group_size=ranks, _n_microbatches=micros)
+    kinds = {
+        "FORWARD": "forward",
+        "FULL_BACKWARD": "backward",
+        "BACKWARD_INPUT": "inputs",
+        "BACKWARD_WEIGHT": "weights",
+    }
+    for rank in range(ranks):
+        order = ScheduleDualPipeV._calculate_single_rank_operations(theirs, rank)  # type: ignore[arg-type]
+        flat = [one for action in order if action for one in (action.sub_actions or (action,))]
+        wanted = [
+            Action(
+                kinds[a.computation_type.name],  # type: ignore[arg-type]
+                int(a.stage_index != rank),
+                a.microbatch_index or 0,
+            )
+            for a in flat
+        ]
+        assert dual_pipe_v(ranks, rank, micros) == wanted
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("micros", [1, 2, 5, 8, 33])
+def test_dual_pipe_v_is_complete(ranks: int, micros: int) -> None:
+    for rank in range(ranks):
+        plan = dual_pipe_v(ranks, rank, micros)
+        for c, m in {(a.chunk, a.micro) for a in plan}:
+            kinds = [a.kind for a in plan if (a.chunk, a.micro) == (c, m)]
+            assert kinds in (["forward", "backward"], ["forward", "inputs", "weights"])
+        assert len({(a.chunk, a.micro) for a in plan}) == 2 * micros
+        assert most_of_v(ranks, rank, micros, "dualpipev") <= 2 * ranks + 1
+    waits = bubble_of_v(ranks, micros, "dualpipev")  # a deadlock would not reach the end
+    assert bubble_of_v(ranks, micros) <= waits
+    if micros >= 2 * ranks:
+        assert waits < bubble(ranks, micros)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_loss_and_gradients_along_a_v(zygote: Any, tmp_path: Path, ranks: int) -> None:
-    zygote.call(ranks, tmp_path, FUNCTIONS, "check", chunks=2, v=True)
+def test_loss_and_gradients_along_a_v(
+    zygote: Any, tmp_path: Path, ranks: int, schedule: str
+) -> None:
+    zygote.call(ranks, tmp_path, FUNCTIONS, "check", chunks=2, schedule=schedule)
 
 
 @crossed(together=1, ranks=(4, 2), chunks=(1, 2))

@@ -21,10 +21,11 @@ from headrace.costs.rates import StreamPoint, StreamRates
 from headrace.costs.step import step_time
 from headrace.costs.work import CONTENTION, EDGE_S, Collective, Matmul, collective
 from headrace.parallel.pipeline import bubble
+from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Card, Catalogue, Stage, Supported, Technique
 from headrace.predict.calibration import Calibration
-from headrace.predict.layouts import layouts
+from headrace.predict.layouts import groups, layouts
 from headrace.predict.page import format_prediction
 from headrace.predict.prediction import PART_NAMES, Prediction, predict
 from headrace.predict.sweep import sweep
@@ -336,6 +337,41 @@ def test_layouts_are_all_and_each_brings_its_technique() -> None:
     assert ("mesh.data=8", "mesh.tensor=1", "-tensor_parallel") in back
     none = Catalogue({n: k for n, k in known.techniques.items() if not k.axes}, known.families)
     assert not list(layouts(plan, none, near=False))
+
+
+def test_groups_of_ranks_are_proposed_where_something_is_divided() -> None:
+    known = catalogue()
+    assert not list(groups(plan_of("160m", "mesh.data=8"), known, near=False))
+    sliced = plan_of("160m", "mesh.data=8", with_=("fsdp",))
+    assert [*groups(sliced, known, near=False)] == [("mesh.replicate=2",), ("mesh.replicate=4",)]
+    assert [*groups(sliced, known, near=True)] == [("mesh.replicate=2",)]
+    mixed = plan_of(
+        "160m", "mesh.data=8", with_=("mixture_of_experts",), without=(*ALONE, "swiglu")
+    )
+    words = [*groups(mixed, known, near=False)]
+    assert words == [(f"mesh.expert={n}", "+expert_parallel") for n in (2, 4, 8)]
+    divided = changed(mixed, words[1], known)
+    assert [*groups(divided, known, near=False)] == [
+        ("mesh.expert=1", "-expert_parallel"),
+        ("mesh.expert=2",),
+        ("mesh.expert=8",),
+    ]
+    assert ("mesh.data=4", "mesh.tensor=2", "+tensor_parallel") in {
+        words for words, _ in layouts(divided, known, near=False)
+    }
+
+
+def test_experts_that_are_divided_take_less_memory() -> None:
+    mixed = plan_of(
+        "160m", "mesh.data=8", with_=("mixture_of_experts",), without=(*ALONE, "swiglu")
+    )
+    place = elsewhere(make_context(mixed, torch.device("cpu")), H200.name)
+    found = sweep(mixed, place, linked(ranks=8), catalogue(), limit=150)
+    peaks = {
+        c.changes: c.prediction.memory.peak_bytes for c in found.unknown if len(c.changes) == 2
+    }
+    each = [peaks["+expert_parallel", f"mesh.expert={n}"] for n in (2, 4, 8)]
+    assert found.start.prediction.memory.peak_bytes > each[0] > each[1] > each[2]
 
 
 @pytest.mark.parametrize("limit", [120, pytest.param(300, marks=pytest.mark.slow)])

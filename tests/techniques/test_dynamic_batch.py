@@ -23,7 +23,7 @@ from headrace.model.mask import Rows
 from headrace.parallel.world import World
 from headrace.plan.mesh_config import MeshConfig
 from headrace.plan.plan import Plan
-from headrace.plan.technique import Unsupported
+from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.memory import dynamic_batch
 from headrace.techniques.memory.dynamic_batch import DynamicBatch, MicroBatchSize, cut, halves
 from headrace.train import train as trainer
@@ -197,6 +197,7 @@ def test_the_same_random_numbers_come_again() -> None:
         auxiliary=[],
         compiled=[],
         device=torch.device("cpu"),
+        world=World(),
         model=torch.nn.Linear(1, 1),
         note_line=lambda text: None,
     )
@@ -383,10 +384,25 @@ def test_a_trial_in_an_interpreter_of_its_own(tiny_plan: Callable[..., Plan]) ->
     assert dynamic_batch.fits(plan, 2**34, torch.device("cpu"))
 
 
-def test_it_refuses_several_ranks(tiny_plan: Callable[..., Plan]) -> None:
-    plan = tiny_plan(ON).replaced(mesh=MeshConfig(data=2))
+def test_it_refuses_ranks_whose_passes_send_something(tiny_plan: Callable[..., Plan]) -> None:
+    plan = tiny_plan(ON, "techniques.fsdp={}", "mesh.data=2")
     answer = DynamicBatch().supports(make_context(plan, torch.device("cpu")))
-    assert isinstance(answer, Unsupported) and "collective" in answer.reason
+    assert isinstance(answer, Unsupported) and "collective of fsdp" in answer.reason
+    plain = tiny_plan(ON).replaced(mesh=MeshConfig(data=2))
+    assert isinstance(DynamicBatch().supports(make_context(plain, torch.device("cpu"))), Supported)
+
+
+def test_all_ranks_shrink_where_one_is_out_of_memory(
+    zygote: Any, tmp_path: Path, corpus: Path, prepared_folder: Path
+) -> None:
+    zygote.call(
+        4,
+        tmp_path,
+        Path(__file__).with_name("dynamic_batch_ranks.py"),
+        "shrink",
+        corpus=str(corpus),
+        prepared=str(prepared_folder),
+    )
 
 
 # --- on a GPU ---------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ parameters. No token is dropped and no expert is padded: the groups are as large
 Costs: memory of parameters, gradients and optimizer state; every choice copies its token's row; the
 experts' work is uneven until the balance loss evens it. On a GPU the grouped product needs Hopper
 and bf16; elsewhere a loop over experts stands for it, which a GPU would wait for, so it is refused
-there. Left out: expert parallelism, capacity, shared experts, and biases.
+there. `expert_parallel` divides the experts over ranks. Left out: capacity, shared experts, and
+biases.
 Source: arXiv 2101.03961 (Switch), 2211.15841 (MegaBlocks), 2412.19437 (DeepSeek-V3).
 """
 

@@ -20,10 +20,17 @@ run end that had the smaller size from the start. Gradients are now summed, so t
 are kept in fp32 from then on. The size stays small, in the checkpoint too: a resume begins with it.
 Validation is cut in the same way.
 
+**Several ranks** shrink together. Where each holds the whole model, a pass sends nothing: a rank
+that runs out of memory takes its pass again, the others wait for it where gradients are summed, and
+each goes on with the smallest size of any. The first rank tries sizes for all, with the least
+memory that one of them has. Where a pass sends something (slices, parts of a model, buckets of
+gradients), the others stand in a collective that the interrupted pass never reaches, so that is
+refused.
+
 Cost: seconds for each size that is tried; in the run the lost part of a step, and with a compiler
-the new shape. Left out: what lies outside of the passes (a teacher that reads micro-batches as the
-plan cuts them, the optimizer's update), which only the child process tries; growing again; several
-ranks, of which one would wait in a collective for another that is out of memory.
+the new shape; with several ranks one word a step on the hosts. Left out: what lies outside of the
+passes (a teacher that reads micro-batches as the plan cuts them, the optimizer's update), which
+only the child process tries; growing again.
 Source: Composer's automatic microbatching; Accelerate's find_executable_batch_size.
 
 Shapes: B rows, T tokens of a row.
@@ -55,6 +62,7 @@ from headrace.core.units import format_bytes, largest_divisor
 from headrace.costs.ledger import Ledger
 from headrace.model.head import Objective
 from headrace.model.mask import Rows
+from headrace.plan.mesh_config import MeshConfig
 from headrace.plan.plan import Batch, Goal, Plan, TrackConfig
 from headrace.plan.symptoms import LoopChange
 from headrace.plan.technique import (
@@ -78,7 +86,9 @@ given."""
 LESS = ("full_checkpoint", CHUNKED)
 """Techniques whose rows need less memory."""
 CHILD = """
-import resource, sys
+import os, resource, sys
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+    os.environ.pop(name, None)  # torchrun's: this process is alone
 from pathlib import Path
 import torch
 from headrace.train import train
@@ -112,6 +122,8 @@ class MicroBatchSize:
 
     def __init__(self, rows: int, length: int, too_large: int, less: tuple[str, ...] = ()) -> None:
         self.rows, self.length, self.shrinks, self.less = rows, length, 0, less
+        self.agreed = 0
+        """Shrinks that all ranks know of."""
         self.numbers: dict[str, float] = {
             "rows": rows,
             "began_with": rows,
@@ -149,6 +161,28 @@ class MicroBatchSize:
         self.rows, self.shrinks = rows, shrinks
         self.numbers |= {"rows": rows, "shrinks": shrinks}
 
+    def agree(self, build: Build, summed: bool) -> None:
+        """Take the smallest size of any rank, after a pass in which one of them shrank.
+
+        All ranks come here together.
+
+        Args:
+            build: the run.
+            summed: whether this rank's gradients were added up from more parts than were planned.
+        """
+        world = build.world
+        if world.ranks == 1 or not world.any(self.shrinks > self.agreed):
+            return
+        sizes = world.gather((self.rows, self.shrinks, summed))
+        rows, shrinks = min(rows for rows, *_ in sizes), max(shrinks for _, shrinks, _ in sizes)
+        if rows < self.rows:
+            rank = next(rank for rank, (size, *_) in enumerate(sizes) if size == rows)
+            build.note_line(f"rank {rank} is out of memory: micro-batches of {rows} rows on all")
+        self._become(rows, shrinks)
+        self.agreed = shrinks
+        if any(parts for *_, parts in sizes):
+            sum_in_fp32(build)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return none: the state is a number."""
         return {}
@@ -162,6 +196,7 @@ class MicroBatchSize:
         if values["shrinks"]:
             fit = [rows for rows in halves(self.rows) if rows <= values["rows"]]
             self._become(fit[0] if fit else 1, values["shrinks"])
+            self.agreed = self.shrinks
 
 
 class DynamicBatch(Technique[Build]):
@@ -195,16 +230,20 @@ class DynamicBatch(Technique[Build]):
             "at a shrink the step again, and everything that is compiled (derived)",
         ),
         helps="new models, other GPUs, lengths that vary, memory that others use too",
-        hurts="several ranks, which it refuses; sizes that are known to fit gain nothing",
+        hurts="ranks that hold slices or parts of a model, which it refuses; sizes that are known "
+        "to fit gain nothing",
         source="Composer's automatic microbatching; Accelerate's find_executable_batch_size",
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Require one process on an NVIDIA GPU or a CPU."""
-        if context.ranks > 1:
+        """Require an NVIDIA GPU or a CPU, and ranks whose passes send nothing."""
+        on = context.plan.techniques.values() if context.ranks > 1 else ()
+        sending = [t.name() for t in on if t.axes or "sync" in t.claims]
+        if sending:
+            rest = context.ranks - 1
             return Unsupported(
-                f"a rank that runs out of memory leaves the other {context.ranks - 1} waiting in a "
-                "collective",
+                f"a rank that runs out of memory leaves the other {rest} waiting in a collective "
+                f"of {sending[0]}",
                 mend("batch.micro_sequences=1", f"-{self.name()}"),
                 RefusalKind.COMBINATION,
             )
@@ -238,14 +277,18 @@ class DynamicBatch(Technique[Build]):
         plan, need = build.plan, 0.0
         if plan.batch.micro_sequences:
             return plan.micro_rows, 0
-        room = int((1 - self.headroom) * free_bytes(build.device))
+        world, free = build.world, free_bytes(build.device)
+        if build.device.type == "cpu":  # ranks of one host share its memory
+            free //= int(os.environ.get("LOCAL_WORLD_SIZE", world.ranks))
+        room = int((1 - self.headroom) * min(world.gather(free)))
         for too_large, rows in enumerate(halves(plan.micro_rows)):
             need = build.predicted(with_rows(plan, rows)).peak()[1]
             if need <= CERTAIN * room:
                 return rows, too_large
             if need <= HOPELESS * room:
                 build.note_line(f"{self.name()} tries micro-batches of {rows} rows")
-                if fits(trial(plan, self.name(), rows), room, build.device):
+                alone = trial(plan, self.name(), rows)
+                if world.any(world.rank == 0 and fits(alone, room, build.device)):
                     build.note_line(f"batch.micro_sequences={rows} fits")
                     return rows, too_large
         raise UnsupportedError(
@@ -313,6 +356,7 @@ def trial(plan: Plan, name: str, rows: int) -> Plan:
         eval=plan.eval.model_copy(update={"every_steps": 2, "tokens": tokens}),
         checkpoint=plan.checkpoint.model_copy(update={"every_steps": 0}),
         track=TrackConfig(),
+        mesh=MeshConfig(),
         techniques={n: t for n, t in plan.techniques.items() if n != name},
     )
 
@@ -383,6 +427,7 @@ def guarded(size: MicroBatchSize, inner: Engine) -> Engine:
             else:
                 if torch.is_grad_enabled():
                     size.ran(parts)
+                    size.agree(build, len(parts) > len(works))
                 return loss
             # The error is gone here, and with it the frames that held what the pass had made.
             let_go(build, before)
@@ -418,9 +463,10 @@ def let_go(build: Build, random: Sequence[Tensor]) -> None:
 def sum_in_fp32(build: Build) -> None:
     """Keep gradients of half-precision weights in fp32 from here on, since they are added up."""
     for parameter in build.model.parameters():
-        low = parameter.requires_grad and parameter.dtype.itemsize < 4
-        if low and parameter.grad is None:
+        if parameter.requires_grad and parameter.dtype.itemsize < 4:
+            gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = torch.float32
+            parameter.grad = None if gradient is None else gradient.float()
 
 
 def cut(work: MicroBatch, rows: int) -> list[MicroBatch]:

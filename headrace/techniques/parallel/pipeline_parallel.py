@@ -11,6 +11,7 @@ and sends a gradient before it computes those of the weights, which fill the tim
 (parallel/zero_bubble): the bubble is (ranks - 1) / (6 x micro-batches + ranks - 1) from 2 x ranks
 micro-batches on, and every rank holds as many activations as 1F1B's first. It wants gradients to be
 summed after the last backward pass, and layers whose backward pass can be done in two parts.
+`schedule=dualpipev` lies along the same V, and does only the first and the last in two parts.
 
 Layers are split as evenly as they go. Where they do not go evenly, the stages right before the last
 get one more: the last also has the head, and the first ranks hold the activations of the most
@@ -79,11 +80,12 @@ END_LINES = ("final_norm", "logits", "head_cast", "head_gradients", "head_weight
 class PipelineParallel(Technique[Build]):
     """Give each rank some of the layers, and pass activations from rank to rank."""
 
-    schedule: Literal["1f1b", "interleaved", "zbv"] = "1f1b"
+    schedule: Literal["1f1b", "interleaved", "zbv", "dualpipev"] = "1f1b"
     """1f1b takes any number of micro-batches; interleaved takes multiples of the ranks, and waits
-    less; zbv takes any number, and waits least."""
+    less; zbv takes any number, and waits least; dualpipev pairs whole passes in its middle."""
     chunks: int = Field(default=1, ge=1, le=16)
-    """Stages per rank: 1 for 1f1b, 2 or more for interleaved, 2 for zbv; tuner range 1 to 4."""
+    """Stages per rank: 1 for 1f1b, 2 or more for interleaved, 2 for zbv and
+    dualpipev; tuner range 1 to 4."""
 
     room: ClassVar[str] = "parallel"
     stage: ClassVar[Stage] = Stage.PIPELINE
@@ -149,7 +151,7 @@ class PipelineParallel(Technique[Build]):
     @property
     def is_v(self) -> bool:
         """Return whether stages lie along a V, and backward passes are done in two parts."""
-        return self.schedule == "zbv"
+        return self.schedule in zero_bubble.ORDERS
 
     def _refuse_whole(self, context: Context) -> Unsupported | None:
         """Refuse what needs a whole backward pass at once; None where nothing does."""
@@ -159,7 +161,8 @@ class PipelineParallel(Technique[Build]):
             return None
         me = f"techniques.{self.name()}"
         return Unsupported(
-            f"schedule = 'zbv' does backward passes in two parts, and {whole[0]} needs whole ones",
+            f"schedule = {self.schedule!r} does backward passes in two parts, and {whole[0]} needs "
+            "whole ones",
             mend(f"{me}.schedule=1f1b", f"{me}.chunks=1") | mend(f"-{whole[0]}"),
             RefusalKind.COMBINATION,
         )
@@ -173,7 +176,7 @@ class PipelineParallel(Technique[Build]):
     def _waits(self, ranks: int, micros: int) -> float:
         """Return the share of a step in which a rank waits."""
         if self.is_v:
-            return zero_bubble.bubble_of_v(ranks, micros)
+            return zero_bubble.bubble_of_v(ranks, micros, self.schedule)
         return pipeline.bubble(ranks, micros, self.chunks)
 
     def predict(self, ledger: Ledger) -> Ledger:
@@ -195,7 +198,7 @@ class PipelineParallel(Technique[Build]):
         mine = [name for part in parts for name in part.blocks or ()]
         here, visits = len(mine), most_in_flight(ranks, rank, micros, self.chunks)
         if self.is_v:
-            visits = zero_bubble.most_of_v(ranks, rank, micros)
+            visits = zero_bubble.most_of_v(ranks, rank, micros, self.schedule)
         memory = {n: v for n, v in ledger.memory.items() if v.layer is None}
         by_layer: dict[int, dict[str, Line]] = {int(name): {} for name in mine}
         for name, line in ledger.memory.items():
@@ -269,7 +272,7 @@ class PipelineParallel(Technique[Build]):
             build.layouts["embed.weight"] = replace(layout, partial={*layout.partial, "ends"})
         grid = build.world.mesh.mesh.flatten(1)
         line = pipeline.PipelineRank(grid, build.device, chunks=self.chunks, v=self.is_v)
-        pipe = Pipe(line, parts)
+        pipe = Pipe(self.schedule, line, parts)
         build.notes[self.name()] = pipe
         build.engine = pipe.engine
 
@@ -333,6 +336,7 @@ class _Stage:
 class Pipe:
     """A pipe is a rank's stages and its neighbours."""
 
+    schedule: str
     line: pipeline.PipelineRank
     parts: Sequence[Part]
     """of the model, one per chunk"""
@@ -347,7 +351,7 @@ class Pipe:
         if not torch.is_grad_enabled():
             actions = pipeline.forward_only(self.line.ranks, len(micros), self.line.chunks)
         elif self.line.v:
-            actions = zero_bubble.zero_bubble(*place)
+            actions = zero_bubble.ORDERS[self.schedule](*place)
         elif self.line.chunks > 1:
             actions = pipeline.interleaved(*place, self.line.chunks)
         else:
