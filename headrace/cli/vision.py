@@ -11,7 +11,7 @@ from headrace.core.command import rerun_with, rerun_without
 from headrace.core.errors import ConfigError, UnsupportedError, nearest
 from headrace.core.files import shell
 from headrace.core.progress import Progress
-from headrace.core.units import format_count
+from headrace.core.units import format_bytes, format_count
 
 
 def export_images(
@@ -90,6 +90,7 @@ def run_images(file: Path, record: Mapping[str, Any], prompt: str, *, as_json: b
         ConfigError: a prompt is given.
         UnsupportedError: the runtime cannot load the file, or is not installed.
     """
+    from headrace.export.measured import GrownMemory
     from headrace.export.vision import ImagesRuntime
 
     if prompt:
@@ -97,15 +98,18 @@ def run_images(file: Path, record: Mapping[str, Any], prompt: str, *, as_json: b
             f"--prompt is of a model of text, and {file} tells images apart",
             rerun_without("--prompt", verb="run"),
         )
+    memory = GrownMemory()
     runtime = ImagesRuntime(file, record)
     accuracy, images = runtime.accuracy(runtime.config.validation_images)
-    image_s = runtime.image_s()
+    image_s, peak = runtime.image_s(), memory.read()
     if as_json:
         values = {"runtime": runtime.name, "accuracy": accuracy, "images": images}
-        show_json({**values, "image_s": image_s, "bytes": file.stat().st_size})
+        values |= {"image_s": image_s, "bytes": file.stat().st_size, "peak_bytes": peak}
+        show_json(values)
         return
     print(f"{accuracy:.2%} of {images:,} held-out images are told rightly")
-    print(f"{runtime.name}: {1e3 * image_s:.2f} ms an image", file=sys.stderr)
+    more = "" if peak is None else f", in {format_bytes(peak)} of memory"
+    print(f"{runtime.name}: {1e3 * image_s:.2f} ms an image{more}", file=sys.stderr)
 
 
 def prune_images(
