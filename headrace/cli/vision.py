@@ -31,7 +31,14 @@ def export_images(
         UnsupportedError: the run is of text, or the format is.
     """
     from headrace.export.opened import open_chosen, origin_of
-    from headrace.export.vision import FOLDER, FORMATS, ImagesExport, preset_of, write_torchvision
+    from headrace.export.vision import (
+        EQUAL,
+        FOLDER,
+        FORMATS,
+        ImagesExport,
+        preset_of,
+        write_torchvision,
+    )
     from headrace.inference.images import images_run
     from headrace.inference.load import read_plan, resolve_run
 
@@ -73,7 +80,8 @@ def export_images(
     file = export.write(output or folder / f"{to}{ending}")
     if as_json:
         values: dict[str, Any] = {"to": to, "file": str(file), "preset": preset}
-        show_json({**values, "bytes": export.bytes, "drift": export.drift})
+        values |= {"bytes": export.bytes, "drift": export.drift}
+        show_json({**values, "computed": export.computed, "equal": export.equal})
         return
     print(file)
     print(
@@ -81,6 +89,13 @@ def export_images(
         f"those of the network that was evaluated by at most {export.drift:.1e}",
         file=sys.stderr,
     )
+    if export.computed is not None:
+        print(
+            "what convolutions read and give has 8 bits in this file; with the same codes computed "
+            f"by torch, logits differ by at most {export.computed:.1e}, and by no more than "
+            f"{EQUAL:g} of {export.equal:.0%} of the images",
+            file=sys.stderr,
+        )
 
 
 def run_images(file: Path, record: Mapping[str, Any], prompt: str, *, as_json: bool) -> None:

@@ -4,9 +4,10 @@ The loss is that of validation rows, token by token: the runtime gives the log-p
 target after the tokens before it. The model that the file was made of is evaluated on the same
 rows, so that both losses can be compared to the last digit. Memory is what the process grew by
 while the runtime opened the file and decoded, the runtime's own libraries included. So a file is
-measured in a process of its own. A file has no entries that pad the vocabulary, and those of the model are left
-out, too. llama.cpp has no place for a token behind a full row, so the last
-target of such a row is not counted.
+measured in a process of its own.
+
+A file has no entries that pad the vocabulary, and those of the model are left out too. llama.cpp
+has no place for a token behind a full row, so the last target of such a row is not counted.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
