@@ -11,6 +11,9 @@ A model is trained once a seed on a CPU, on the Python standard library or on `-
 recipe demo for presets, else a smaller one for longer. Rows of results/compress.jsonl are over the
 seeds.
 
+Minutes on two quiet cores for three seeds, estimated from short runs: presets 15 and qat 20, both
+with `--tokens 262144`; sparse 40, prune 20; forecast 10 and files 10, which have no seeds.
+
 - Without a word, `headrace compress` tries every preset on its validation text, and a row a preset
   has the rise of bits per byte in percent, the size of the file as a share of fp32's, the largest
   difference of a logit to the plain reference, and how fast it decodes as a share of fp32. INT8
