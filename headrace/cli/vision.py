@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import note, show_json, started_as
@@ -12,6 +12,9 @@ from headrace.core.errors import ConfigError, UnsupportedError, nearest
 from headrace.core.files import shell
 from headrace.core.progress import Progress
 from headrace.core.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from headrace.export.vision import ImagesExport
 
 
 def export_images(
@@ -32,7 +35,6 @@ def export_images(
     """
     from headrace.export.opened import open_chosen, origin_of
     from headrace.export.vision import (
-        EQUAL,
         FOLDER,
         FORMATS,
         ImagesExport,
@@ -78,15 +80,22 @@ def export_images(
     )
     ending = "" if preset == "fp32" else f"-{preset}"
     file = export.write(output or folder / f"{to}{ending}")
+    _show_written(export, file, as_json=as_json)
+
+
+def _show_written(export: "ImagesExport", file: Path, *, as_json: bool) -> None:
+    """Print the file of a network, and how far its logits are."""
+    from headrace.export.vision import EQUAL
+
     if as_json:
-        values: dict[str, Any] = {"to": to, "file": str(file), "preset": preset}
+        values: dict[str, Any] = {"to": export.to, "file": str(file), "preset": export.preset}
         values |= {"bytes": export.bytes, "drift": export.drift}
         show_json({**values, "computed": export.computed, "equal": export.equal})
         return
     print(file)
     print(
-        f"{export.bytes / 1e6:.4g} MB in {preset}; run by its own runtime, its logits differ from "
-        f"those of the network that was evaluated by at most {export.drift:.1e}",
+        f"{export.bytes / 1e6:.4g} MB in {export.preset}; run by its own runtime, its logits differ "
+        f"from those of the network that was evaluated by at most {export.drift:.1e}",
         file=sys.stderr,
     )
     if export.computed is not None:

@@ -125,7 +125,7 @@ def measure_file(
     source = of or _source_of(file, runtime)
     build = open_any(source, catalogue, with_data=True).build
     room = build.plan.data.sequence_length
-    reader = open_runtime(file, "x" * room, 0)  # with places for a whole row
+    reader: Any = open_runtime(file, "x" * room, 0)  # with places for a whole row
     _check_tokens(reader, build, file, source)
     full = reader.context - 1 if file.suffix == ".gguf" and reader.context else None
     loss = _Loss(reader, build, full)
