@@ -94,8 +94,8 @@ def _show_written(export: "ImagesExport", file: Path, *, as_json: bool) -> None:
         return
     print(file)
     print(
-        f"{export.bytes / 1e6:.4g} MB in {export.preset}; run by its own runtime, its logits differ "
-        f"from those of the network that was evaluated by at most {export.drift:.1e}",
+        f"{export.bytes / 1e6:.4g} MB in {export.preset}; run by its own runtime, its logits "
+        f"differ from those of the network that was evaluated by at most {export.drift:.1e}",
         file=sys.stderr,
     )
     if export.computed is not None:
