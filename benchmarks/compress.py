@@ -11,6 +11,9 @@ A model is trained once a seed on a CPU, on the Python standard library or on `-
 recipe demo for presets, else a smaller one for longer. Rows of results/compress.jsonl are over the
 seeds.
 
+Minutes on two quiet cores for three seeds, estimated from short runs: presets 15 and qat 20, both
+with `--tokens 262144`; sparse 40, prune 20; forecast 10 and files 10, which have no seeds.
+
 - Without a word, `headrace compress` tries every preset on its validation text, and a row a preset
   has the rise of bits per byte in percent, the size of the file as a share of fp32's, the largest
   difference of a logit to the plain reference, and how fast it decodes as a share of fp32. INT8
@@ -70,6 +73,10 @@ WIDTHS = ((64, 2), (128, 4), (256, 4), (512, 6))
 """Features and layers of the models whose points are forecast."""
 STEPS = {"forecast": 2, "files": 2, "presets": 300, "qat": 1500, "sparse": 1500, "prune": 1500}
 """Steps of the first training."""
+WARMUP = 20
+"""Steps over which the rate of the recipe rises; a shorter training has fewer."""
+SPOKEN = 4096
+"""Tokens of validation text where speed is measured and no loss."""
 SHAPE = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
@@ -100,6 +107,8 @@ def headrace_rows(work: Path, *words: str) -> list[dict[str, Any]]:
 def trained(args: argparse.Namespace, name: str, seed: int, steps: int, *words: str) -> str:
     """Train the recipe for some steps unless that run is there, and return its name."""
     if not (args.work / "runs" / name).exists():
+        if not any(word.startswith("schedule.warmup_steps=") for word in words):
+            words = (f"schedule.warmup_steps={min(WARMUP, steps)}", *words)
         text = [] if args.data is None else [f"data.sources={args.data.resolve()}"]
         headrace(
             args.work,
@@ -135,11 +144,14 @@ def taught_by(folder: str) -> tuple[str, ...]:
     return "--with", "distillation", f"techniques.distillation.teacher={folder}"
 
 
-def report_of(args: argparse.Namespace, name: str, *words: str) -> dict[str, Any]:
-    """Return the report of compressing a run."""
+def report_of(
+    args: argparse.Namespace, name: str, *words: str, tokens: int | None = None
+) -> dict[str, Any]:
+    """Return the report of compressing a run, of at most so many validation tokens."""
     report = args.work / "runs" / name / "compressed" / "report.json"
+    most = min(args.tokens, tokens or args.tokens)
     if not report.is_file():
-        headrace(args.work, "compress", name, "--tokens", str(args.tokens), *words)
+        headrace(args.work, "compress", name, "--tokens", str(most), *words)
     return json.loads(report.read_text())
 
 
@@ -328,7 +340,7 @@ def forecast(args: argparse.Namespace) -> None:
         )
         words = (*words, "schedule.warmup_steps=0", *SMALL[-2:])
         name = trained(args, f"wide-{dim}-{layers}", 0, args.steps, *words)
-        for point in report_of(args, name)["points"]:
+        for point in report_of(args, name, tokens=SPOKEN)["points"]:
             error = point["forecast_tokens_per_s"] / point["tokens_per_s"] - 1
             by_point[f"{dim}x{layers} {point['name']}"] = error
             errors.append(abs(error))
@@ -351,7 +363,7 @@ def files(args: argparse.Namespace) -> None:
     """Measure how fast every file decodes, and how far its logits are from the evaluated model."""
     words = ("schedule.warmup_steps=0", "data.tokenizer_pattern=gpt4")
     name = trained(args, "shipped", 0, args.steps, *words)
-    whole = report_of(args, name, "--to", "int8")["whole"]
+    whole = report_of(args, name, "--to", "int8", tokens=SPOKEN)["whole"]
     speeds: dict[str, float] = {}
     drifts: dict[str, float | None] = {}
     bound: dict[str, str] = {}

@@ -44,6 +44,7 @@ from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.head import with_terms
 from headrace.model.init import adding, random_source
 from headrace.model.mask import mask_of
+from headrace.model.rms_conversion import as_asked, as_rms_norm, is_converted
 from headrace.model.vision import ImageClassifier
 from headrace.optim.adamw import make_adamw
 from headrace.optim.roles import group_by_role
@@ -238,7 +239,7 @@ drawn where there are none."""
 
 def _as_pretrained(model: ModelConfig) -> ModelConfig:
     """Return the config of the pretrained weights; the plan's keys must agree with it."""
-    pretrained_config, _ = load_pretrained(Path(model.pretrained))
+    pretrained_config = as_asked(model, load_pretrained(Path(model.pretrained))[0])
     pairs = {
         key: (getattr(model, key), getattr(pretrained_config, key))
         for key in sorted(model.model_fields_set - NOT_OF_WEIGHTS)
@@ -316,7 +317,9 @@ def _parts(build: Build) -> None:
     if (vision := build.plan.vision) is not None:
         build.source = images_source(build, vision)
     if build.config.pretrained:
-        _, stored = load_pretrained(Path(build.config.pretrained))
+        own, stored = load_pretrained(Path(build.config.pretrained))
+        if is_converted(build.config, own):
+            stored = as_rms_norm(own, stored)
         build.source = adding(stored, build.source)
         if build.config.adapter:
             begin_with_adapters(build)

@@ -1,5 +1,6 @@
 """This module holds the verb `compress`: smaller copies of a model, each measured on its file."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,9 +27,14 @@ if TYPE_CHECKING:
     from headrace.assemble.sockets import Build
     from headrace.compress.spec import QuantizationSpec
     from headrace.core.progress import Progress
+    from headrace.export.compression import Compression
 
 FOLDER, PAGE, RECORD = "compressed", "compression.html", "report.json"
 """The folder that is made, and its files beside a folder of each point."""
+USUAL_CUT = "20%"
+"""Share of the weights that a recipe prunes, unless the command says another."""
+OF_POINTS = ("--to", "--group", "--budget-mb", "--max-loss", "--checkpoint")
+"""Options that a recipe decides."""
 LONGEST = 1024
 """Most tokens of a row on which a folder of weights is evaluated, unless the command says more."""
 
@@ -55,6 +61,19 @@ def compress(
         str | None,
         typer.Option(help="Most rise of bits per byte, as 1%: choose the smallest within."),
     ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="A whole path from a run to a file: edge (distil, prune, train in 4 bits, "
+            "ExecuTorch) or inference-speed (distil, RMSNorm for layer norm, 8 bits, ONNX)."
+        ),
+    ] = None,
+    by: Annotated[
+        str | None, typer.Option(help="Share of the weights that a recipe prunes; 20% without.")
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(help="The last hop of a recipe, as quantize; all without it.")
+    ] = None,
     tokens: TextTokens = None,
     output: Annotated[
         Path | None, typer.Option(help="A new folder; RUN/compressed without it.")
@@ -68,6 +87,11 @@ def compress(
     which a folder of weights needs.
     """
     with exit_codes(json):
+        if recipe is not None:
+            _refuse(recipe, to, group, budget_mb, max_loss, checkpoint)
+            _follow(model, recipe, overrides or [], by, until, tokens, output, as_json=json)
+            return
+        _refuse_alone(by, until)
         specs, asked = _specs(to, group), to is not None
         rise = None if max_loss is None else share_of("--max-loss", max_loss, "the loss", 0, 1000)
         if budget_mb is not None and rise is not None:
@@ -112,16 +136,85 @@ def compress(
         finally:
             progress.close()
         check_reached(compression)
-        if json:
-            show_json({"folder": str(out), **compression.to_dict(), "told": progress.notes})
-            return
-        from headrace.report.compression import POINT_HEAD, point_rows, verdict_of
+        _show(compression, out, progress.notes, as_json=json)
 
-        show_table([*POINT_HEAD], point_rows(compression))
-        note(f"\n{verdict_of(compression)}")
-        note(f"report: {out / PAGE}")
-        if (chosen := compression.chosen) is not None:
-            note(f"next:   {started_as()} sample {shell(out / chosen.folder)}")
+
+def _show(compression: "Compression", out: Path, notes: list[str], *, as_json: bool) -> None:
+    """Print every point, and which is chosen."""
+    if as_json:
+        show_json({"folder": str(out), **compression.to_dict(), "told": notes})
+        return
+    from headrace.report.compression import POINT_HEAD, point_rows, verdict_of
+
+    show_table([*POINT_HEAD], point_rows(compression))
+    note(f"\n{verdict_of(compression)}")
+    note(f"report: {out / PAGE}")
+    if (chosen := compression.chosen) is not None:
+        note(f"next:   {started_as()} sample {shell(out / chosen.folder)}")
+
+
+def _refuse(recipe: str, *given: object) -> None:
+    """Refuse options that a recipe decides.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    for option, value in zip(OF_POINTS, given, strict=True):
+        if value is not None:
+            raise ConfigError(
+                f"{option} is of single points, and --recipe {recipe} decides it",
+                rerun_without(option, verb="compress"),
+            )
+
+
+def _refuse_alone(by: str | None, until: str | None) -> None:
+    """Refuse options of a recipe where none is named.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    if by is not None or until is not None:
+        option = "--by" if by is not None else "--until"
+        raise ConfigError(
+            f"{option} is of a recipe, and --recipe names none",
+            rerun_without(option, verb="compress"),
+        )
+
+
+def _follow(
+    model: Path,
+    recipe: str,
+    words: list[str],
+    by: str | None,
+    until: str | None,
+    tokens: int | None,
+    output: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Run a recipe, and print what each hop cost; see `compress`."""
+    from headrace.cli.chain import HOPS_HEAD, Chain, hop_rows, recipe_of
+    from headrace.inference.load import resolve_run
+
+    share = share_of("--by", by or USUAL_CUT, "the weights", 1, 90)
+    chosen, run = recipe_of(recipe, until), resolve_run(model)
+    progress = make_progress(as_json)
+    try:
+        with loading():
+            chain = Chain(
+                run, chosen, output or run / recipe, words, share, until, tokens, progress
+            )
+        chain.follow()
+    finally:
+        progress.close()
+    if as_json:
+        hops = [asdict(hop) for hop in chain.hops]
+        show_json(
+            {"recipe": recipe, "folder": str(chain.out), "hops": hops, "told": progress.notes}
+        )
+        return
+    show_table([*HOPS_HEAD], [*hop_rows(chain.hops)])
+    note(f"every hop: {chain.out}")
 
 
 def _specs(to: str | None, group: int | None) -> list["QuantizationSpec"]:

@@ -1,6 +1,7 @@
 """This module holds the verb `export`: a trained model in another tool's format."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,9 +41,9 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            help="hf: a whole model; peft: adapters alone; gguf: llama.cpp's file; onnx: ONNX "
-            "Runtime's; executorch: a program for devices; torchvision: weights of a network of "
-            "images."
+            help="hf: a whole model; vllm: one in few bits, which transformers reads too; peft: "
+            "adapters alone; gguf: llama.cpp's file; onnx: ONNX Runtime's; executorch: a program "
+            "for devices; torchvision: weights of a network of images."
         ),
     ],
     output: Annotated[
@@ -53,7 +54,7 @@ def export(
         str | None,
         typer.Option(
             help="How matrices are stored. gguf: f32, f16, q8_0 or q4_0; onnx: fp32, int8 or int4; "
-            "executorch: fp32 or 8da4w."
+            "executorch: fp32 or 8da4w; hf, vllm: int8, int8-dynamic or int4."
         ),
     ] = None,
     checkpoint: Checkpoint = None,
@@ -65,7 +66,6 @@ def export(
         with loading():
             from headrace.cli.companions import note_template
             from headrace.cli.vision import export_images
-            from headrace.export.edge import FORMATS
             from headrace.export.gguf import file_name, stored_as
             from headrace.export.opened import open_exported, origin_of
             from headrace.export.peft import stored_in
@@ -78,8 +78,8 @@ def export(
         if to == FOLDER or images_run(run, catalogue()) is not None:
             export_images(run, to, output, quantize, checkpoint, adapter, as_json=json)
             return
-        if to in FORMATS:
-            _export_for_device(run, to, output, quantize, checkpoint, adapter, json)
+        if (writes := _writer_of(run, to, quantize)) is not None:
+            writes(run, to, output, quantize, checkpoint, adapter, json)
             return
         stored = stored_as(to, quantize)
         opened = open_exported(run, catalogue(), adapter=adapter, checkpoint=checkpoint)
@@ -122,6 +122,17 @@ def export(
                 print(f"the tokenizer loses text: {loses}", file=sys.stderr)
 
 
+def _writer_of(run: Path, to: str, quantize: str | None) -> Callable[..., None] | None:
+    """Return what writes a format that is neither whole nor llama.cpp's; None of these."""
+    from headrace.export.edge import FORMATS
+    from headrace.export.run import VLLM
+
+    if to in FORMATS:
+        return _export_for_device
+    is_packed = to == "hf" and (quantize is not None or _quantized_point(run))
+    return _export_packed if to == VLLM or is_packed else None
+
+
 def _export_for_device(
     run: Path,
     to: str,
@@ -154,6 +165,75 @@ def _export_for_device(
         f"{export.drift:.1e}, and by no more than {EQUAL:g} after {export.equal:.0%} of the tokens",
         file=sys.stderr,
     )
+
+
+def _quantized_point(run: Path) -> bool:
+    """Return whether a name is of a point in few bits."""
+    from headrace.export.point import is_pruned_point
+
+    point = next((one for one in (run, Path("runs") / run) if is_point(one)), None)
+    return point is not None and not is_pruned_point(point)
+
+
+def _export_packed(
+    run: Path,
+    to: str,
+    output: Path | None,
+    quantize: str | None,
+    checkpoint: str | None,
+    adapter: str,
+    json: bool,
+) -> None:
+    """Write a folder in few bits that vLLM and transformers read; see `export`."""
+    from headrace.cli.companions import note_template
+    from headrace.export.compressed_tensors import CHOICES, INSTALL, PackedExport
+    from headrace.export.compression import plain_build
+    from headrace.export.opened import open_chosen
+    from headrace.export.point import closed_point
+    from headrace.inference.load import read_plan
+    from headrace.model.companions import Companions, read_companions
+    from headrace.plan.technique import Stage
+
+    if _quantized_point(run):
+        point = run if is_point(run) else Path("runs") / run
+        build, spec, stored = closed_point(point, catalogue())
+        if quantize not in (None, spec.name):
+            raise ConfigError(
+                f"--quantize {quantize} is of a run, and {point} is stored in {spec.name} already",
+                rerun_without("--quantize", verb="export"),
+            )
+        plan, folder, companions = build.plan, point, Companions()
+        export = PackedExport(build, spec, stored)
+        ending = to
+    else:
+        opened = open_chosen(run, catalogue(), adapter=adapter, checkpoint=checkpoint)
+        folder, plan = opened.run, read_plan(opened.run, catalogue())
+        build = plain_build(opened.build, Stage.MATERIALIZE)
+        build.model.to("cpu")
+        preset = quantize or CHOICES[0]
+        export = PackedExport.of_run(build, preset)
+        companions = read_companions(
+            folder, plan.model.pretrained, lambda line: print(line, file=sys.stderr)
+        )
+        companions = companions or Companions()
+        if (talked := note_template(opened.talks, plan)) is not None:
+            companions = companions.with_template(talked.template)
+        named = f"-{Path(adapter).name}" if adapter else ""
+        ending = f"{to}{named}-{preset}"
+    out = output or folder / ending
+    drift = export.write(
+        out, folder, sequence_length=plan.data.sequence_length, companions=companions
+    )
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    if json:
+        values = {"to": to, "folder": str(out), "preset": export.spec.name}
+        show_json({**values, "bytes": size, "drift": drift})
+        return
+    print(out)
+    distance = f"not compared: {INSTALL}, which opens it"
+    if drift is not None:
+        distance = f"opened by transformers, logits differ from the model's by at most {drift:.1e}"
+    print(f"{size / 1e6:.4g} MB in {export.spec.name}; {distance}", file=sys.stderr)
 
 
 def _of_point(point: Path, to: str, quantize: str | None) -> "EdgeExport":

@@ -61,7 +61,7 @@ def _weigh(plan: Plan, left: dict[str, Any], overrides: list[str]) -> None:
         weights, _ = load_pretrained(Path(folder))
     except HeadraceError:  # a resume may not need them; their reader reports what is wrong
         return
-    own = {f"model.{key}": value for key, value in dict(weights).items()}
+    own = {f"model.{key}": value for key, value in weights.model_dump().items()}
     own |= {"data.tokenizer": folder, "data.vocab": weights.vocab}
     asked = {word.partition("=")[0].strip() for word in overrides}
     trains = "data.vocab" in asked and "data.tokenizer" not in asked

@@ -18,6 +18,7 @@ from headrace.cli.terminal import (
 )
 from headrace.core.errors import ConfigError, nearest
 from headrace.core.files import shell
+from headrace.core.limits import WIDEST
 from headrace.core.loading import loading
 from headrace.core.units import format_count
 
@@ -36,6 +37,12 @@ def prune(
         str,
         typer.Option(help="What may be left out, by commas: channels, heads, layers."),
     ] = "channels,heads,layers",
+    multiple: Annotated[
+        int,
+        typer.Option(
+            min=1, max=WIDEST, help="Hidden features stay in multiples of this, as of a group."
+        ),
+    ] = 1,
     tokens: TextTokens = None,
     output: Annotated[
         Path | None, typer.Option(help="A new folder; RUN/pruned without it.")
@@ -70,6 +77,7 @@ def prune(
                 out,
                 model=model.name,
                 run=model,
+                multiple=multiple,
                 tokens=tokens or opened.plan.eval.tokens,
                 progress=progress.task,
             )

@@ -35,7 +35,7 @@ from headrace.core.errors import (
     at_a_limit,
 )
 from headrace.core.files import encodable
-from headrace.core.progress import Lines, Progress, Several
+from headrace.core.progress import Borrowed, Lines, Progress, Several, shown
 
 
 class Aside(Console):
@@ -303,8 +303,11 @@ def started_as() -> str:
 def make_progress(as_json: bool) -> Progress:
     """Return what shows progress: bars in a terminal, lines in a log.
 
-    Only the first rank shows any, and none where the verb prints JSON.
+    Only the first rank shows any, and none where the verb prints JSON. A verb that another one
+    calls shows it as that one says.
     """
+    if (caller := shown.get()) is not None:
+        return Borrowed(caller)
     if as_json or os.environ.get("RANK", "0") != "0":
         return Progress()
     lines = Lines(_logs())

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import note, show_json, started_as
@@ -11,7 +11,10 @@ from headrace.core.command import rerun_with, rerun_without
 from headrace.core.errors import ConfigError, UnsupportedError, nearest
 from headrace.core.files import shell
 from headrace.core.progress import Progress
-from headrace.core.units import format_count
+from headrace.core.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from headrace.export.vision import ImagesExport
 
 
 def export_images(
@@ -31,7 +34,13 @@ def export_images(
         UnsupportedError: the run is of text, or the format is.
     """
     from headrace.export.opened import open_chosen, origin_of
-    from headrace.export.vision import FOLDER, FORMATS, ImagesExport, preset_of, write_torchvision
+    from headrace.export.vision import (
+        FOLDER,
+        FORMATS,
+        ImagesExport,
+        preset_of,
+        write_torchvision,
+    )
     from headrace.inference.images import images_run
     from headrace.inference.load import read_plan, resolve_run
 
@@ -71,16 +80,31 @@ def export_images(
     )
     ending = "" if preset == "fp32" else f"-{preset}"
     file = export.write(output or folder / f"{to}{ending}")
+    _show_written(export, file, as_json=as_json)
+
+
+def _show_written(export: "ImagesExport", file: Path, *, as_json: bool) -> None:
+    """Print the file of a network, and how far its logits are."""
+    from headrace.export.vision import EQUAL
+
     if as_json:
-        values: dict[str, Any] = {"to": to, "file": str(file), "preset": preset}
-        show_json({**values, "bytes": export.bytes, "drift": export.drift})
+        values: dict[str, Any] = {"to": export.to, "file": str(file), "preset": export.preset}
+        values |= {"bytes": export.bytes, "drift": export.drift}
+        show_json({**values, "computed": export.computed, "equal": export.equal})
         return
     print(file)
     print(
-        f"{export.bytes / 1e6:.4g} MB in {preset}; run by its own runtime, its logits differ from "
-        f"those of the network that was evaluated by at most {export.drift:.1e}",
+        f"{export.bytes / 1e6:.4g} MB in {export.preset}; run by its own runtime, its logits "
+        f"differ from those of the network that was evaluated by at most {export.drift:.1e}",
         file=sys.stderr,
     )
+    if export.computed is not None:
+        print(
+            "what convolutions read and give has 8 bits in this file; with the same codes computed "
+            f"by torch, logits differ by at most {export.computed:.1e}, and by no more than "
+            f"{EQUAL:g} of {export.equal:.0%} of the images",
+            file=sys.stderr,
+        )
 
 
 def run_images(file: Path, record: Mapping[str, Any], prompt: str, *, as_json: bool) -> None:
@@ -90,6 +114,7 @@ def run_images(file: Path, record: Mapping[str, Any], prompt: str, *, as_json: b
         ConfigError: a prompt is given.
         UnsupportedError: the runtime cannot load the file, or is not installed.
     """
+    from headrace.export.measured import GrownMemory
     from headrace.export.vision import ImagesRuntime
 
     if prompt:
@@ -97,15 +122,18 @@ def run_images(file: Path, record: Mapping[str, Any], prompt: str, *, as_json: b
             f"--prompt is of a model of text, and {file} tells images apart",
             rerun_without("--prompt", verb="run"),
         )
+    memory = GrownMemory()
     runtime = ImagesRuntime(file, record)
     accuracy, images = runtime.accuracy(runtime.config.validation_images)
-    image_s = runtime.image_s()
+    image_s, peak = runtime.image_s(), memory.read()
     if as_json:
         values = {"runtime": runtime.name, "accuracy": accuracy, "images": images}
-        show_json({**values, "image_s": image_s, "bytes": file.stat().st_size})
+        values |= {"image_s": image_s, "bytes": file.stat().st_size, "peak_bytes": peak}
+        show_json(values)
         return
     print(f"{accuracy:.2%} of {images:,} held-out images are told rightly")
-    print(f"{runtime.name}: {1e3 * image_s:.2f} ms an image", file=sys.stderr)
+    more = "" if peak is None else f", in {format_bytes(peak)} of memory"
+    print(f"{runtime.name}: {1e3 * image_s:.2f} ms an image{more}", file=sys.stderr)
 
 
 def prune_images(

@@ -17,6 +17,7 @@ Shapes: B rows, T tokens, L layers, G groups of heads, F hidden features, D feat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -97,13 +98,16 @@ def config_of(config: ModelConfig, shape: PrunedShape) -> ModelConfig:
     return ModelConfig.model_validate({**config.model_dump(), **sizes})
 
 
-def shapes_within(config: ModelConfig, share: float, axes: Sequence[str]) -> list[PrunedShape]:
+def shapes_within(
+    config: ModelConfig, share: float, axes: Sequence[str], multiple: int = 1
+) -> list[PrunedShape]:
     """Return the shapes of a model that is smaller by a share of its weights, the widest last.
 
     Args:
         config: the whole model.
         share: of all its weights, embeddings included, that is left out.
         axes: what may be left out: "layers", "heads", "channels".
+        multiple: what the count of hidden features that are left is a multiple of.
 
     Raises:
         UnsupportedError: no shape is so small; names the most that can be left out.
@@ -113,7 +117,9 @@ def shapes_within(config: ModelConfig, share: float, axes: Sequence[str]) -> lis
     layers, groups, channels = (
         _choices(whole.layers, 1, 0.5, "layers" in axes),
         _choices(whole.groups, 1, 0.5, "heads" in axes),
-        _choices(whole.channels, _multiple(whole.channels), LEAST, "channels" in axes),
+        _choices(
+            whole.channels, lcm(multiple, _multiple(whole.channels)), LEAST, "channels" in axes
+        ),
     )
     within: dict[PrunedShape, int] = {}
     smallest = size

@@ -1,7 +1,9 @@
 """Report how a run goes: bars in a terminal, plain lines elsewhere, nothing in a test."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TextIO
 
 from headrace.core.units import format_bytes, format_seconds
@@ -137,3 +139,29 @@ def step_line(
         parts.append(f"memory {format_bytes(memory_bytes)}")
     parts.append("time left unknown" if left_s is None else f"{format_seconds(left_s)} left")
     return "  ".join(parts)
+
+
+shown: ContextVar[Progress | None] = ContextVar("shown", default=None)
+"""What shows the progress of verbs that are called here; None shows none."""
+
+
+class Borrowed(Several):
+    """Pass each report on to what belongs to the caller, which ends it, and keep the notes."""
+
+    def note(self, text: str) -> None:
+        """Report a line, and keep it."""
+        super().note(text)
+        self.notes.append(text)
+
+    def close(self) -> None:
+        """Leave the caller's report open."""
+
+
+@contextmanager
+def showing(progress: Progress) -> Iterator[None]:
+    """Show the progress of the verbs that are called inside."""
+    token = shown.set(progress)
+    try:
+        yield
+    finally:
+        shown.reset(token)

@@ -45,6 +45,7 @@ from headrace.core.errors import UnsupportedError
 from headrace.core.progress import OnProgress
 from headrace.export.point import WEIGHTS, fill_, point_plan, read_point, write_point
 from headrace.inference.sample import generate
+from headrace.model.decoder import Decoder
 from headrace.model.lora import merged_state
 from headrace.parallel.world import World
 from headrace.plan.technique import Stage
@@ -297,7 +298,7 @@ class _Work:
         size = sum(4 * parameter.numel() for parameter in self.build.model.parameters())
         loss = finite(evaluate(self.build, self.tokens))
         self.targets, self.bits_per_byte = loss.tokens, loss.bits_per_byte
-        speed = self._decode()
+        speed = decoding_speed(self.build.model, self.ids_BT)
         self.forecast = DecodeForecast(self.build.model, 1 / speed)
         whole = loss.loss_nats, loss.bits_per_byte
         return PointReading("fp32", "", size, *whole, 0.0, 0.0, 0.0, speed, speed)
@@ -314,7 +315,7 @@ class _Work:
         with computing(model, read, stored):
             logits = logits_on(model, self.ids_BT)
             loss = finite(evaluate(self.build, self.tokens))
-            speed = self._decode()
+            speed = decoding_speed(self.build.model, self.ids_BT)
         return PointReading(
             spec.name,
             spec.name,
@@ -378,20 +379,26 @@ class _Work:
         rows = max(1, CALIBRATED // length)
         return rows_of(self.build.prepared.train[0], rows, length, self.build.device)
 
-    def _decode(self) -> float:
-        """Return the tokens a second of greedy decoding: the median of some runs after a first."""
-        prompt = self.ids_BT[:1, : max(1, min(16, self.ids_BT.size(1) - DECODED))]
-        new = min(DECODED, self.ids_BT.size(1) - prompt.size(1))
-        seconds = []
-        for _ in range(1 + DECODINGS):
-            with _clock(seconds):
-                # The tokens come to the host, so that the device is done.
-                generate(self.build.model, prompt, new_tokens=new, temperature=0.0).tolist()
-        return new / statistics.median(seconds[1:])
-
     def _step(self, name: str) -> None:
         self.progress(f"measuring {name}", self.done, max(self.total, self.done + 1))
         self.done += 1
+
+
+def decoding_speed(model: Decoder, ids_BT: Tensor) -> float:
+    """Return the tokens a second of greedy decoding: the median of some runs after a first.
+
+    Args:
+        model: by torch, as it is.
+        ids_BT: text, of whose first row the prompt is.
+    """
+    prompt = ids_BT[:1, : max(1, min(16, ids_BT.size(1) - DECODED))]
+    new = min(DECODED, ids_BT.size(1) - prompt.size(1))
+    seconds = []
+    for _ in range(1 + DECODINGS):
+        with _clock(seconds):
+            # The tokens come to the host, so that the device is done.
+            generate(model, prompt, new_tokens=new, temperature=0.0).tolist()
+    return new / statistics.median(seconds[1:])
 
 
 @contextmanager

@@ -6,7 +6,7 @@ The weights are converted file by file, so the host holds the model once and one
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -23,6 +23,18 @@ SHARD_BYTES = 5_000_000_000
 """Most bytes of one file of weights; `save_pretrained` of transformers splits at this size too."""
 
 
+class CodesOfFolder(Protocol):
+    """Say which weights of a folder are stored in codes."""
+
+    def tensors(self, link: WeightLink) -> dict[str, Tensor] | None:
+        """Return what the files hold of a weight by their names; None of what is whole."""
+        ...
+
+    def config(self, links: list[WeightLink]) -> dict[str, Any]:
+        """Return the table `quantization_config` of config.json."""
+        ...
+
+
 def export_hf(
     model_state: Mapping[str, Tensor],
     config: ModelConfig,
@@ -34,6 +46,7 @@ def export_hf(
     companions: Companions = Companions(),  # noqa: B008  (it is frozen)
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = SHARD_BYTES,
+    packed: CodesOfFolder | None = None,
 ) -> None:
     """Write a model so that `from_pretrained(out)` of AutoModelForCausalLM and AutoTokenizer work.
 
@@ -47,6 +60,7 @@ def export_hf(
         companions: the small files that came with the weights that training began with.
         dtype: the type of the stored weights.
         shard_bytes: the most bytes of one file of weights.
+        packed: says which weights are stored in codes; none are without it.
 
     Raises:
         UnsupportedError: no architecture of transformers computes this model; names the keys.
@@ -62,10 +76,13 @@ def export_hf(
     )
     values = merged_config(values, companions.tables.get(CONFIG, {}), position)
     values["torch_dtype"] = str(dtype).removeprefix("torch.")
-    files = _split(check_ours(config, model_state, kind), dtype.itemsize, shard_bytes)
+    links = check_ours(config, model_state, kind)
+    if packed is not None:
+        values["quantization_config"] = packed.config(links)
+    files = _split(links, dtype.itemsize, shard_bytes)
     document = tokenizer.decode([end])
     with new_folder(out) as aside:
-        _write_weights(aside, files, model_state, dtype)
+        _write_weights(aside, files, model_state, dtype, packed)
         tokenizer.save(aside / "tokenizer.json")
         for name, text in companions.texts.items():
             (aside / name).parent.mkdir(exist_ok=True)
@@ -128,7 +145,11 @@ def _split(links: list[WeightLink], item_bytes: int, shard_bytes: int) -> list[l
 
 
 def _write_weights(
-    folder: Path, files: list[list[WeightLink]], state: Mapping[str, Tensor], dtype: torch.dtype
+    folder: Path,
+    files: list[list[WeightLink]],
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    packed: CodesOfFolder | None,
 ) -> None:
     """Write model.safetensors, or numbered files and the index that transformers reads."""
     places: dict[str, str] = {}
@@ -138,6 +159,9 @@ def _write_weights(
         name = name if len(files) > 1 else "model.safetensors"
         tensors: dict[str, Tensor] = {}
         for link in links:
+            if packed is not None and (codes := packed.tensors(link)) is not None:
+                tensors |= {key: part.cpu().contiguous() for key, part in codes.items()}
+                continue
             value = state[link.ours].detach()
             value = value.float() - link.offset if link.offset else value
             tensors |= link.to_theirs(value.to("cpu", dtype))

@@ -111,6 +111,7 @@ def prune_model(
     *,
     model: str,
     run: Path,
+    multiple: int = 1,
     tokens: int | None = None,
     progress: OnProgress = lambda description, done, total: None,
 ) -> Pruning:
@@ -123,6 +124,7 @@ def prune_model(
         out: the new folder.
         model: its name, for the record.
         run: where it came from, which error messages name.
+        multiple: what the count of hidden features that are left is a multiple of.
         tokens: the most validation tokens; all without it.
         progress: takes how far it is.
 
@@ -132,7 +134,7 @@ def prune_model(
     """
     refuse_parts(build, "hf", run)
     config = build.config
-    shapes = shapes_within(config, by, allowed_axes(build, axes))
+    shapes = shapes_within(config, by, allowed_axes(build, axes), multiple)
     length = build.plan.data.sequence_length
     ids_BT = rows_of(build.prepared.train[0], max(1, READ // length), length, build.device)
     importance = importance_of(build.model, ids_BT, progress)

@@ -25,6 +25,8 @@ FORMATS = ("hf", "peft", "gguf")
 """Formats of `headrace export --to`: Hugging Face's, its adapters' (PEFT), and llama.cpp's file."""
 FOR_DEVICES = ("onnx", "executorch")
 """Its other formats, which `edge` writes."""
+VLLM = "vllm"
+"""The format of vLLM's folders, which `compressed_tensors` writes."""
 
 
 def export_run(
@@ -62,7 +64,7 @@ def export_run(
     """
     if to not in FORMATS:
         raise ConfigError(
-            f"--to {to} is not a format", f"--to {nearest(to, (*FORMATS, *FOR_DEVICES))}"
+            f"--to {to} is not a format", f"--to {nearest(to, (*FORMATS, *FOR_DEVICES, VLLM))}"
         )
     if to == "gguf":
         gguf_package()
@@ -117,8 +119,11 @@ def refuse_parts(build: Build, to: str, run: Path) -> None:
             "config.json would describe another model",
             f"headrace sample {shell(run)}, which computes it as it was trained",
         )
+    config = build.config
+    if to in FOR_DEVICES and config.norm == "rms_norm" and config.position == "learned":
+        config = config.model_copy(update={"norm": "layer_norm"})  # a graph has either norm
     try:
-        architecture(build.config)
+        architecture(config)
     except UnsupportedError as error:
         command = train_command(run, f"name={build.plan.name}-{to}", error.remedy.text)
         raise UnsupportedError(error.message, command) from None

@@ -49,6 +49,8 @@ FOLDER = "torchvision"
 """The format that is a folder of weights, from which other runs start and learn."""
 PRESETS = ("fp32", "int8")
 """How weights are stored: whole, or in 8 bits with a scale for each channel."""
+EQUAL = 1e-4
+"""Difference of logits up to which a file computes what a graph does."""
 COMPARED = 64
 """Held-out images on which a new file is compared with the network."""
 CALIBRATED = 128
@@ -162,6 +164,11 @@ class ImagesExport:
     origin: Origin | None = None
     drift: float = 0.0
     """Largest difference of a logit to the network that was evaluated."""
+    computed: float | None = None
+    """Largest difference of a logit to the graph that was lowered, whose activations have the same
+    codes, computed by torch: what the runtime adds. None where the drift is that."""
+    equal: float = 1.0
+    """Share of the images of which no logit differs from that graph's by more than `EQUAL`."""
     bytes: int = 0
     """Size of the file."""
     files: list[Path] = field(default_factory=list)
@@ -183,14 +190,25 @@ class ImagesExport:
         with new_folder(output) as aside:
             file = aside / FORMATS[self.to]
             writes = _write_onnx if self.to == "onnx" else _write_executorch
-            writes(model, stored, config, file)
+            coded = writes(model, stored, config, file)
             self.files, self.bytes = [file], file.stat().st_size
             self._record(aside, config)
             runtime = ImagesRuntime(file, self._facts(config))
             logits = torch.from_numpy(runtime.logits(images.numpy()))
             self.drift = float((logits - expected.detach()).abs().max())
+            self._compare(coded, images, logits)
             self._record(aside, config)
         return output / file.name
+
+    @torch.no_grad()
+    def _compare(self, coded: nn.Module | None, images: Tensor, logits: Tensor) -> None:
+        """Note how far the file is from the graph that was lowered, where that rounds more."""
+        if coded is None:
+            return
+        by_torch = torch.cat([coded(image) for image in images.split(1)])
+        apart_B = (logits - by_torch).abs().amax(-1)
+        self.computed = float(apart_B.max())
+        self.equal = float((apart_B <= EQUAL).float().mean())
 
     def _facts(self, config: VisionConfig) -> dict[str, Any]:
         return {
@@ -200,6 +218,8 @@ class ImagesExport:
             "preset": self.preset,
             "sha256": {one.name: sha256_of(one) for one in self.files},
             "drift": self.drift,
+            "computed": self.computed,
+            "equal": self.equal,
             "origin": None
             if self.origin is None
             else {**self.origin._asdict(), "fingerprint": dict(self.origin.fingerprint)},
@@ -291,19 +311,21 @@ def _with_codes(file: Path, stored: Mapping[str, StoredWeight]) -> None:
 @torch.no_grad()
 def _write_executorch(
     model: ImageClassifier, stored: Mapping[str, StoredWeight], config: VisionConfig, file: Path
-) -> None:
+) -> nn.Module | None:
     """Write a program for one image at a time, whose convolutions XNNPACK computes.
 
     It multiplies codes of 8 bits by codes of 8 bits, so with weights in codes what convolutions
-    read and give has codes too. Their ranges are those over some training images.
+    read and give has codes too. Their ranges are those over some training images. It returns the
+    graph with these codes; None without any.
     """
     network: Any = DeviceNetwork(model, stored).eval()
+    coded = None
     with quiet():
         exir = import_module("executorch.exir")
         xnnpack = import_module(f"{executorch_file.XNNPACK}.xnnpack_partitioner")
         given = (torch.zeros(1, COLORS, config.size, config.size, dtype=torch.uint8),)
         if any(one.codes is not None for one in stored.values()):
-            network = _in_codes(network, given, config)
+            network = coded = _in_codes(network, given, config)
         lowered = exir.to_edge_transform_and_lower(
             torch.export.export(network, given),
             partitioner=[xnnpack.XnnpackPartitioner()],
@@ -311,6 +333,7 @@ def _write_executorch(
         )
         with file.open("wb") as opened:
             lowered.to_executorch().write_to_file(opened)
+    return coded
 
 
 def _in_codes(network: nn.Module, given: tuple[Tensor], config: VisionConfig) -> nn.Module:

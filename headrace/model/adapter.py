@@ -34,6 +34,7 @@ from headrace.model.hf_config import PUBLISHED, architecture, config_from_hf, na
 from headrace.model.hf_families import GPT2, Architecture
 from headrace.model.init import Source
 from headrace.model.mask import MaskSpec
+from headrace.model.rms_conversion import as_asked
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHERS = (".safetensors", *_PICKLES, ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -251,7 +252,7 @@ def shape_of(model: ModelConfig) -> ModelConfig:
         ConfigError, UnsupportedError: see `read_config`.
     """
     known = not model.pretrained or model.model_fields_set >= _SHAPE
-    return model if known else read_config(Path(model.pretrained))
+    return model if known else as_asked(model, read_config(Path(model.pretrained)))
 
 
 def load_pretrained(path: Path, key: str = "model.pretrained") -> tuple[ModelConfig, Source]:
@@ -264,8 +265,7 @@ def load_pretrained(path: Path, key: str = "model.pretrained") -> tuple[ModelCon
         key: the plan's key that names it.
 
     Raises:
-        ConfigError: a file is missing or damaged, or the tensors do not fit config.json; a weight
-            that is read is no number.
+        ConfigError: a file is missing or damaged, tensors do not fit config.json, or hold NaN.
         UnsupportedError: pickled or quantised weights, or a model that we do not compute exactly.
     """
     config = read_config(path, key)

@@ -84,7 +84,7 @@ def count_targets(build: Build, tokens: int | None = None) -> tuple[int, int]:
     """
     bytes_V = torch.from_numpy(build.prepared.tokenizer.token_bytes).to(build.device, torch.int64)
     counts = torch.zeros(2, dtype=torch.int64, device=build.device)
-    for work in _placed(build, tokens):
+    for work in evaluation_batches(build, tokens):
         counts += _counts(work.targets_BT, bytes_V)
     return _summed(build, counts, tokens)
 
@@ -271,7 +271,7 @@ def evaluate(
         for averaged in build.weights_for_eval:
             stack.enter_context(averaged(build))
         objective = cross_entropy if places is None else places.objective
-        for placed in _placed(build, tokens, length, stride):
+        for placed in evaluation_batches(build, tokens, length, stride):
             work.append(placed if places is None else places.with_bins(placed))
             counts += _counts(work[-1].targets_BT, bytes_V)
             if len(work) == together:
@@ -296,7 +296,7 @@ def evaluate(
     )
 
 
-def _placed(
+def evaluation_batches(
     build: Build, tokens: int | None, length: int | None = None, stride: int | None = None
 ) -> Iterator[MicroBatch]:
     """Yield this rank's micro-batches of an evaluation, on the device.

@@ -21,6 +21,7 @@ from headrace.data import mixture
 from headrace.data.prepared import check_same_data
 from headrace.model.adapter import load_pretrained, weights_digest
 from headrace.model.peft import adapter_digest
+from headrace.model.rms_conversion import as_asked
 from headrace.plan.changes import flatten, override, rewritten, word
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Technique, installed
@@ -355,7 +356,7 @@ def _check_shape_of_base(plan: Plan, saved: Saved) -> None:
         ConfigError: names the keys and both values.
     """
     folder, was = plan.model.pretrained, saved.values["plan"]["model"]
-    current, _ = load_pretrained(Path(folder))
+    current = as_asked(plan.model, load_pretrained(Path(folder))[0])
     keys = [k for k in sorted(plan.model.model_fields_set - NOT_OF_WEIGHTS) if k in was]
     changed = [k for k in keys if getattr(plan.model, k) == was[k] != getattr(current, k)]
     if changed:

@@ -11,6 +11,7 @@ ALLOWED = {
     "headrace.export.hf.export_hf": "aside, which is published as a folder",
     "headrace.export.edge.EdgeExport.write": "aside, which is published as a folder",
     "headrace.export.folder.write_json": "aside, which is published as a folder",
+    "headrace.export.measured.GrownMemory.__init__": "the file by which Linux forgets a peak",
     "headrace.train.checkpoint.Checkpoints._unfollow": "a link becomes the checkpoint it names",
     "headrace.train.checkpoint.Checkpoints._point": "a link, which holds no content",
     "headrace.train.checkpoint.Checkpoints._discard": "on its way out",

@@ -87,7 +87,7 @@ def other_format(remedy: str) -> None:
 
 
 GGUF = {
-    "export/gguf:stored_as#1": Case("export demo --to hf --quantize q8_0 --output out"),
+    "export/gguf:stored_as#1": Case("export demo --to peft --quantize q8_0 --output out"),
     "export/gguf:stored_as#2": Case("export demo --to gguf --quantize q8"),
     "export/gguf:gguf_package#1": Case(
         "export demo --to gguf", fake=absent("gguf"), prose=INSTALLED

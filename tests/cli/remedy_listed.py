@@ -20,7 +20,7 @@ LISTED = {
     "launch/": "tests/launch meets each and reads its remedy: what follows is an engine's",
     "cli/launch": "tests/launch/test_local.py meets it: what follows becomes another process",
     "data/scale/local": SCALE,
-    "api/commands": "tests/api/test_calls.py: the error of a verb, whose own remedy it has",
+    "cli/called": "tests/api/test_calls.py: the error of a verb, whose own remedy it has",
     "train/memory_copies:_own_folder#1": "tests/distributed/test_memory_copies.py meets it: only a "
     "system without files in memory has it",
     "core/system": "tests/core/test_system.py pretends to be Windows, where WSL is installed",
@@ -42,6 +42,13 @@ LISTED = {
     "export/edge_runtime:Executorch._open#1": EDGE,
     "export/vision:ImagesRuntime.__init__#1": "a file whose digest is right and that its runtime "
     "does not load, as of a later version of it",
+    "cli/chain:Chain._of_file#1": "the error of a file that is measured, with its own remedy",
+    "cli/chain:Chain._of_file#2": "the process that measures a file is killed",
+    "export/measured:_check_tokens#1": "tests/export/test_measured.py meets it: only the model "
+    "that a file was made of mends it",
+    "export/measured:_Loss.bits_per_byte#1": "rows of a validation text that stand for no byte",
+    "export/compressed_tensors:PackedExport.check#1": "tests/export/test_compressed_tensors.py "
+    "meets it, of a model of GPT-2",
     "export/vision:_with_codes#1": "a later writer of ONNX files may name weights otherwise",
     "export/cached:attending_by#1": "tests/export/test_cached.py meets it, of weights of others",
     "assemble/references:References.make#1": "a file of how likely answers were before a run is "

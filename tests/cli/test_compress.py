@@ -81,8 +81,11 @@ def test_a_point_is_evaluated_and_sampled_as_it_was_measured(
     assert spec.name == "nf4" and "blocks.0.mlp.down.weight" in stored
     assert type(build.model.get_parameter("blocks.0.mlp.down.weight").data) is not torch.Tensor
     call("eval", folder, "--tasks", str(questions(tmp_path)))
-    for words in (("export", folder, "--to", "hf"), ("chat", folder, "--prompt", "x")):
+    for words in (("export", folder, "--to", "peft"), ("chat", folder, "--prompt", "x")):
         assert "is a quantized model and no run" in call(*words, code=2)["error"]
+    assert "stores no nf4" in call("export", folder, "--to", "hf", code=3)["error"]
+    packed = call("export", str(Path(made["folder"], "int8")), "--to", "vllm")
+    assert packed["preset"] == "int8" and Path(packed["folder"], "config.json").is_file()
     assert "is a quantized model" in call("finetune", folder, "x.jsonl", code=2)["error"]
 
 

@@ -33,6 +33,7 @@ from remedy_python_model import MODEL
 from remedy_python_techniques import TECHNIQUES as IN_PYTHON
 from remedy_quality import QUALITY
 from remedy_rates import RATES
+from remedy_recipes import RECIPES
 from remedy_runs import RUNS
 from remedy_tasks import TASKS
 from remedy_techniques import TECHNIQUES
@@ -50,6 +51,7 @@ LEADS = (
     | GGUF
     | CASES
     | MEANT
+    | RECIPES
     | RUNS
     | TRIALS
     | SLOW_TRIALS

@@ -448,6 +448,8 @@ EXCUSED = {
     "techniques/precision/float8_linear:Float8Linear.supports#1": "needs torchao to be away",
     "techniques/data/deduplication:Deduplication.supports#1": "see test_deduplication",
     "assemble/keyed:Keyed.supports#1": "needs a folder of weights; see test_design_keys",
+    "techniques/design/rms_norm:RmsNorm.supports#1": "needs a folder of weights; see "
+    "tests/cli/test_chain.py",
     "techniques/design/rope:Rope.supports#1": "needs a folder of weights; see test_rope_design",
     "techniques/design/rope:Rope.supports#2": "needs a folder of weights; see test_rope_design",
     "techniques/attention/prefix_lm:PrefixLm.supports#2": "that both own a socket is told first",
