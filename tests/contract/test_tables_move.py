@@ -96,6 +96,7 @@ ELSEWHERE = {
     "data.tokenizer_text": "tests/data/test_bpe.py",
     "data.special_tokens": "tests/data/test_bpe.py",
     "data.special_from_text": "tests/data/test_bpe.py",
+    "checkpoint.memory_every_steps": "tests/distributed/test_memory_copies.py",
 }
 """Keys that a run of this text does not show, and the test that does."""
 
