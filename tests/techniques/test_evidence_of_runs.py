@@ -224,7 +224,8 @@ def test_all_parameters_are_slices(
     held: dict[str, Any] = {"a": Slice(here, 8), "b": torch.ones(1) if loose else Slice(here, 8)}
     model = left(parameters=held.values, named_parameters=held.items)
     sizes = {"slices": ranks, "replicate": 1}
-    run = left(model=model, notes={}, layouts={}, world=left(size=sizes.__getitem__))
+    world = left(size=sizes.__getitem__, experts=None)
+    run = left(model=model, notes={}, layouts={}, world=world)
     assert fsdp.Fsdp().active(run).active is active
 
 
