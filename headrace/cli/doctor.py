@@ -76,7 +76,7 @@ def advice_on(
     with loading():
         from headrace.cli.plans import named_plan, place, rates_here
         from headrace.doctor.advice import advise, advise_loop, advise_plan
-        from headrace.doctor.log import read_log
+        from headrace.doctor.log import is_log
         from headrace.doctor.run import TRACES
     first = what[0]
     if _is_plan(first):
@@ -90,7 +90,7 @@ def advice_on(
         )
     if len(what) > 1 or (first.name.endswith(TRACES) and not first.is_dir()):
         return advise_loop(what, catalogue()), None
-    if first.is_file() and read_log(first) is not None:
+    if first.is_file() and is_log(first):
         return advise_loop(what, catalogue()), None
     folder = _judged_run(first)
     return advise(folder, catalogue(), partial(rates_here, sure=True)), folder

@@ -12,11 +12,14 @@ from headrace.cli.catalogue import catalogue
 from headrace.cli.terminal import exit_codes, show_json
 from headrace.core.command import rerun_without
 from headrace.core.errors import ConfigError
-from headrace.core.folders import is_point
+from headrace.core.folders import is_point, point_of
 from headrace.core.loading import loading
 
 if TYPE_CHECKING:
+    from headrace.assemble.sockets import Build
+    from headrace.compress.spec import QuantizationSpec
     from headrace.export.edge import EdgeExport
+    from headrace.export.point import StoredMatrix
     from headrace.model.lora import StorageErrors
 
 
@@ -129,7 +132,7 @@ def _writer_of(run: Path, to: str, quantize: str | None) -> Callable[..., None] 
 
     if to in FORMATS:
         return _export_for_device
-    is_packed = to == "hf" and (quantize is not None or _quantized_point(run))
+    is_packed = to == "hf" and (quantize is not None or _quantized_point(run) is not None)
     return _export_packed if to == VLLM or is_packed else None
 
 
@@ -145,7 +148,7 @@ def _export_for_device(
     """Write a run's model, or a quantized one, for a runtime of devices; see `export`."""
     from headrace.export.edge import EQUAL
 
-    point = next((one for one in (run, Path("runs") / run) if is_point(one)), None)
+    point = point_of(run)
     if point is not None and not adapter and checkpoint is None:
         export, folder = _of_point(point, to, quantize), point
     else:
@@ -167,12 +170,31 @@ def _export_for_device(
     )
 
 
-def _quantized_point(run: Path) -> bool:
-    """Return whether a name is of a point in few bits."""
+def _quantized_point(run: Path) -> Path | None:
+    """Return the folder of the point in few bits that a name is of; None where it is of none."""
     from headrace.export.point import is_pruned_point
 
-    point = next((one for one in (run, Path("runs") / run) if is_point(one)), None)
-    return point is not None and not is_pruned_point(point)
+    point = point_of(run)
+    return None if point is None or is_pruned_point(point) else point
+
+
+def _codes_of(
+    point: Path, quantize: str | None
+) -> tuple["Build", "QuantizationSpec", "dict[str, StoredMatrix]"]:
+    """Return the model, the spec and the codes of a point, which stay as they are.
+
+    Raises:
+        ConfigError: the command asks for another quantization.
+    """
+    from headrace.export.point import closed_point
+
+    build, spec, stored = closed_point(point, catalogue())
+    if quantize not in (None, spec.name):
+        raise ConfigError(
+            f"--quantize {quantize} is of a run, and {point} is stored in {spec.name} already",
+            rerun_without("--quantize", verb="export"),
+        )
+    return build, spec, stored
 
 
 def _export_packed(
@@ -189,19 +211,12 @@ def _export_packed(
     from headrace.export.compressed_tensors import CHOICES, INSTALL, PackedExport
     from headrace.export.compression import plain_build
     from headrace.export.opened import open_chosen
-    from headrace.export.point import closed_point
     from headrace.inference.load import read_plan
     from headrace.model.companions import Companions, read_companions
     from headrace.plan.technique import Stage
 
-    if _quantized_point(run):
-        point = run if is_point(run) else Path("runs") / run
-        build, spec, stored = closed_point(point, catalogue())
-        if quantize not in (None, spec.name):
-            raise ConfigError(
-                f"--quantize {quantize} is of a run, and {point} is stored in {spec.name} already",
-                rerun_without("--quantize", verb="export"),
-            )
+    if (point := _quantized_point(run)) is not None:
+        build, spec, stored = _codes_of(point, quantize)
         plan, folder, companions = build.plan, point, Companions()
         export = PackedExport(build, spec, stored)
         ending = to
@@ -237,23 +252,14 @@ def _export_packed(
 
 
 def _of_point(point: Path, to: str, quantize: str | None) -> "EdgeExport":
-    """Return the export of a quantized model, whose codes stay as they are, or of a pruned one.
-
-    Raises:
-        ConfigError: the command asks for another quantization.
-    """
+    """Return the export of a quantized model, or of a pruned one; see `_codes_of`."""
     from headrace.export.edge import EdgeExport, spec_of
-    from headrace.export.point import closed_point, is_pruned_point, pruned_build
+    from headrace.export.point import is_pruned_point, pruned_build
 
     if is_pruned_point(point):
         build, spec = pruned_build(point, catalogue()), spec_of(to, quantize, None)
         return EdgeExport(build, to, spec, build.plan.data.sequence_length, build.plan.name)
-    build, spec, stored = closed_point(point, catalogue())
-    if quantize not in (None, spec.name):
-        raise ConfigError(
-            f"--quantize {quantize} is of a run, and {point} is stored in {spec.name} already",
-            rerun_without("--quantize", verb="export"),
-        )
+    build, spec, stored = _codes_of(point, quantize)
     context, name = build.plan.data.sequence_length, build.plan.name
     return EdgeExport(build, to, spec, context, name, stored=stored)
 

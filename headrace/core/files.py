@@ -79,6 +79,14 @@ def has_file(folder: Path, name: str) -> bool:
         return False
 
 
+def has_folder(folder: Path, name: str) -> bool:
+    """Return whether a folder has a folder of this name, as `has_file` does of a file."""
+    try:
+        return (folder / name).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def sync_path(path: Path) -> None:
     """Push a file's content, or a folder's list of names, to the disk itself."""
     descriptor = os.open(path, os.O_RDONLY)

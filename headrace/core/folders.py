@@ -33,6 +33,11 @@ def is_point(folder: Path) -> bool:
     return (folder / POINT_RECORD).is_file()
 
 
+def point_of(name: Path) -> Path | None:
+    """Return the folder of such a model by its path or as `runs/NAME`; None where it is none."""
+    return next((one for one in (name, Path("runs") / name) if is_point(one)), None)
+
+
 def refuse_absent(path: Path, key: str, *, folder: bool = True) -> None:
     """Refuse a path that is not there, and name the nearest that is, or how to download it.
 

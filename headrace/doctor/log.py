@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import islice
 from math import isfinite, nan
 from pathlib import Path
 from statistics import median
@@ -222,6 +223,12 @@ def read_log(file: Path) -> TrainerLog | None:
     if log is not None:
         log.full = full
     return log
+
+
+def is_log(file: Path) -> bool:
+    """Return whether a trainer printed a step into a file; no more is read than up to it."""
+    lines = (line for line in islice(_lines(file), SOUGHT_LINES) if "loss" in line)
+    return any(form.step.search(line) for line in lines for form in FORMATS)
 
 
 def _lines(file: Path) -> Iterator[str]:

@@ -25,7 +25,7 @@ from headrace.core.errors import (
     UnsupportedError,
     nearest,
 )
-from headrace.core.files import parse_object, shell
+from headrace.core.files import has_folder, parse_object, shell
 from headrace.costs.machine import Machine
 from headrace.doctor.findings import Finding, Kind, phase_findings
 from headrace.doctor.log import read_log
@@ -301,8 +301,8 @@ def _traced(
     traces = (report.get("signals") or {}).get("traces")
     if traces is None:
         return [], None
-    paths = newest(beside / traces["folder"])
-    if not paths:
+    there = has_folder(beside, traces["folder"])
+    if not (paths := newest(beside / traces["folder"]) if there else []):
         return [Finding(Kind.NO_TRACE, 0.0, {"why": traces["trouble"]})], None
     try:
         usual_s = median(seen.step_s) if seen.steps >= FEWEST_STEPS else None

@@ -13,7 +13,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.command import rerun_without
 from headrace.core.errors import ConfigError
 from headrace.core.files import shell
-from headrace.core.folders import is_point
+from headrace.core.folders import point_of
 from headrace.export.gguf import Origin
 from headrace.export.point import is_pruned_point, open_point
 from headrace.export.start import beginning
@@ -70,7 +70,7 @@ def open_any(
         RunError: a checkpoint is damaged.
         UnsupportedError: a quantized model is named, and torchao is not installed.
     """
-    folder = _point(name)
+    folder = point_of(name)
     if folder is None:
         return open_chosen(
             name,
@@ -97,14 +97,9 @@ def open_exported(
     Raises:
         ConfigError, RunError: see `open_any` and `open_chosen`; or it is a quantized point.
     """
-    folder = _point(name)
+    folder = point_of(name)
     opens = open_chosen if folder is None or not is_pruned_point(folder) else open_any
     return opens(name, catalogue, adapter=adapter, checkpoint=checkpoint)
-
-
-def _point(name: Path) -> Path | None:
-    """Return the folder of the point of a name; None where it is none."""
-    return next((one for one in (name, Path("runs") / name) if is_point(one)), None)
 
 
 def open_chosen(

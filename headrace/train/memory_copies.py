@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,9 @@ class MemoryCopies(Checkpoints):
     ) -> None:
         super()._write(step, host, pieces, values)
         if self.group is not None:
-            sent, aside = self.folder / f"step-{step}", self._aside(self.last_host, step)
-            _swap(sent, aside, self.next_host, self.last_host, self.group)
-            self._keep(self.last_host, step)
+            sent, last = self.folder / f"step-{step}", self.last_host
+            _exchange(sent, self.next_host, self._aside(last, step), last, last, self.group)
+            self._keep(last, step)
 
     def _aside(self, rank: int, step: int) -> Path:
         return self._folder_of(rank) / f"step-{step}.tmp"
@@ -179,24 +180,9 @@ class MemoryCopies(Checkpoints):
         """Send a rank its copy; only the two of them do anything."""
         path = self._folder_of(rank) / f"step-{step}"
         if self.world.rank == sender:
-            for file in _files(path):
-                dist.send(torch.tensor([file.stat().st_size, len(file.name)]), rank)
-                dist.send(torch.tensor([*file.name.encode()], dtype=torch.uint8), rank)
-                for chunk in _chunks(file):
-                    dist.send(chunk, rank)
+            _exchange(path, rank, None, rank, rank)
         elif self.world.rank == rank:
-            aside = self._aside(rank, step)
-            aside.mkdir(parents=True, exist_ok=True)
-            for _ in range(2):
-                head = torch.zeros(2, dtype=torch.long)
-                dist.recv(head, sender)
-                name = torch.zeros(int(head[1]), dtype=torch.uint8)
-                dist.recv(name, sender)
-                with (aside / Path(bytes(name.tolist()).decode()).name).open("wb") as into:
-                    for size in _sizes(int(head[0])):
-                        part = torch.empty(size, dtype=torch.uint8)
-                        dist.recv(part, sender)
-                        into.write(part.numpy().tobytes())
+            _exchange(None, sender, self._aside(rank, step), sender, rank)
             self._keep(rank, step)
 
     def begin_at(self, step: int) -> None:
@@ -237,11 +223,6 @@ def _own_folder(root: Path) -> Path:
     return folder
 
 
-def _files(copy: Path) -> list[Path]:
-    """Return the two files of a copy: its index and its tensors."""
-    return [copy / INDEX, *copy.glob("*.safetensors")]
-
-
 def _sizes(bytes: int) -> list[int]:
     """Return the bytes of each chunk of a file."""
     whole, rest = divmod(bytes, CHUNK_BYTES)
@@ -255,21 +236,36 @@ def _chunks(file: Path) -> Iterator[Tensor]:
             yield torch.frombuffer(bytearray(part), dtype=torch.uint8)
 
 
-def _swap(copy: Path, aside: Path, to: int, came_from: int, group: Any) -> None:
-    """Send a copy to one rank while another rank's copy arrives, file by file."""
-    aside.mkdir(parents=True, exist_ok=True)
-    for file in _files(copy):
-        head = torch.tensor([file.stat().st_size])
-        coming = torch.zeros(1, dtype=torch.long)
+def _exchange(
+    copy: Path | None, to: int, aside: Path | None, came_from: int, of: int, group: Any = None
+) -> None:
+    """Send a copy to one rank while a copy arrives from another, file by file.
+
+    Args:
+        copy: what is sent; None sends nothing.
+        to: the rank that gets it.
+        aside: the folder of what arrives; None gets nothing.
+        came_from: the rank that sends it.
+        of: the rank whose copy arrives.
+        group: the ranks among which it is; None is all of them.
+    """
+    if aside is not None:
+        aside.mkdir(parents=True, exist_ok=True)
+    leaving = [] if copy is None else [copy / INDEX, *copy.glob("*.safetensors")]
+    for number, name in enumerate((INDEX, f"rank-{of:05d}.safetensors")):
+        file = leaving[number] if leaving else None
+        head = None if file is None else torch.tensor([file.stat().st_size])
+        coming = None if aside is None else torch.zeros(1, dtype=torch.long)
         _both(head, to, coming, came_from, group)
-        name = file.name if file.name == INDEX else f"rank-{came_from:05d}.safetensors"
-        out, sizes = _chunks(file), _sizes(int(coming))
-        rounds = max(len(_sizes(int(head))), len(sizes))
-        with (aside / name).open("wb") as into:
-            for number in range(rounds):
-                part = torch.empty(sizes[number] if number < len(sizes) else 0, dtype=torch.uint8)
+        out = iter(()) if file is None else _chunks(file)
+        sizes = [] if coming is None else _sizes(int(coming))
+        rounds = max(0 if head is None else len(_sizes(int(head))), len(sizes))
+        with nullcontext() if aside is None else (aside / name).open("wb") as into:
+            for at in range(rounds):
+                part = torch.empty(sizes[at] if at < len(sizes) else 0, dtype=torch.uint8)
                 _both(next(out, None), to, part if len(part) else None, came_from, group)
-                into.write(part.numpy().tobytes())
+                if into is not None:
+                    into.write(part.numpy().tobytes())
 
 
 def _both(out: Tensor | None, to: int, into: Tensor | None, came_from: int, group: Any) -> None:

@@ -109,7 +109,7 @@ GGUF = {
     "export/edge_runtime:read_record#1": Case(
         "run x.onnx", lambda _: Path("x.onnx").write_text(""), fills={"RUN": "demo"}
     ),
-    "cli/export:_of_point#1": Case("export small/int8 --to onnx --quantize int4", quantized),
+    "cli/export:_codes_of#1": Case("export small/int8 --to onnx --quantize int4", quantized),
     "export/run:_export_gguf#1": Case(
         "export demo --to gguf", through=("export/gguf_tokenizer:vocabulary#1",)
     ),

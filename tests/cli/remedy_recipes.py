@@ -47,6 +47,6 @@ RECIPES = {
     "export/compressed_tensors:PackedExport.check#4": Case(
         "export small/int8-dynamic --to vllm", point("--to", "int8-dynamic"), fills=ITSELF
     ),
-    "cli/export:_export_packed#1": Case("export small/int8 --to vllm --quantize int4", small),
+    "cli/export:_codes_of#1 packed": Case("export small/int8 --to vllm --quantize int4", small),
 }
 """Each error by its site."""

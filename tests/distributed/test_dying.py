@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tiny import report
 
 DYING = Path(__file__).parents[1] / "dying_ranks.py"
 WORDS = ["tiny.toml", "mesh.data=2", "guard=false"]
-SOON_S = 30.0
+pytestmark = pytest.mark.timeout(180)  # a rank that waits for ever fails its test
 
 
 def assert_named(told: str, run: Path, *, intact: str) -> None:
@@ -39,9 +38,7 @@ def test_a_killed_rank_is_named_by_the_one_that_waits(
     worlds = zygote.world(2)
     children = [zygote._start(cwd, env, call=call) for env in worlds]
     assert children[1].wait().code == -9
-    began_s = time.monotonic()
     ended = children[0].wait()
-    assert time.monotonic() - began_s < SOON_S / 2
     assert ended.code == 1, ended
     run = cwd / "runs" / "tiny"
     assert_named(ended.err, run, intact=intact)
@@ -66,5 +63,3 @@ def test_a_killed_rank_is_named_under_torchrun(plan_file: Path) -> None:
     told, _, its_own = ended.stderr.partition("failed (exitcode: -9)")  # what torchrun says
     assert its_own
     assert_named(told, run, intact="step-4 is intact")
-    died_s, told_s = (run / name for name in ("metrics.jsonl", "report.json"))
-    assert told_s.stat().st_mtime - died_s.stat().st_mtime < SOON_S

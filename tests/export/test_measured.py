@@ -24,7 +24,7 @@ def test_a_row_is_cut_where_a_document_begins() -> None:
 
 
 def test_a_gguf_has_the_loss_of_its_model(tmp_path: Path, plan_file: Path, zygote: Any) -> None:
-    """In 32 bits both losses are equal; a file elsewhere says whose it is, and of another not."""
+    """Check that losses of 32 bits are equal, and that a file which was moved needs its own run."""
     pytest.importorskip("xllamacpp")
     assert zygote.run(tmp_path, "train", str(plan_file), *RUN).code == 0
     other = ("data.vocab=290", "model.vocab=320", "name=b", "goal.steps=1")

@@ -1,6 +1,5 @@
 """Check that probes measure this machine, keep what they found, and clean up when interrupted."""
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
@@ -32,16 +31,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="module")
-def measured(folder: None) -> tuple[Machine, float]:
-    """Return this CPU as measured, and the seconds of its cores that measuring took."""
-    begin_s = time.process_time()
-    machine = probes.measure(CPU, budget_s=1.5)
-    return machine, time.process_time() - begin_s
+def measured(folder: None) -> Machine:
+    """Return this CPU as measured in a moment."""
+    return probes.measure(CPU, budget_s=1.5)
 
 
-def test_a_cpu_is_measured_within_its_budget(measured: tuple[Machine, float]) -> None:
-    machine, took_s = measured
-    assert took_s < 8  # of a budget of 1.5, whatever else the machine does
+def test_a_cpu_is_measured(measured: Machine) -> None:
+    machine = measured
     assert (machine.name, machine.kind, machine.source) == ("cpu", "cpu", "probes")
     assert machine.torch == torch.__version__ and machine.memory_bytes > 2**30
     assert 1e-7 < machine.launch_s < 1e-3
@@ -50,8 +46,8 @@ def test_a_cpu_is_measured_within_its_budget(measured: tuple[Machine, float]) ->
     assert {"products in fp8", "attention by cudnn", "captured graphs"} <= absent
 
 
-def test_its_points_are_met(measured: tuple[Machine, float]) -> None:
-    machine, _ = measured
+def test_its_points_are_met(measured: Machine) -> None:
+    machine = measured
     for known in machine.matmuls:
         for point in known.points:
             told_s = machine.matmul_s(known.precision, *point.sizes)
@@ -63,9 +59,9 @@ def test_its_points_are_met(measured: tuple[Machine, float]) -> None:
 
 
 def test_it_is_kept_by_device_torch_and_driver(
-    measured: tuple[Machine, float], monkeypatch: pytest.MonkeyPatch
+    measured: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert probes.cached(CPU) == measured[0]
+    assert probes.cached(CPU) == measured
     file = probes.path(CPU)
     assert file.parent.parts[-2:] == ("headrace", "machines") and "torch-2" in file.name
     monkeypatch.setattr(torch, "__version__", "9.9")
@@ -106,10 +102,10 @@ def test_no_time_leaves_the_most_important_and_says_what_it_left(
 
 
 def test_the_shapes_of_a_plan_are_added(
-    measured: tuple[Machine, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measured: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    before, shape = measured[0], (2, 2, 2, 96, 16)
+    before, shape = measured, (2, 2, 2, 96, 16)
     known = before.matmuls[0].points[0].sizes
     after = probes.add(
         before,
@@ -269,9 +265,7 @@ def test_products_that_heat_a_gpu_are_no_points() -> None:
 def test_a_gpu_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     device = torch.device("cuda")
-    begin_s = time.perf_counter()
     machine = probes.measure(device, budget_s=60)
-    assert time.perf_counter() - begin_s < 100
     assert probes.cached(device) == machine
     assert machine.matmuls[0].precision == "bf16" and "flash" in machine.kernels(True)
     assert 1e-6 < machine.launch_s < 1e-4 and 1e-7 < machine.traffic.floor_s < 1e-5

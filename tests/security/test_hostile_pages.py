@@ -11,9 +11,9 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
+from hostile import hostile
 from security.readers import _run_folder
 from trees import tree_of
 
@@ -54,15 +54,6 @@ def check(page: str) -> None:
     assert not re.search(r"@import|url\((?!['\"]?(?:#|data:))", page)
 
 
-def hostile(value: Any) -> Any:
-    """Return a tree whose every text says something hostile behind what it said."""
-    if isinstance(value, dict):
-        return {key: hostile(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [hostile(item) for item in value]
-    return f"{value}{EVIL}" if isinstance(value, str) else value
-
-
 @pytest.fixture
 def evil_run(tmp_path: Path) -> Path:
     """A run each text of whose files is hostile, but for those that must be one of a list."""
@@ -72,7 +63,7 @@ def evil_run(tmp_path: Path) -> Path:
     for name in ("report.json", "environment.json", "findings.json", "data.json"):
         if (run / name).is_file():
             values = json.loads((run / name).read_text())
-            changed = hostile(values)
+            changed = hostile(values, EVIL)
             if isinstance(values, dict):
                 changed |= {key: values[key] for key in kept if key in values}
             (run / name).write_text(json.dumps(changed))

@@ -7,7 +7,6 @@ import json
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from hypothesis import strategies as st
 from security.readers import READERS, outcome
 from security.spoil import spoiled
 
+pytestmark = pytest.mark.timeout(300)  # a reader that hangs fails its test
 QUICK, MANY = 5, 400
 """Spoiled files of each reader in `make test`, and in `make test-full`."""
-LONGEST_S = 20.0
-"""Seconds that one small file may take on a machine that is busy with other things."""
 DEAR = ("conversations", "gguf")
 """Readers whose one file takes a tenth of a second: fewer of them are spoiled."""
 
@@ -52,9 +50,7 @@ def spoil_and_read(name: str, valid: Any, times: int) -> None:
     def read(chance: random.Random) -> None:
         file.write_bytes(spoiled(raw, reader.values, chance))
         reader.sealed(file)
-        begun = time.perf_counter()
         outcome(reader, file)
-        assert time.perf_counter() - begun < LONGEST_S
 
     try:
         read()
@@ -81,6 +77,7 @@ ONCE_FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("adapter_config.json", {"rank_pattern": {"(": 4}}),
     ("adapter_config.json", {"rank_pattern": {"(.*)*x": 4}}),
     ("environment.json", {"device": True}),
+    ("report.json", {"signals": {"traces": {"folder": "9" * 5000, "trouble": ""}}}),
     ("report.json", {"input_wait": {"p50_s": "9" * 5000, "p99_s": "inf"}}),
     ("tokenizer.json", {"added_tokens": {"x": 1}}),
     ("machine rates", {"bytes_per_s": 10**400}),
@@ -97,9 +94,7 @@ def test_what_was_a_fault_is_refused(name: str, keys: dict[str, Any], valid: Any
     try:
         file.write_text(json.dumps({**json.loads(raw), **keys}))
         READERS[name].sealed(file)
-        begun = time.perf_counter()
         outcome(READERS[name], file)
-        assert time.perf_counter() - begun < LONGEST_S
     finally:
         file.write_bytes(raw)
 

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import pytest
 import typer.testing
+from hostile import hostile
 from starlette.testclient import TestClient
 from synthetic_run import TOKEN
 
@@ -54,21 +55,12 @@ def check(text: str, evil: bool = True) -> None:
     assert not evil or "&lt;script&gt;alert(1)" in text
 
 
-def hostile(value: Any) -> Any:
-    """Return a tree whose every text says something hostile behind what it said."""
-    if isinstance(value, dict):
-        return {key: hostile(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [hostile(item) for item in value]
-    return f"{value}{EVIL}" if isinstance(value, str) else value
-
-
 def test_all_that_files_say_is_escaped(ask: Ask, make_run: MakeRun, runs: Path) -> None:
     name = EVIL.replace("/", "|")
     run, other = make_run(name, environment={"device": EVIL}, plan=f"# {EVIL}"), make_run("other")
     report = json.loads((run / "report.json").read_text())
     kept = {key: report[key] for key in ("status", "format")}
-    (run / "report.json").write_text(json.dumps(hostile(report) | kept))
+    (run / "report.json").write_text(json.dumps(hostile(report, EVIL) | kept))
     check(ask("/").text)
     at = quote(name, safe="")
     for path in (f"/runs/{at}", f"/compare?run=other&run={at}", f"/runs/{at}/forecast"):
