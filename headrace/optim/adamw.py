@@ -40,11 +40,10 @@ def gradient_norm(
     if world is None or world.ranks == 1:
         return torch.stack(norms).norm() if norms else torch.zeros(())
     assert copies is not None
-    if gradients:
-        squares = torch.stack(norms).square()
-        total = (squares / torch.tensor(copies, device=squares.device)).sum()
-    else:  # a stage whose blocks are all frozen
-        total = torch.zeros((), device="cpu" if world.mesh is None else world.mesh.device_type)
+    total = torch.zeros((), device="cpu" if world.mesh is None else world.mesh.device_type)
+    for count in sorted({*copies}):  # a tensor made of the counts would wait for the device
+        own = [norm for norm, c in zip(norms, copies, strict=True) if c == count]
+        total = total + torch.stack(own).square().sum() / count
     return world.sum_(total).sqrt()
 
 

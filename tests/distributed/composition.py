@@ -6,8 +6,8 @@ last are compared whole.
 """
 
 import zlib
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -218,9 +218,28 @@ def run(
             flags.enter_context(enter())
         length = plan.data.sequence_length
         for index, rows in enumerate(batches(build.config.vocab, length, composition.steps)):
-            with look if index == 0 else nullcontext():
+            with look if index == 0 else nothing_from_the_host():
                 losses.append(float(step(build, micros_of(build, rows), index)[0]))
     return build, Outcome(losses, gradients, wholes(build, gradients=False))
+
+
+@contextmanager
+def nothing_from_the_host() -> Iterator[None]:
+    """Let nobody make a tensor of the host's numbers on a device: on a GPU that waits for it.
+
+    A first step may, to make what later ones keep.
+    """
+    made = torch.tensor
+
+    def refused(*numbers: Any, device: Any = None, **more: Any) -> Tensor:
+        assert device is None, f"numbers of the host go to the device in every step: {numbers}"
+        return made(*numbers, **more)
+
+    torch.tensor = refused
+    try:
+        yield
+    finally:
+        torch.tensor = made
 
 
 def differences(found: Outcome, wanted: Outcome, *, freed: bool = False) -> dict[str, float]:

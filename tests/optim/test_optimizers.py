@@ -1,6 +1,7 @@
 """Compare the baseline's AdamW and clipping with torch's plain forms, and mask a bad step."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +133,28 @@ def test_clipping_equals_torchs_reference(limit: float) -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
     assert float(gradient_norm(gradients)) <= max(limit, float(norm)) * (1 + 1e-5)
     assert limit != 0.5 or float(gradient_norm(gradients)) == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_norm_over_ranks_counts_copies_once_and_waits_for_nothing(device: str) -> None:
+    """A host's numbers on a device would hold the host up until the backward pass has ended."""
+    world: Any = SimpleNamespace(ranks=2, mesh=None, sum_=lambda total: 3 * total)
+    if device == "cuda":
+        world.mesh = SimpleNamespace(device_type="cuda")
+    gradients = [torch.randn(n, device=device) for n in (3, 50, 7, 11)]
+    copies = [1, 4, 1, 2]
+    wanted = sum(
+        float(g.double().square().sum()) / n for g, n in zip(gradients, copies, strict=True)
+    )
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        norm = gradient_norm(gradients, copies, world)
+        none = gradient_norm([], [], world)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert float(norm) == pytest.approx((3 * wanted) ** 0.5, rel=1e-6) and float(none) == 0.0
 
 
 def test_no_gradients_have_no_norm() -> None:
