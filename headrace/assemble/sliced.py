@@ -14,7 +14,7 @@ the slow ones, 1 / slices of what replicas would send there.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
@@ -23,9 +23,9 @@ from torch import nn
 from headrace.assemble.sockets import Build
 from headrace.core.remedy import mend
 from headrace.core.units import divisors
-from headrace.costs.count import FP32
 from headrace.costs.ledger import Instant, Ledger, Line
 from headrace.costs.links import CollectiveOperation
+from headrace.costs.slices import DividedExperts, GroupBytes, gathered_groups, learned_groups
 from headrace.costs.work import Beside, Phase, Stream, Work, collective
 from headrace.parallel.layout import is_dtensor
 from headrace.plan.technique import (
@@ -116,7 +116,7 @@ class SlicingTechnique(Technique[Build]):
         7 to 18% of the peak. Left out on any device: a block's gradients in the buffer that they
         are sent from, 6% where they were more than the activations of the last block.
         """
-        ranks, divided = ledger.sizes["slices_ranks"], _Experts.of(ledger)
+        ranks, divided = ledger.sizes["slices_ranks"], DividedExperts.of(ledger)
         work = dict(self._worked(ledger))
         through: tuple[Instant, ...] = ("loss", "turn", "backward")
         whole = ledger.memory["parameters"].bytes
@@ -149,7 +149,7 @@ class SlicingTechnique(Technique[Build]):
         ahead even where `prefetch` is 0. Beside what is outside of the blocks and the block next to
         it nothing runs. Left out: what pads a slice that does not come out even.
         """
-        sizes, narrow, divided = ledger.sizes, self.gather == "bf16", _Experts.of(ledger)
+        sizes, narrow, divided = ledger.sizes, self.gather == "bf16", DividedExperts.of(ledger)
         for name, piece in ledger.work.items():
             what = name.partition("/")[0]
             if name in SUMMED_EXPERTS:
@@ -160,16 +160,17 @@ class SlicingTechnique(Technique[Build]):
                     yield name, piece.with_bytes(lambda bytes: bytes / sizes["slices_ranks"])
             elif not (narrow and what in CASTS):
                 yield name, piece
-        layers, (blocks, outside) = max(1.0, sizes["layers"]), self._gathered(ledger)
-        ends, narrower = outside + blocks / layers, 0.5 if self.reduce == "bf16" else 1.0
-        gradients, apart = (narrower * bytes for bytes in self._learned(ledger))
-        last, freed = apart + (gradients - apart) / layers, self.frees_weights()
+        layers, freed = max(1.0, sizes["layers"]), self.frees_weights()
+        narrower = 0.5 if self.reduce == "bf16" else 1.0
+        weights, own = gathered_groups(ledger, narrow=narrow), learned_groups(ledger)
+        gradients = GroupBytes(*(narrower * bytes for bytes in own))
+        early, last = gradients.beside(layers), gradients.ends(layers)
         calls: dict[str, tuple[Phase, CollectiveOperation, float, float, Beside]] = {
-            "gather_first": ("forward", "all_gather", ends, 2, ""),
-            "gather": ("forward", "all_gather", blocks + outside - ends, layers - 1, "blocks"),
-            "gather_again": ("backward", "all_gather", freed * blocks, layers, "blocks"),
-            "scatter": ("backward", "reduce_scatter", gradients - last, layers - 1, "blocks"),
-            "scatter_last": ("backward", "reduce_scatter", last, 1 + bool(apart), ""),
+            "gather_first": ("forward", "all_gather", *weights.ends(layers), ""),
+            "gather": ("forward", "all_gather", *weights.beside(layers), "blocks"),
+            "gather_again": ("backward", "all_gather", freed * weights.blocks, layers, "blocks"),
+            "scatter": ("backward", "reduce_scatter", *early, "blocks"),
+            "scatter_last": ("backward", "reduce_scatter", *last, ""),
         }
         for name, (phase, operation, bytes, count, beside) in calls.items():
             if bytes and count:
@@ -184,11 +185,11 @@ class SlicingTechnique(Technique[Build]):
                 # Gathered weights are copied out of one buffer, gradients into one.
                 copies = count / (sizes["micro_batches"] if once else 1)
                 yield f"shards/{name}_copy", Stream(phase, copies, 2 * each)
-        yield from self._between_groups(sizes, gradients - last, last, 1 + bool(apart))
+        yield from self._between_groups(sizes, early, last)
         if divided.slices > 1:
             yield from self._among_experts(ledger, divided)
 
-    def _among_experts(self, ledger: Ledger, divided: "_Experts") -> Iterator[tuple[str, Work]]:
+    def _among_experts(self, ledger: Ledger, divided: DividedExperts) -> Iterator[tuple[str, Work]]:
         """Gather and scatter experts over the ranks that share them; sum what is left whole."""
         sizes, layers = ledger.sizes, ledger.sizes["layers"]
         gathered = divided.parameters * (0.5 if self.gather == "bf16" else 1.0)
@@ -232,13 +233,19 @@ class SlicingTechnique(Technique[Build]):
             )
 
     def _between_groups(
-        self, sizes: Mapping[str, float], early: float, last: float, lasts: int
+        self, sizes: Mapping[str, float], early: tuple[float, float], last: tuple[float, float]
     ) -> Iterator[tuple[str, Work]]:
-        """Add up slices of the gradients over the groups, once a step; the last beside nothing."""
-        layers, slices = max(1.0, sizes["layers"]), sizes["slices_ranks"]
+        """Add up slices of the gradients over the groups, once a step; the last beside nothing.
+
+        Args:
+            sizes: the ledger's.
+            early: bytes and count of the sums beside blocks.
+            last: those of the sums beside nothing.
+        """
+        slices = sizes["slices_ranks"]
         parts: dict[str, tuple[float, float, Beside]] = {
-            "sum": (early, layers - 1, "blocks"),
-            "sum_last": (last, lasts, ""),
+            "sum": (*early, "blocks"),
+            "sum_last": (*last, ""),
         }
         for name, (bytes, count, beside) in parts.items():
             if sizes["replicate_ranks"] > 1 and bytes and count:
@@ -257,31 +264,6 @@ class SlicingTechnique(Technique[Build]):
                     ),
                 )
 
-    def _gathered(self, ledger: Ledger) -> tuple[float, float]:
-        """Return the bytes of all blocks when they are gathered, and of what is outside."""
-        blocks = outside = 0.0
-        vectors, apart = ledger.memory["parameters"].bytes, _Experts.of(ledger).apart
-        for name, matrix in ledger.matrices.items():
-            vectors -= matrix.stored * matrix.numbers
-            if name in apart:
-                continue
-            bytes = (2 if self.gather == "bf16" else matrix.stored) * matrix.numbers
-            inside = name.startswith("blocks.")
-            blocks, outside = blocks + inside * bytes, outside + (not inside) * bytes
-        own = min(vectors, FP32 * ledger.sizes["final_norm"])
-        narrower = 0.5 if self.gather == "bf16" else 1.0
-        return blocks + narrower * (vectors - own), outside + narrower * own
-
-    def _learned(self, ledger: Ledger) -> tuple[float, float]:
-        """Return the bytes of all gradients, and of those outside of the blocks."""
-        gradients, learns = ledger.memory["gradients"].bytes, ledger.updates()
-        numbers = {name: matrix.numbers for name, matrix in learns.items()}
-        gone = FP32 * sum(numbers.get(name, 0.0) for name in _Experts.of(ledger).apart)
-        outside = sum(n for name, n in numbers.items() if not name.startswith("blocks."))
-        norm = FP32 * ledger.sizes["final_norm"]
-        apart = norm * (gradients - FP32 * sum(numbers.values()) >= norm)
-        return gradients - gone, FP32 * outside + apart
-
     def apply(self, build: Build) -> None:
         """Shard each block, then the rest, as their weights become real."""
         from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -299,6 +281,8 @@ class SlicingTechnique(Technique[Build]):
             root = module is build.model  # its weights are needed again at once
             frees = self.frees_weights() and not root
             left = {p for n, p in build.model.named_parameters() if n in whole}
+            for table in _tables(build.model) if root else ():
+                fully_shard(table, reshard_after_forward=False, ignored_params=left, **options)
             for part in () if root else _divided(build, module):
                 among: dict[str, Any] = {**options, "mesh": build.world.experts}
                 among["shard_placement_fn"] = _place_experts(build)
@@ -309,6 +293,8 @@ class SlicingTechnique(Technique[Build]):
                     part.set_gradient_divide_factor(1.0)  # the loss is scaled already: a sum
                     part.set_force_sum_reduction_for_comms(True)  # gloo has no other
             if root:
+                if build.model.head in _tables(build.model):
+                    _hand_over_gathered(build.model.head)
                 self._order(build)
                 module.register_forward_hook(_free_after_evaluation)
 
@@ -346,14 +332,17 @@ class SlicingTechnique(Technique[Build]):
         )
 
     def _order(self, build: Build) -> None:
-        """Order which blocks are gathered ahead of which, in both directions."""
-        blocks = list(build.model.blocks.values())
-        for index, block in enumerate(blocks):
-            fully = cast("FSDPModule", block)
+        """Order what is gathered ahead of what, in both directions; tables stay gathered."""
+        model, tables = build.model, _tables(build.model)
+        blocks = list(model.blocks.values())
+        ends = [[table] if table in tables else [] for table in (model.embed, model.head)]
+        line = [*ends[0], *blocks, *ends[1]]
+        for index, module in enumerate(line):
+            fully = cast("FSDPModule", module)
             fully.set_modules_to_forward_prefetch(
-                _sliced(*blocks[index + 1 : index + 1 + self.prefetch])
+                _sliced(*line[index + 1 : index + 1 + self.prefetch])
             )
-            behind = blocks[max(0, index - self.prefetch) : index]
+            behind = [m for m in line[max(0, index - self.prefetch) : index] if m not in tables]
             fully.set_modules_to_backward_prefetch(_sliced(*behind[::-1]))
 
     def active(self, build: Build) -> Evidence:
@@ -377,39 +366,6 @@ class SlicingTechnique(Technique[Build]):
             + (f"; not {', '.join(loose)}" if loose else "")
             + own,
             numbers={"bytes": here, "whole_bytes": whole, "ranks": ranks, "groups": max(groups)},
-        )
-
-
-class _Experts(NamedTuple):
-    """What a rank holds of experts that ranks divide, before they are sliced."""
-
-    slices: float = 1.0
-    """ranks that share them"""
-    parameters: float = 0.0
-    """bytes, as those of gradients and of the baseline's optimizer"""
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    routers: float = 0.0
-    """bytes of gradients of the routers that stay whole beside them"""
-    apart: frozenset[str] = frozenset()
-    """names of matrices that are not sliced with their block"""
-
-    @classmethod
-    def of(cls, ledger: Ledger) -> "_Experts":
-        """Return them for a ledger; nothing where no ranks divide experts."""
-        if ledger.sizes.get("expert_ranks", 1.0) < 2:
-            return cls()
-        experts, slices = ledger.experts(), ledger.sizes["expert_slices_ranks"]
-        routers = {n: m for n, m in ledger.matrices.items() if n.endswith(".mlp.router.weight")}
-        left = routers if slices > 1 else {}
-        learned = sum(m.numbers for m in experts.values() if m.by)
-        return cls(
-            slices,
-            sum(m.stored * m.numbers for m in experts.values()),
-            FP32 * learned,
-            2 * FP32 * sum(m.numbers for m in experts.values() if m.by == "adamw"),
-            FP32 * sum(m.numbers for m in left.values() if m.by),
-            frozenset({*experts, *left}),
         )
 
 
@@ -456,6 +412,35 @@ def _place_experts(build: Build) -> Any:
         return Shard(1 if rows else 0)
 
     return place
+
+
+def _tables(model: Any) -> list[nn.Module]:
+    """Return the embedding and the head, where each has a table of its own.
+
+    As groups of their own they travel beside blocks: the head's weights while the last blocks run,
+    its gradient from the beginning of the backward pass on.
+    """
+    ends = () if model.config.tied_embeddings else (model.embed, model.head)
+    return [table for table in ends if getattr(table, "weight", None) is not None]
+
+
+def _hand_over_gathered(head: nn.Module) -> None:
+    """Let a head multiply its gathered weight, not the slice that it is called with.
+
+    FSDP's hook is between these two. It would take a slice among the inputs for one of the states,
+    and give it a gradient.
+    """
+
+    def without(module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden_ND, _, *others = given
+        return hidden_ND, None, *others
+
+    def gathered(module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden_ND, _, *others = given
+        return hidden_ND, module.weight, *others
+
+    head.register_forward_pre_hook(without, prepend=True)
+    head.register_forward_pre_hook(gathered)
 
 
 def _free_after_evaluation(model: nn.Module, inputs: Any, output: Any) -> None:

@@ -47,12 +47,12 @@ def count(corpus: str, prepared: str, micro_rows: Sequence[int], layers: int) ->
         assert held == [0] + [whole] * (len(held) - 1), (rows, held)
         assert not more or more + lines["gradients"].bytes == whole, (rows, more)
     dist.destroy_process_group()
-    groups = layers + 1  # every block, and what stands outside of them
+    groups = layers + 3  # every block, both tables, and what else stands outside of them
     each = {rows: ROWS // mesh["data"] // rows for rows in micro_rows}
     for rows, counts in found.items():
         assert counts["reduce_scatter"] == groups, (rows, found)
-        # A block twice a micro-batch; the outside once, for it is kept for the backward pass.
-        assert counts["all_gather"] == each[rows] * (2 * layers + 1), (rows, found)
+        # A block twice a micro-batch; others once, for they are kept for the backward pass.
+        assert counts["all_gather"] == each[rows] * (2 * layers + 3), (rows, found)
 
 
 def unsent(model: nn.Module) -> int:
