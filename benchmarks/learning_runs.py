@@ -3,7 +3,8 @@
 A run takes the plan's own step, as `headrace train` does, without what a run's folder costs. The
 clock stands still while torch compiles and while the model is evaluated. The target is looked at
 every fortieth of the horizon from its half on, less often where the loss is far above it; the first
-look that reaches it ends the run.
+look that reaches it ends the run. A plan without a target is looked at as often, and trained to its
+horizon.
 
 Runs of one architecture and shape share what was compiled in this process: `torch_compile` begins
 each build with a reset of the compiler, which is left out between such runs. A few steps of a
@@ -224,8 +225,8 @@ class Runs:
 
 def _trained(plan: Plan, build: Build, limit_s: float) -> Reading:
     """Train on the clock."""
-    horizon, target = plan.goal_steps, plan.goal.bits_per_byte
-    assert horizon is not None and target is not None
+    horizon, target = plan.goal_steps, plan.goal.bits_per_byte or 0.0
+    assert horizon is not None
     curve, tokens, seconds, apart_s, loss = list[tuple[int, float]](), 0, 0.0, 0.0, math.inf
     steps, look = 0, FIRST_LOOK
     began, compiled = _now(build), compile_seconds()
@@ -243,7 +244,7 @@ def _trained(plan: Plan, build: Build, limit_s: float) -> Reading:
         apart_s += began - stopped + own_s
         if loss <= target or not math.isfinite(loss) or seconds > limit_s:
             break
-        look = min(LOOKS, look + 1 + int((loss - target) / FASTEST))
+        look = min(LOOKS, look + 1 + (int((loss - target) / FASTEST) if target else 0))
     return Reading(
         seconds,
         loss <= target,

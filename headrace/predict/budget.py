@@ -3,7 +3,8 @@
 A budget is money, GPU hours or FLOPs. Each shape of a ladder is given the tokens that the budget
 leaves it: money and hours by the speed that is predicted of its plan, FLOPs by what a token takes.
 The scaling law then says which shape and length would have the lowest loss, and Step Law gives
-their batch and learning rate (predict/scaling.py). Shapes that do not fit into the device's memory
+their batch and learning rate (predict/scaling.py); a plan whose matrices have an optimizer of their
+own keeps its rates. Shapes that do not fit into the device's memory
 are left out. All else is as the plan says that the budget is given to.
 """
 
@@ -188,6 +189,11 @@ class Bought:
     too_large: int | None = None
 
     @property
+    def keeps_rates(self) -> bool:
+        """Return whether the plan's own learning rates stand, for its optimizer is not AdamW."""
+        return _keeps_rates(self.plan)
+
+    @property
     def tokens_per_parameter(self) -> float:
         """Return the tokens of the run for each parameter."""
         return self.tokens / self.parameters
@@ -211,6 +217,7 @@ class Bought:
             "steps": self.steps,
             "batch_tokens": self.plan.batch.tokens,
             "lr": self.plan.optimizer.lr,
+            "keeps_rates": self.keeps_rates,
             "expected_loss": asdict(self.loss),
             "extrapolates_loss": not is_fitted(self.parameters, self.tokens),
             "extrapolates_step_law": not is_swept(self.in_blocks, self.tokens),
@@ -326,6 +333,15 @@ class _Offers:
             f"of {size} parameters, takes {needs:.3g} {self.budget.unit}",
             f"--budget {nearest}",
         )
+
+
+def _keeps_rates(plan: Plan) -> bool:
+    """Return whether matrices have an optimizer of their own, as Muon.
+
+    The rate of what AdamW still updates, embeddings and vectors, was chosen beside it. Step Law is
+    of AdamW alone.
+    """
+    return any("routes" in t.composes for t in plan.techniques.values())
 
 
 def _ladder(base: Plan, open_vocab: bool) -> Iterator[tuple[dict[str, Any], int]]:
@@ -482,6 +498,8 @@ class _BudgetSearch:
     def finished(self, plan: Plan, steps: int, in_blocks: int) -> Plan:
         """Return the plan with its length, learning rate, evaluations and checkpoints."""
         rate = step_law_rate(in_blocks, steps * plan.batch.tokens)
+        if _keeps_rates(plan):
+            rate = plan.optimizer.lr
         evaluation, saved = (
             table.model_dump(exclude_unset=True) for table in (plan.eval, plan.checkpoint)
         )

@@ -36,6 +36,7 @@ def format_bought(bought: Bought) -> str:
     """Return what a budget buys as text for a reader."""
     plan, loss, ends = bought.plan, bought.loss, bought.loss.between
     model, rate = plan.model, plan.optimizer.lr
+    whose = "the plan's own; Step Law's batch" if bought.keeps_rates else "Step Law, AdamW"
     lines = [
         f"{bought.budget} buy {format_count(bought.parameters)} parameters and "
         f"{format_count(bought.tokens)} tokens, {bought.tokens_per_parameter:.3g} a parameter "
@@ -45,7 +46,7 @@ def format_bought(bought: Bought) -> str:
         f"vocabulary {model.vocab or plan.data.vocab}, sequences of {plan.data.sequence_length}",
         f"batch: {format_count(plan.batch.tokens)} tokens in {plan.rows_per_step} sequences, "
         f"{bought.steps} steps, learning rate {rate:g} after {plan.schedule.warmup_steps} steps of "
-        "warmup (Step Law, AdamW)",
+        f"warmup ({whose})",
         _format_data(bought),
         f"expected loss: {loss.nats:.3f} nats a token ({ends.low:.2f} to {ends.high:.2f}): the "
         "law's, for its corpus and tokenizer, not for yours; it ranks shapes",

@@ -81,6 +81,14 @@ def test_what_a_technique_says_of_the_plan_stays_said() -> None:
     assert Plan.read(one.plan.to_toml(), catalogue()) == one.plan
 
 
+def test_rates_beside_an_optimizer_of_its_own_are_the_plans() -> None:
+    """Step Law is about AdamW alone, and a rate beside Muon was chosen with it."""
+    one = bought("1e16flops", "optimizer.lr=0.0021", "techniques.muon.lr=0.02")
+    assert one.keeps_rates and one.plan.optimizer.lr == 0.0021
+    assert tells(format_bought(one), "learning rate 0.0021", "the plan's own")
+    assert not bought("1e16flops", "optimizer.lr=0.0021").keeps_rates
+
+
 def test_tokens_of_a_growing_batch_are_those_that_are_read() -> None:
     one = bought("1e16flops", "techniques.batch_ramp.divide=2", "techniques.batch_ramp.until=4.0")
     assert one.tokens == one.plan.batches.before(one.steps)
