@@ -179,7 +179,11 @@ SIDES = (
     of_8b("8b", f"{SHARDED}{HALF}{FUSED_LOSS}"),
     of_8b("8b_float8", f"{SHARDED}{HALF}{FUSED_LOSS} {FP8}"),
     of_8b("8b_rows2", f"{SHARDED}+selective_checkpoint {FUSED_LOSS}", rows=2),
+    of_8b("8b_rows2_float8", f"{SHARDED}+selective_checkpoint {FUSED_LOSS} {FP8}", rows=2),
+    of_8b("8b_rows2_half", f"{SHARDED}{HALF}{FUSED_LOSS}", rows=2),
+    of_8b("8b_rows2_half_float8", f"{SHARDED}{HALF}{FUSED_LOSS} {FP8}", rows=2),
     of_8b("8b_whole", f"{SHARDED}{FUSED_LOSS}"),
+    of_8b("8b_whole_float8", f"{SHARDED}{FUSED_LOSS} {FP8}"),
     of_8b(
         "8b_tensor2",
         f"{SHARDED}mesh.data={{half}} {HALF}+tensor_parallel mesh.tensor=2",
