@@ -26,6 +26,7 @@ SIDES: Mapping[str, str] = {
     "torchtitan": "torchtitan",
     "torchtitan_float8": "torchtitan, float8",
     "litgpt": "litgpt",
+    "unsloth": "Unsloth",
     "peft": "PEFT",
     "peft_liger": "PEFT and Liger",
     "peft_liger_kept": "PEFT and Liger, nothing recomputed",
