@@ -220,6 +220,27 @@ def search_table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(head, lines)
 
 
+def bought_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of what a budget bought beside the other plan, each device's newest row."""
+    newest = {(r["hardware"], r["minutes"], r["side"], *r["seeds"]): r for r in rows}
+    lines = []
+    for row in newest.values():
+        numbers = row["metrics"]
+        lines.append(
+            (
+                f"`{row['recipe']}`" if row["recipe"] else "Chinchilla, AdamW's defaults",
+                f"{row['hardware']}, {row['minutes']:g} minutes",
+                f"{row['shape']}, {row['parameters'] / 1e6:.1f}M",
+                f"{numbers['tokens']['value'] / 1e6:.0f}M",
+                f"{numbers['epochs']['value']:.3g}",
+                f"{numbers['best_bits_per_byte']['value']:.4f}",
+                f"{numbers['last_bits_per_byte']['value']:.4f}",
+            )
+        )
+    head = ("plan", "where", "parameters", "tokens", "epochs", "lowest bits per byte", "at the end")
+    return markdown(head, lines)
+
+
 def render(results: Path) -> dict[str, str]:
     """Return the page, its picture and the receipts of recipes, by name."""
     file = results / "learning.jsonl"
@@ -227,6 +248,7 @@ def render(results: Path) -> dict[str, str]:
     measured = gains(rows)
     race = [row for row in rows if row.get("kind") == "time_to_target"]
     points = [row for row in rows if row.get("kind") == "search"]
+    budgets = [row for row in rows if row.get("kind") == "budget"]
     picture = bars(measured)
     shown = "![Times sooner with each technique](pictures/learning.svg)\n" if picture else ""
     parts = [
@@ -234,6 +256,11 @@ def render(results: Path) -> dict[str, str]:
         "## The recipe beside AdamW\n",
         "Each side at the best point of its own search, the same seeds, in turn.\n",
         race_table(race) if race else f"{NOT_YET}\n",
+        "## What a budget buys\n",
+        "`headrace plan RECIPE --budget` beside the shape and tokens that the scaling law\n"
+        "gives, with AdamW's defaults, on as many minutes of one GPU and the same text\n"
+        "(`benchmarks/bought.py`).\n",
+        bought_table(budgets) if budgets else f"{NOT_YET}\n",
         "## One technique at a time\n",
         "The recipe of `benchmarks/plans/learning.toml`, one technique left out, added, or one\n"
         "key set to another value. `horizon` is the factor of the recipe's length that the\n"

@@ -5,12 +5,16 @@ import random
 import sys
 from pathlib import Path
 
+import bought
 import learning
 import learning_page
 import pytest
 from learning_runs import LOOKS, SIDES, Point, Runs
 from programs import rows
 from tiny import WORDS
+
+from headrace.assemble.context import elsewhere
+from headrace.costs.machine import Machine
 
 TINY = [
     "device=cpu",
@@ -70,7 +74,37 @@ def test_one_call_each_fills_the_rows_and_goes_on_where_it_was_cut_off(
     assert parts["logit_cap"]["change"] == "added" and parts["logit_cap"]["n"] == 2
     assert len({row["plan_sha256"] for row in parts.values()}) == 3
     page = learning_page.render(tmp_path)["page"]
-    assert "`logit_cap`" in page and "not measured yet" not in page.lower()
+    assert "`logit_cap`" in page and page.count(learning_page.NOT_YET) == 1  # what a budget buys
+
+
+@pytest.mark.slow
+def test_both_plans_of_a_budget_are_trained_on_its_minutes(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = bought.make_context  # of a GPU, whose rates are assumed: a shape is bought by them
+    monkeypatch.setattr(
+        bought, "make_context", lambda *given: elsewhere(make(*given), "NVIDIA H100")
+    )
+    monkeypatch.setattr(bought, "rates_here", lambda _: Machine.assumed("NVIDIA H100"))
+    monkeypatch.setattr(bought, "SPEED_STEPS", 6)
+    sizes = ["device=cpu", "data.vocab=300", "data.sequence_length=16", "eval.tokens=256"]
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[goal]\nsteps = 9\n[techniques.muon]\nmomentum_warmup_steps = 2\n")
+    given = ["--data", text, "--work", text, "--results", tmp_path, "--recipe", recipe]
+    given += ["--minutes", 0.02, "--with"]
+    monkeypatch.setattr(sys, "argv", ["bought", *map(str, given), "--set", *sizes])
+    bought.main()
+    ours, law = rows(tmp_path, "learning")
+    assert (ours["side"], law["side"]) == ("bought", "chinchilla")
+    assert "muon" in ours["techniques"] and "muon" not in law["techniques"]
+    for row in (ours, law):
+        numbers = {name: metric["value"] for name, metric in row["metrics"].items()}
+        losses = [loss for _, loss in row["curve"]]
+        assert row["kind"] == "budget" and len(losses) > 10
+        assert numbers["best_bits_per_byte"] == min(losses)
+        assert numbers["last_bits_per_byte"] == pytest.approx(losses[-1], abs=1e-5)
+    page = learning_page.render(tmp_path)["page"]
+    assert f"`{recipe}`" in page and "Chinchilla, AdamW's defaults" in page
 
 
 def test_a_point_is_the_plan_that_is_trained(tmp_path: Path, text: Path) -> None:
@@ -115,7 +149,7 @@ def test_the_page_is_not_behind_the_rows() -> None:
 
 def test_a_page_without_rows_says_that_nothing_was_measured(tmp_path: Path) -> None:
     files = learning_page.render(tmp_path)
-    assert {*files} == {"page", "receipts"} and files["page"].count(learning_page.NOT_YET) == 3
+    assert {*files} == {"page", "receipts"} and files["page"].count(learning_page.NOT_YET) == 4
 
 
 def test_a_point_that_diverged_is_the_worst() -> None:
