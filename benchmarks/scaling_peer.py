@@ -54,7 +54,7 @@ def shard(model: Any, world: World, *, checkpointed: bool) -> None:
     """Make a model ready for several GPUs: checkpoint, compile and shard its blocks."""
     assert world.mesh is not None
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    how: dict[str, Any] = {"mesh": world.mesh["shard"], "mp_policy": policy}
+    how: dict[str, Any] = {"mesh": world.mesh["slices"], "mp_policy": policy}
     fully_shard(model.tok_embeddings, **how)
     for name, compiled in list(model.layers.named_children()):
         block = getattr(compiled, "_orig_mod", compiled)

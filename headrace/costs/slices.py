@@ -13,7 +13,7 @@ EMBEDDING, HEAD = "embed.weight", "head.weight"
 
 
 class GroupBytes(NamedTuple):
-    """What the groups of a model hold, in bytes."""
+    """Hold the bytes of a model by group."""
 
     blocks: float
     embedding: float
@@ -41,7 +41,7 @@ class GroupBytes(NamedTuple):
 
 
 class DividedExperts(NamedTuple):
-    """What a rank holds of experts that ranks divide, before they are sliced."""
+    """Hold what a rank has of experts that ranks divide, before they are sliced."""
 
     slices: float = 1.0
     """ranks that share them"""

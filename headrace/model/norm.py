@@ -1,4 +1,6 @@
-"""Normalize features. Both norms keep their statistics in fp32 and return the input's dtype.
+"""Normalize features. Both norms compute in fp32 and return the input's dtype.
+
+A weight that was gathered in bf16 is widened first: of two dtypes torch makes no fused kernel.
 
 A norm is any module of [..., D] to [..., D]. One that also takes in the addition which stands
 before it has a method `add(x, delta)`; `add_then` asks for it, so that a block has no branch.
@@ -19,7 +21,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).type_as(x)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
 
 
 class UnitRMSNorm(nn.Module):
@@ -45,9 +47,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).type_as(
-            x
-        )
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).type_as(x)
 
 
 def add_then(norm: nn.Module, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
