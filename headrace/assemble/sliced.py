@@ -418,9 +418,12 @@ def _tables(model: Any) -> list[nn.Module]:
     """Return the embedding and the head, where each has a table of its own.
 
     As groups of their own they travel beside blocks: the head's weights while the last blocks run,
-    its gradient from the beginning of the backward pass on.
+    its gradient from the beginning of the backward pass on. A head is called with its weight. Where
+    that is made into another one before, it has to be there before: it stays with what is left.
     """
-    ends = () if model.config.tied_embeddings else (model.embed, model.head)
+    if model.config.tied_embeddings:
+        return []
+    ends = (model.embed,) if "head_inputs" in vars(model) else (model.embed, model.head)
     return [table for table in ends if getattr(table, "weight", None) is not None]
 
 

@@ -1,7 +1,8 @@
 """Divide a model's bytes into the groups that FSDP2 gathers, and whose gradients it scatters.
 
 A block is a group, and so are the embedding and the head where each has a table of its own: they
-then travel beside blocks. What is left, the final norm or tied tables, is the last group.
+then travel beside blocks. What is left, the final norm or tied tables, is the last group. Left out:
+a head whose weight is rounded before it is multiplied, which is in that last group too.
 """
 
 from typing import NamedTuple

@@ -7,11 +7,11 @@ read layouts and work under any of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.parallel.world import AXES, World
 
@@ -30,6 +30,16 @@ def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def shallow_copy(module: nn.Module) -> Any:
+    """Return a copy of a module that shares its parts, also of one that FSDP2 gathers.
+
+    FSDP2 gives such a module a class that `copy.copy` cannot make.
+    """
+    copied = object.__new__(type(module))
+    copied.__dict__.update(module.__dict__)
+    return copied
 
 
 def local_of(tensor: Tensor) -> Tensor:

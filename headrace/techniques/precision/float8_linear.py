@@ -15,7 +15,6 @@ the products are emulated: same rounding, no speed. Left out: fp8 all-gather, de
 formats. Source: torchao.float8; arXiv 2209.05433.
 """
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -33,6 +32,7 @@ from headrace.core.remedy import mend
 from headrace.costs.count import holds_casts
 from headrace.costs.ledger import Ledger
 from headrace.costs.work import Matmul, Phase, Stream
+from headrace.parallel.layout import shallow_copy
 from headrace.plan.technique import (
     Card,
     Context,
@@ -269,7 +269,7 @@ def _unit_results(module: Any, build: Build) -> tuple[Tensor, Tensor]:
     """Return the first columns of this rank's part of a weight, and the module's result."""
     weight = getattr(module.weight, "_local_tensor", module.weight).detach()
     weight = weight[: len(weight) // MULTIPLE * MULTIPLE or len(weight)]
-    probe = copy.copy(module)  # the run's module with this rank's rows, untouched by hooks
+    probe = shallow_copy(module)  # the run's module with this rank's rows, untouched by hooks
     probe._parameters = {"weight": nn.Parameter(weight), "bias": None}
     units = torch.eye(MULTIPLE, weight.size(1), device=weight.device)
     with torch.no_grad(), build.autocast():

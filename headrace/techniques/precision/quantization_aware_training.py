@@ -17,7 +17,6 @@ or has no gradient, experts, and parts of a row on several tensor ranks, whose s
 Source: arXiv 1712.05877; arXiv 2305.17888 (LLM-QAT); arXiv 2406.06385 (LR-QAT).
 """
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -40,7 +39,7 @@ from headrace.costs.count import block_linears, holds_casts
 from headrace.costs.ledger import DERIVED, Instant, Ledger, Line
 from headrace.costs.work import Matmul, Phase, Stream
 from headrace.model.lora import LoraLinear, plain
-from headrace.parallel.layout import local_of
+from headrace.parallel.layout import local_of, shallow_copy
 from headrace.plan.technique import (
     Card,
     Context,
@@ -315,7 +314,7 @@ def _shown(build: Build, name: str, rounding: Rounding) -> tuple[Tensor, Tensor,
         module: Any = model.get_submodule(end)
     except AttributeError:
         return None
-    probe, weight = copy.copy(module), _rows(module.weight)
+    probe, weight = shallow_copy(module), _rows(module.weight)
     if not len(weight):
         return None
     probe._parameters = {"weight": nn.Parameter(weight, requires_grad=False), "bias": None}
