@@ -65,7 +65,8 @@ def ledger_of(*words: str, **sizes: float) -> Ledger:
 
 
 def layer_of(activation: str, top_k: int, width: int) -> ExpertLayer:
-    config = ModelConfig(dim=DIM, layers=1, heads=2, ffn=FFN, vocab=64, activation=activation)  # pyright: ignore
+    shape: dict[str, Any] = {"dim": DIM, "heads": 2, "ffn": FFN, "activation": activation}
+    config = ModelConfig(layers=1, vocab=64, **shape)
     layer = ExpertLayer(
         config, 0, experts=EXPERTS, top_k=top_k, ffn=width, balance=0.01, norm_topk=True
     )
