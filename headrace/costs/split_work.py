@@ -17,9 +17,9 @@ from headrace.costs.links import CollectiveOperation
 from headrace.costs.work import Attention, Matmul, Phase, Stream, Work, collective
 
 AXIS = "tensor"
-COLUMNS = ("mixer.qkv", "mlp.gate_up", "mlp.up", "head")
+COLUMNS = ("mixer.qkv", "mlp.gate_up", "mlp.up", "experts.gate_up", "experts.up", "head")
 """Linears of which a rank computes some of the outputs."""
-ROWS = ("mixer.out", "mlp.down")
+ROWS = ("mixer.out", "mlp.down", "experts.down")
 """Linears of which a rank has some of the inputs, and of all outputs a part of the sum."""
 INSIDE = (
     "attention",
@@ -30,14 +30,19 @@ INSIDE = (
     "embedding_values",
     "activation",
     "weight_cast",
+    "experts_read",
     "head_cast",
     "loss",
 )
 """Pieces that a rank has a part of, by how their names begin."""
 BETWEEN = ("norms", "residual", "residual_out", "stream")
 """Pieces of the stream, which may be cut along the sequence."""
-WHOLE = ("embedding", "embedding_norm", "mlp_pieces", "count", "head")
+ROUTED = ("router", "order", "routed", "mixed", "unsorted", "experts", "experts_joined")
+"""Pieces of a mixture of experts that go by whole rows."""
+WHOLE = ("embedding", "embedding_norm", "mlp_pieces", "count", "head", *ROUTED)
 """Pieces that every rank has whole, apart from the exceptions in `_part`."""
+OF_EXPERTS = ("experts/gradients", "experts/copy")
+"""Pieces that sum the gradients of experts, all of which are cut."""
 RESULT, INPUT, WEIGHT = (1, 2), (2, 1), (0, 1)
 """Place of the size of a linear's matmul that is cut: (where its outputs are cut, where its inputs
 are), for its result, for the gradient of what it reads, and for its weight's."""
@@ -78,6 +83,8 @@ def _part(name: str, piece: Work, sizes: Mapping[str, float], sequence: bool, ke
         return replace(piece, sizes=(rows, heads // ranks, kv_heads // ranks, length, features))
     if name.startswith(LEARNED):
         return piece.with_bytes(lambda bytes: bytes * kept)
+    if name in OF_EXPERTS:
+        return piece.divided(ranks)
     if what in INSIDE or part == "sum" or (sequence and what in BETWEEN):
         return piece.divided(ranks)
     if name == "embedding/backward":  # whose table is cut along the vocabulary

@@ -24,11 +24,13 @@ from headrace.costs.machine import Machine
 from headrace.doctor.findings import Finding, Kind
 from headrace.doctor.forecast import MeasuredRun, by_ledger
 from headrace.doctor.loop_remedies import LoopRemedy, examine_loop, loop_remedies
+from headrace.doctor.observation import Observation
 from headrace.doctor.of_plan import plan_findings
 from headrace.doctor.packing import packing_of, with_packing
 from headrace.doctor.remedies import HEALTHY, PlanRemedy, remedies
 from headrace.doctor.rules import WRONG, presented, unjudged
-from headrace.doctor.run import examined_run, place_of, use_of
+from headrace.doctor.run import examined_run, examined_so_far, place_of, use_of
+from headrace.doctor.so_far import has_ended
 from headrace.inference.load import read_recorded_plan
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import BOTTLENECKS
@@ -91,6 +93,7 @@ class Advice:
         why: the reason of an error or of a prediction, where that is why.
         timed: whether the gain of a change can be forecast on this run.
         run: the folder of the run whose plan a remedy changes; None of a plan or of a loop.
+        so_far: how many steps a run that has not ended had written; None of anything else.
     """
 
     findings: tuple[Advised, ...]
@@ -99,6 +102,7 @@ class Advice:
     why: str = ""
     timed: bool = False
     run: Path | None = None
+    so_far: int | None = None
 
     @property
     def verdict(self) -> Finding | None:
@@ -154,20 +158,42 @@ class Advice:
 def advise(
     folder: Path, catalogue: Catalogue, rates_here: Callable[[torch.device], Machine] = rates
 ) -> Advice:
-    """Return the findings of a run that has ended, and their remedies.
+    """Return the findings of a run, also of one that goes on, and their remedies.
+
+    A run that has not ended is judged by what it has written so far; see `so_far`.
 
     Args:
         folder: the run's.
         catalogue: the techniques that there are.
         rates_here: returns the rates of a device that is here; by default nothing is measured.
+            Where the run has not ended it is not asked, since a probe would slow the run.
 
     Raises:
-        ConfigError: the run has not ended.
         RunError: a file of it is damaged.
     """
+    report = RunFolder(folder).read("report")
+    if report is not None and has_ended(report):
+        use = use_of(folder, report, catalogue, rates_here)
+        return _advise_run(folder, catalogue, rates_here, examined_run(folder, use))
+    examined = examined_so_far(folder, catalogue)
+    advice = _advise_run(folder, catalogue, rates, examined, ended=False)
+    return replace(advice, so_far=examined[0].watched_steps)
+
+
+def _advise_run(
+    folder: Path,
+    catalogue: Catalogue,
+    rates_here: Callable[[torch.device], Machine],
+    examined: tuple[Observation, list[Finding]],
+    *,
+    ended: bool = True,
+) -> Advice:
+    """Return the answer on what is known of a run; see `advise`.
+
+    The packing of its text is counted where it has ended: that reads the run's shards.
+    """
+    seen, findings = examined
     run = RunFolder(folder)
-    use = use_of(folder, run.read_report(), catalogue, rates_here)
-    seen, findings = examined_run(folder, use)
     findings = presented(findings, seen)
     alone = tuple(map(Advised, findings))
     if unjudged(findings):
@@ -175,7 +201,7 @@ def advise(
     try:
         plan = read_recorded_plan(folder, catalogue)
         context, machine = place_of(plan, run.read("environment") or {}, rates_here)
-        packing = packing_of(run, plan, findings, WORTH)
+        packing = packing_of(run, plan, findings, WORTH) if ended else None
         measured = replace(MeasuredRun.of(seen), packing=packing)
         findings = [with_packing(finding, packing, plan) for finding in findings]
         advice = advised(findings, plan, context, machine, catalogue, measured)

@@ -62,7 +62,7 @@ def slower_than_another(folder: Path, report: Mapping[str, Any]) -> Finding | No
         folder: runs/NAME.
         report: its report.json.
     """
-    mine, plan = _curve(report), _plan(folder)
+    mine, plan = _curve(report), plan_tables(folder)
     if report["status"] != "done" or len(mine) < FEWEST or plan is None:
         return None
     best = min(bits for _, bits in mine)
@@ -142,7 +142,7 @@ def _different(plan: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 def _beside(folder: Path) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Yield name, report and plan of the runs in the same place, where they can be read."""
     for file in sorted(folder.resolve().parent.glob("*/report.json")):
-        plan = None if file.parent == folder.resolve() else _plan(file.parent)
+        plan = None if file.parent == folder.resolve() else plan_tables(file.parent)
         try:
             report = parse_json(file.read_bytes()) if plan is not None else None
         except (OSError, ValueError):
@@ -174,7 +174,8 @@ def _curve(report: Mapping[str, Any]) -> Validations:
     return [(tokens, bits) for tokens, bits in points if bits is not None]
 
 
-def _plan(folder: Path) -> dict[str, Any] | None:
+def plan_tables(folder: Path) -> dict[str, Any] | None:
+    """Return the tables of the plan that a run was started with; None where it cannot be read."""
     try:
         return tomllib.loads(recorded_plan(folder).read_text())
     except (OSError, ValueError, RecursionError):

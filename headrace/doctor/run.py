@@ -32,6 +32,7 @@ from headrace.doctor.log import read_log
 from headrace.doctor.observation import Observation, observe, read_rows
 from headrace.doctor.recipe import slower_than_another
 from headrace.doctor.rules import FEWEST_STEPS, examine
+from headrace.doctor.so_far import report_so_far
 from headrace.doctor.trace import computation, diagnose_trace, judge_trace
 from headrace.doctor.trace.facts import newest
 from headrace.doctor.trace.file import ENDINGS as TRACES
@@ -121,6 +122,17 @@ def examined_run(folder: Path, use: Use | None = None) -> tuple[Observation, lis
     return _judged(report, rows_of(folder), file, mend, slower_than_another, use)
 
 
+def examined_so_far(folder: Path, catalogue: Catalogue) -> tuple[Observation, list[Finding]]:
+    """Return what is known of a run that has not ended, and the verdicts on it; see `so_far`.
+
+    Raises:
+        RunError: a file of it is damaged.
+    """
+    rows, file = rows_of(folder), folder / "metrics.jsonl"
+    report = report_so_far(folder, rows)
+    return _judged(report, rows, file, _aside(file), use=use_of(folder, report, catalogue))
+
+
 def use_of(
     folder: Path,
     report: Mapping[str, Any],
@@ -194,8 +206,13 @@ def rows_of(folder: Path) -> list[dict[str, float | None]]:
         RunError: it is damaged.
     """
     file = folder / "metrics.jsonl"
-    aside = f"mv {shell(file)} {shell(f'{file}.damaged')}; {rerun((folder, folder), verb='doctor')}"
-    return _numbers(read_rows(file), file, aside)
+    return _numbers(read_rows(file), file, _aside(file))
+
+
+def _aside(file: Path) -> str:
+    """Return the command that renames a damaged file of a run, and judges the run without it."""
+    folder = file.parent
+    return f"mv {shell(file)} {shell(f'{file}.damaged')}; {rerun((folder, folder), verb='doctor')}"
 
 
 def check_report(report: Mapping[str, Any], file: Path, mend: str) -> None:

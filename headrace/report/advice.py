@@ -1,5 +1,6 @@
-"""Render what the doctor would change on a run's page, from findings.json with its remedies."""
+"""Render what the doctor would change on a run's page, from its findings with their remedies."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,7 +60,12 @@ def remedies(folder: Path, *, commands: bool = False) -> Safe:
     Raises:
         ConfigError: findings.json is damaged.
     """
-    findings = [finding for finding in _read(folder / "findings.json") if finding.remedies]
+    return remedies_of(folder, _read(folder / "findings.json"), commands=commands)
+
+
+def remedies_of(folder: Path, every: Iterable[FindingRecord], *, commands: bool = False) -> Safe:
+    """Render such a section of findings that no file holds; see `remedies`."""
+    findings = [finding for finding in every if finding.remedies]
     if not findings:
         return Safe("")
     parts: list[str] = []

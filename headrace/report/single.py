@@ -23,7 +23,14 @@ from headrace.report.page import (
     write_page,
 )
 from headrace.report.parts import memory, step_time, techniques
-from headrace.report.run_files import MixRecord, Report, RunFiles, SpikeRecord, read_run
+from headrace.report.run_files import (
+    BottleneckRecord,
+    MixRecord,
+    Report,
+    RunFiles,
+    SpikeRecord,
+    read_run,
+)
 from headrace.report.words import (
     NOT_MEASURED,
     bits,
@@ -85,7 +92,7 @@ def report_sections(
         *_doubts(report),
         *_spikes(report),
         section("Key figures", cards(_figures(report))),
-        _bottleneck(report, commands=commands),
+        bottleneck_section(report.bottleneck, commands=commands),
         remedies(run.directory, commands=commands),
         *compared,
         loss_section([run], [report.name]),
@@ -271,9 +278,8 @@ def _mixture(mix: MixRecord | None) -> list[Safe]:
     return [table("Mixture", head, rows), *([muted(says)] if often else [])]
 
 
-def _bottleneck(report: Report, *, commands: bool) -> Safe:
+def bottleneck_section(bottleneck: BottleneckRecord | None, *, commands: bool) -> Safe:
     """Render the doctor's verdict: what binds the run's steps, and the remedy to try first."""
-    bottleneck = report.bottleneck
     if bottleneck is None:
         body = (muted(f"The bottleneck was {NOT_MEASURED}."),)
     else:

@@ -17,9 +17,9 @@ The comparison costs one uncompiled step, and up to four more before a run is en
 memory also holds a second copy of the weights, their gradients and the activations of one sequence.
 The plain model multiplies in the run's own precision, in a wider one where a technique rounds more
 (TF32, fp8), and in fp32 for fp16, which would need a loss scale. Replicas compute their own
-sequences and add up; ranks that hold slices (FSDP) each gather the whole model meanwhile. Models
-that are divided otherwise, and plain models that do not fit, are not compared. What was not
-compared is reported at the start and in report.json.
+sequences and add up; ranks that hold slices (FSDP) or some of the experts of a mixture each gather
+the whole model meanwhile. Models that are divided otherwise, and plain models that do not fit, are
+not compared. What was not compared is reported at the start and in report.json.
 """
 
 import gc
@@ -72,6 +72,8 @@ largest effect. In a model that does not magnify rounding, a move has a tenth of
 effect."""
 TINY = 1e-20
 ALL, MEAN = "all parameters", "the loss"
+EXPERT = "expert"
+"""Axis of the ranks that divide the experts of a mixture."""
 
 
 class First(NamedTuple):
@@ -111,8 +113,6 @@ def first_of_the_baseline(build: Build, step: TakeStep, *, draw: int = 0) -> Fir
         return "no technique of this plan could be left out"
     if build.world.ranks != build.world.size("data"):
         return f"the model is cut over {build.world.ranks} processes"
-    if (ranks := build.world.size("expert")) > 1:
-        return f"the experts are divided over {ranks} processes"
     ready: list[bool] = []
     why = ""
     baseline = None
@@ -142,6 +142,7 @@ def first_of_the_baseline(build: Build, step: TakeStep, *, draw: int = 0) -> Fir
 def _plain(build: Build) -> Plan:
     """Return the plan without what is left out, with micro-batches of one sequence.
 
+    Each rank has the whole model, experts of a mixture and slices too.
     fp16 becomes fp32, because it would need a loss scale.
     """
     plan, left = build.plan, left_out(build.plan)
@@ -150,6 +151,7 @@ def _plain(build: Build) -> Plan:
     return plan.replaced(
         techniques=kept,
         model=plan.model.model_copy(update=whole),
+        mesh=plan.mesh.model_copy(update={"expert": 1, "replicate": 1}),
         batch=plan.batch.model_copy(update={"micro_sequences": _plain_rows(plan)}),
     )
 
@@ -164,8 +166,11 @@ def _first(build: Build, step: TakeStep, draw: int, ready: list[bool]) -> First:
     firsts: list[First] = []
     every = {n: p.data for n, p in build.model.named_parameters()}
     shared = {n: p for n, p in every.items() if type(local_of(p)) is Tensor}
-    cut = {n: p for n, p in shared.items() if is_dtensor(p)}
-    given = shared | {n: p.to_local().new_zeros(()).expand(p.shape) for n, p in cut.items()}
+    cut = {n: p for n, p in shared.items() if is_dtensor(p) or _by_experts(build, n)}
+    given = dict(shared)
+    for name, part in cut.items():
+        whole = build.layouts[name].shape if _by_experts(build, name) else part.shape
+        given[name] = local_of(part).new_zeros(()).expand(tuple(whole))
     plan, alone = _plain(build), replace(build.world, groups={})  # no rank waits for one that fails
     needs = build.predicted(plan).without(["optimizer"]).peak()[1] * build.world.ranks
     if build.device.type == "cpu" and needs > host_memory_bytes():  # the system would kill us
@@ -173,7 +178,7 @@ def _first(build: Build, step: TakeStep, draw: int, ready: list[bool]) -> First:
     plain = make_build(plan, build.prepared, alone, build.device, given=given)
     try:
         if cut:
-            _gather(plain, cut, build.world, ready)
+            _gather(plain, cut, build, ready)
         if build.world.ranks > 1:
             plain.engine = _together(plain.engine, build.world, ready)
         if draw:
@@ -186,18 +191,27 @@ def _first(build: Build, step: TakeStep, draw: int, ready: list[bool]) -> First:
     return firsts[0]
 
 
-def _gather(plain: Build, cut: Mapping[str, Any], world: World, ready: list[bool]) -> None:
-    """Fill the plain model with whole weights from the slices of all ranks.
+def _by_experts(build: Build, name: str) -> bool:
+    """Return whether ranks hold some experts of a parameter each."""
+    layout = build.layouts.get(name)
+    return layout is not None and EXPERT in layout.split and build.world.size(EXPERT) > 1
+
+
+def _gather(plain: Build, cut: Mapping[str, Any], build: Build, ready: list[bool]) -> None:
+    """Fill the plain model with whole weights from the parts of all ranks.
 
     All ranks first check that they have memory for the gradients of those weights.
     """
     own = dict(plain.model.named_parameters())
     room = [torch.empty_like(p.data) for p in own.values() if type(p.data) is Tensor]
-    _meet(world, ready)
+    _meet(build.world, ready)
     ready.clear()  # they meet once more, in `_together`
     del room
     for name, tensor in cut.items():
-        whole = tensor.full_tensor()
+        if _by_experts(build, name):
+            whole = build.layouts[name].whole(build.world, tensor, local_of(tensor))
+        else:
+            whole = tensor.full_tensor()
         if name in own and own[name].shape == whole.shape:  # else its value was drawn at random
             own[name].data.copy_(whole)
 
@@ -216,15 +230,22 @@ def _meet(world: World, ready: list[bool]) -> None:
 def _together(engine: Engine, world: World, ready: list[bool]) -> Engine:
     """Return an engine that computes alone, waits for all ranks, and then joins them.
 
-    After that it scales loss and gradients to the share of the targets that this rank has.
+    After that it scales loss and gradients to the share of the targets that this rank has. Losses
+    that layers kept go by tokens, of which all ranks tell each other how many have a target.
     """
 
     def run(build: Build, work: Sequence[Any], objective: Any, scale: Tensor) -> Tensor:
+        own = torch.stack([(w.targets_BT != IGNORED).sum() for w in work]).sum().float()
+        if build.auxiliary:
+            _meet(world, ready)
+            ready.clear()  # they meet once more, below
+            every = world.sum_(own.clone(), "shard").clamp(min=1)
+            tokens = sum(w.targets_BT.numel() for w in work) * world.size("shard")
+            build.targets_per_token = every / tokens
         loss = engine(build, work, objective, scale)
         _meet(world, ready)
         build.world = world
-        own = torch.stack([(w.targets_BT != IGNORED).sum() for w in work]).sum().float()
-        share = own / world.sum_(own.clone(), "shard").clamp(min=1)
+        share = own.clamp(min=1) / world.sum_(own.clone(), "shard").clamp(min=1)
         scale_gradients([p.grad for p in build.model.parameters() if p.grad is not None], share)
         return loss * share
 
@@ -283,9 +304,12 @@ def norms_of(build: Build) -> dict[str, float]:
         n: local_of(p.grad).float().norm() for n, p in named.items() if p.grad is not None
     }
     norms = {n: local_norms.get(n, none) for n in named}
-    if cut := [n for n, p in named.items() if is_dtensor(p)]:
-        squares = torch.stack([norms[n].square() for n in cut])
-        norms |= zip(cut, build.world.sum_(squares, "slices").sqrt(), strict=True)
+    sliced = [n for n, p in named.items() if is_dtensor(p)]
+    divided = [n for n, p in named.items() if not is_dtensor(p) and _by_experts(build, n)]
+    for cut, axis in (sliced, "slices"), (divided, EXPERT):  # slices of experts are of all experts
+        if cut:
+            squares = torch.stack([norms[n].square() for n in cut])
+            norms |= zip(cut, build.world.sum_(squares, axis).sqrt(), strict=True)
     for route, optimizer in build.optimizers.items():
         if (factor := getattr(optimizer, "gradient_factor", None)) is not None:
             norms |= {n: norms[n] * factor for n in build.routed[route]}

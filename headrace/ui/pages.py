@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from headrace.core.errors import ConfigError, HeadraceError, interpreting
-from headrace.core.files import is_within, shell
+from headrace.core.files import RECORDED, is_within, shell
 from headrace.doctor.run import place_of
 from headrace.inference.load import read_recorded_plan
 from headrace.launch.follow import end
@@ -34,8 +34,10 @@ from headrace.ui.frame import (
     list_parts,
     live,
 )
+from headrace.ui.judging import TITLE as JUDGED
+from headrace.ui.judging import Judge
 from headrace.ui.listed import ListedRun, Looker, Remembered
-from headrace.ui.runs_folder import OutsideFolder, RunsFolder
+from headrace.ui.runs_folder import METRICS, OutsideFolder, RunsFolder
 
 BUDGETS = {"steps": "steps", "tokens": "tokens", "minutes": "wall_s"}
 """Limit of a goal -> what of the report counts against it."""
@@ -57,6 +59,7 @@ class Pages:
         self.folder, self.can_stop = folder, can_stop
         self.looker = Looker(folder)
         self._predictions, self._pages = Remembered(), Remembered(MOST_PAGES)
+        self._judge = Judge()
 
     # --- the list ---------------------------------------------------------------------------
 
@@ -115,9 +118,9 @@ class Pages:
         url = address("runs", path.name, "live")
         return [
             live(url, *self.run_part(path.name), every_s=LIVE_S, name="run"),
+            _doctor_slot(path.name),
             _forecast_slot(path.name, every_s=SLOW_S),
             self._stop(path),
-            _judged_later(path),
         ]
 
     def run_part(self, name: str) -> list[Safe]:
@@ -191,6 +194,26 @@ class Pages:
         parts = (heading("Headrace run", name), self.forecast(name))
         return framed(f"{name}: {TITLE}", *parts, root=self.folder.root)
 
+    # --- the doctor -------------------------------------------------------------------------
+
+    def verdict(self, name: str) -> Safe:
+        """Return the doctor's verdict on a run that has not ended, as far as it has come.
+
+        Raises:
+            HeadraceError: there is no such run, or it cannot be read.
+        """
+        path = self.folder.find(name)
+        if self.looker.report(path) is not None:
+            link = tag("a", "its report has the verdict", href=address("runs", name))
+            return section(JUDGED, tag("p", "The run has ended: ", link, "."))
+        version = [_version(path / n) for n in (METRICS, RECORDED, "plan.toml", "environment.json")]
+        return self._judge.newest(path, tuple(version))
+
+    def verdict_page(self, name: str) -> str:
+        """Return the verdict as a page of its own, for browsers without scripts."""
+        parts = (heading("Headrace run", name), self.verdict(name))
+        return framed(f"{name}: {JUDGED}", *parts, root=self.folder.root)
+
     # --- several runs -----------------------------------------------------------------------
 
     def comparison(self, names: list[str]) -> str:
@@ -228,12 +251,6 @@ class RunEnded(ConfigError):
         super().__init__(f"{name} has ended", f"headrace report {shell(path)}")
 
 
-def _judged_later(path: Path) -> Safe:
-    """Return the section that says when the doctor judges the run."""
-    words = "It judges a run that has ended: here, and by this command."
-    return section("The doctor", muted(words), command_box(f"headrace doctor {shell(path)}"))
-
-
 def _version(file: Path) -> tuple[int, int, int] | None:
     """Return what changes when a file does; None where there is none."""
     try:
@@ -255,6 +272,13 @@ def _forecast_slot(name: str, *, every_s: int = 0) -> Safe:
     url = address("runs", name, "forecast")
     link = tag("p", tag("a", "What was predicted of its plan, beside what it measured", href=url))
     return live(url, section(TITLE, link), every_s=every_s, name="forecast", now=True)
+
+
+def _doctor_slot(name: str) -> Safe:
+    """Return the place of the doctor's verdict, which the page asks for once it is shown."""
+    url = address("runs", name, "doctor")
+    link = tag("p", tag("a", "What the doctor finds in what the run has written", href=url))
+    return live(url, section(JUDGED, link), every_s=SLOW_S, name="doctor", now=True)
 
 
 def _header(listed: ListedRun) -> Safe:

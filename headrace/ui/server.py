@@ -84,7 +84,8 @@ def make_app(folder: Path, token: str = "") -> Starlette:
             Route("/compare", routes.page(_compared(pages))),
             Route("/runs/{name}", routes.page(lambda r: pages.run(r.path_params["name"]))),
             Route("/runs/{name}/live", routes.part(lambda r: pages.run_part(_name(r)))),
-            Route("/runs/{name}/forecast", routes.forecast),
+            Route("/runs/{name}/forecast", routes.either(pages.forecast, pages.forecast_page)),
+            Route("/runs/{name}/doctor", routes.either(pages.verdict, pages.verdict_page)),
             Route("/runs/{name}/stop", routes.stop, methods=["POST"]),
             Route("/tunings/{name}", routes.page(lambda r: pages.tuning(_name(r)))),
             Route("/style.css", _file("text/css", STYLE + _text("page.css"))),
@@ -138,12 +139,17 @@ class Routes:
         except OSError as error:
             raise ConfigError(f"{root} cannot be read: {error}", f"ls -l {shell(root)}") from None
 
-    def forecast(self, request: Request) -> Response:
-        """Answer with a run's forecast: as a part for the page's script, else as a page."""
-        name = _name(request)
-        if request.headers.get("x-part"):
-            return self.part(lambda r: [self.pages.forecast(name)])(request)
-        return self.page(lambda r: self.pages.forecast_page(name))(request)
+    def either(
+        self, part: Callable[[str], str], page: Callable[[str], str]
+    ) -> Callable[[Request], Response]:
+        """Return what answers a request about a run: by a part for the page's script, or a page."""
+
+        def answer(request: Request) -> Response:
+            if request.headers.get("x-part"):
+                return self.part(lambda r: [part(_name(r))])(request)
+            return self.page(lambda r: page(_name(r)))(request)
+
+        return answer
 
     def stop(self, request: Request) -> Response:
         """End a run that was launched, as `headrace stop` does, for who bears the token."""

@@ -163,11 +163,6 @@ PLANS = {
 """Errors of a plan that is read."""
 
 
-def without(name: str) -> Any:
-    """Take a file of the run away."""
-    return lambda run: (run / name).unlink()
-
-
 def no_checkpoints(run: Path) -> None:
     """Let the run have saved nothing."""
     os.rename(run / "checkpoints", run / "kept")
@@ -238,7 +233,6 @@ RUNS = {
         "train demmo.toml", fills={"headrace train demo": "headrace train {tiny}"}
     ),
     "train/run_folder:RunFolder.find#1": Case("train {tiny} name=never --resume"),
-    "train/run_folder:RunFolder.read_report#1": Case("doctor demo", without("report.json")),
     "inference/sample:_check#1": Case("sample demo --top-p 0"),
     "train/session:Session.restore#1": Case(
         "train runs/demo/plan.toml --resume --checkpoint step-9"

@@ -21,6 +21,8 @@ LISTED = {
     "cli/launch": "tests/launch/test_local.py meets it: what follows becomes another process",
     "data/scale/local": SCALE,
     "cli/called": "tests/api/test_calls.py: the error of a verb, whose own remedy it has",
+    "train/run_folder:RunFolder.read_report#1": "tests/doctor/test_so_far.py meets it: a caller in "
+    "Python asks for the report, and verbs judge what the run has written so far",
     "train/memory_copies:_own_folder#1": "tests/distributed/test_memory_copies.py meets it: only a "
     "system without files in memory has it",
     "core/system": "tests/core/test_system.py pretends to be Windows, where WSL is installed",

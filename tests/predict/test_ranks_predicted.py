@@ -368,10 +368,71 @@ def test_experts_that_are_divided_take_less_memory() -> None:
     place = elsewhere(make_context(mixed, torch.device("cpu")), H200.name)
     found = sweep(mixed, place, linked(ranks=8), catalogue(), limit=150)
     peaks = {
-        c.changes: c.prediction.memory.peak_bytes for c in found.unknown if len(c.changes) == 2
+        n: seen(changed(mixed, ("+expert_parallel", f"mesh.expert={n}"), catalogue()))
+        for n in (2, 4, 8)
     }
-    each = [peaks["+expert_parallel", f"mesh.expert={n}"] for n in (2, 4, 8)]
+    each = [peaks[n].memory.peak_bytes for n in (2, 4, 8)]
     assert found.start.prediction.memory.peak_bytes > each[0] > each[1] > each[2]
+    assert any("+expert_parallel" in c.changes for c in found.ranked)
+    assert all(one.time.step_s and one.time.step_between is None for one in peaks.values())
+
+
+def test_a_mixture_is_priced_by_its_choices_and_by_its_experts() -> None:
+    """Check signs: more choices cost products, more experts cost updates and their reading."""
+
+    def priced(*words: str, without: tuple[str, ...] = ALONE) -> Prediction:
+        keys = [f"techniques.mixture_of_experts.{word}" for word in words]
+        return seen(plan_of("160m", *keys, with_=("mixture_of_experts",), without=without))
+
+    two, four = priced("expert_ffn=1024"), priced("expert_ffn=1024", "top_k=4")
+    products, update = PART_NAMES["product"], "the update"
+    assert four.time.parts_s[products] > 1.2 * two.time.parts_s[products]
+    assert four.time.parts_s[update] == two.time.parts_s[update]
+    many = priced("expert_ffn=1024", "experts=32")
+    assert many.time.parts_s[update] > 2 * two.time.parts_s[update]
+    traffic = PART_NAMES["stream"]
+    assert many.time.parts_s[traffic] > two.time.parts_s[traffic]
+    assert two.time.no_interval and two.time.step_between is None
+    left = tuple(name for name in ALONE if name != "torch_compile")
+    fused = priced("expert_ffn=1024", without=left).time
+    assert fused.step_s and two.time.step_s and fused.step_s < two.time.step_s
+
+
+def test_ranks_that_divide_experts_exchange_rows_and_update_fewer() -> None:
+    whole = plan_of("160m", "mesh.data=8", with_=("mixture_of_experts",))
+    divided = changed(whole, ("+expert_parallel", "mesh.expert=4"), catalogue())
+    ledgers = [ledger_of(plan) for plan in (whole, divided)]
+    flops = [
+        sum(p.flops * p.count for p in one.work.values() if isinstance(p, Matmul))
+        for one in ledgers
+    ]
+    assert flops[0] == pytest.approx(flops[1]), "rows of four ranks for a fourth of the experts"
+    before, after = (one.work["update/optimizer"] for one in ledgers)
+    kept = [one.memory["parameters"].bytes for one in ledgers]
+    assert after.bytes / before.bytes == pytest.approx(kept[1] / kept[0])  # pyright: ignore
+    casts = [one.memory["0/weight_cast"].bytes for one in ledgers]
+    assert casts[1] < 0.4 * casts[0], "a rank casts its own experts alone"
+    assert "experts/to_experts" in ledgers[1].work and EXPOSED in seen(divided).time.parts_s
+    third = changed(whole, ("+expert_parallel", "mesh.expert=8"), catalogue())
+    uneven = third.model_copy(
+        update={"techniques": {**third.techniques, "mixture_of_experts": nine(third)}}
+    )
+    more = ledger_of(uneven).work["experts.down/result"].count
+    assert more == pytest.approx(12 * 2 / 9 * 8), "the rank with most has two of nine experts"
+
+
+def nine(plan: Plan) -> Any:
+    """Return the plan's mixture with nine experts."""
+    return plan.techniques["mixture_of_experts"].model_copy(update={"experts": 9})
+
+
+def test_experts_beside_tensor_parallelism_are_priced() -> None:
+    plan = plan_of(
+        "160m",
+        *("mesh.data=2", "mesh.expert=2", "mesh.tensor=2"),
+        with_=("mixture_of_experts", "expert_parallel", "tensor_parallel"),
+    )
+    assert seen(plan).time.step_s, seen(plan).time.unknown
 
 
 @pytest.mark.parametrize("limit", [120, pytest.param(300, marks=pytest.mark.slow)])

@@ -109,6 +109,7 @@ def test_gradients_are_as_an_update_would_see_them() -> None:
     build: Any = left(
         model=model,
         device=torch.device("cpu"),
+        layouts={},
         routed={"mine": {"weight": model.weight}},
         optimizers={"mine": left(gradient_factor=torch.tensor(0.5)), "other": left()},
     )
@@ -163,6 +164,7 @@ def test_memory_of_the_host_is_for_all_of_its_processes(monkeypatch: pytest.Monk
         model=torch.nn.Linear(1, 1),
         predicted=lambda plan: needs,
         world=World(ranks=1),
+        layouts={},
         device=torch.device("cpu"),
         prepared=None,
     )

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 import headrace.train.guard
 from headrace.assemble.build import make_build
 from headrace.assemble.sockets import Build
+from headrace.cli.catalogue import catalogue
 from headrace.core.errors import RunError
 from headrace.data.ingest import prepare
 from headrace.parallel.layout import local_of
@@ -24,11 +25,13 @@ from headrace.train.train import step
 
 
 def first_step(world: World, *techniques: Any) -> dict[str, Any]:
-    """Return what the guard noted of the first step of two replicas."""
-    mesh, clipped = {"data": world.ranks}, {"clip_norm": 0.1}
+    """Return what the guard noted of the first step of replicas, or of ranks that hold parts."""
+    mesh, clipped = {"data": world.ranks, **world.sizes}, {"clip_norm": 0.1}
     learns = house.toy("uneven", Stage.STEP, uneven, composes=("enrich",))
     type(learns).equality = "learning"
-    plan = house.make_plan(*techniques, learns, mesh=mesh, micro_rows=1, optimizer=clipped)
+    rows = {"tokens": -(-house.ROWS // world.ranks) * world.ranks * house.LENGTH}
+    keys = {"mesh": mesh, "optimizer": clipped, "batch": {**rows, "micro_sequences": 1}}
+    plan = house.make_plan(*techniques, learns, **keys)
     build = make_build(plan, prepare(plan), world, torch.device("cpu"))
     inspect = headrace.train.guard.guard(build, step)
     micros = build.loader.step(0).micros
@@ -128,6 +131,90 @@ def slices(corpus: str, prepared: str) -> None:
     headrace.train.guard.host_memory_bytes = lambda: 100_000
     assert "does not fit" in first_step(world, fsdp, right)["why"]
     dist.destroy_process_group()
+
+
+def doubled(build: Build) -> None:
+    """The last experts have a gradient twice as large."""
+    reduce = build.reduce
+
+    def more(build: Build) -> None:
+        reduce(build)
+        if build.world.place("expert") == build.world.size("expert") - 1:
+            local_of(dict(build.model.named_parameters())["blocks.1.mlp.down"].grad).mul_(2.0)
+
+    build.reduce = more
+
+
+def experts(corpus: str, prepared: str, sizes: dict[str, int], names: list[str]) -> None:
+    """Check, in each process, what the guard tells of ranks that divide the experts of a mixture.
+
+    Five experts do not divide evenly, so that parts of different sizes are gathered.
+    """
+    house.put_data_in(corpus, prepared)
+    dist.init_process_group("gloo")
+    world = join(MeshConfig(**sizes), torch.device("cpu"))
+    count = 5 if world.size("expert_slices") == 1 else 4
+    mixture = catalogue().techniques["mixture_of_experts"](experts=count, top_k=2)
+    divided = house.Variant("expert_parallel").technique()
+    beside = [house.Variant(name).technique() for name in names]
+    told = first_step(world, mixture, divided, *beside)
+    assert told["compared"] and told["kept"] == ["mixture_of_experts", "uneven"], told
+    assert told["without"] == ["expert_parallel", *names]
+    assert told["gradients"] > 4 and told["off"] < 1e-4 and told["loss_off"] < 1e-5, told
+    bad = house.toy("bad", Stage.STEP, doubled, claims=("reduce",))
+    with pytest.raises(RunError, match=r"blocks\.1\.mlp\.down has norm") as ended:
+        first_step(world, mixture, divided, *beside, bad)
+    assert len({str(e) for e in world.gather(str(ended.value))}) == 1
+    only_the_first_has_room(world, mixture, divided, *beside)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ({"data": 2, "expert": 2}, []),
+        pytest.param({"data": 3, "expert": 3}, ["full_checkpoint"], marks=pytest.mark.slow),
+        pytest.param({"data": 4, "expert": 2}, [], marks=pytest.mark.slow),
+        pytest.param({"data": 4, "expert": 2}, ["fsdp"], marks=pytest.mark.slow),
+        pytest.param({"data": 4, "expert": 4}, ["fsdp"], marks=pytest.mark.slow),
+        pytest.param({"data": 4, "replicate": 2, "expert": 2}, ["fsdp"], marks=pytest.mark.slow),
+    ],
+)
+def test_divided_experts_are_compared(
+    zygote: Any,
+    tmp_path: Path,
+    corpus: Path,
+    prepared_folder: Path,
+    sizes: dict[str, int],
+    names: list[str],
+) -> None:
+    house.put_data_in(str(corpus), str(prepared_folder))
+    prepare(house.make_plan())
+    given = {"corpus": str(corpus), "prepared": str(prepared_folder)}
+    given |= {"sizes": sizes, "names": names}
+    zygote.call(sizes["data"], tmp_path, Path(__file__), "experts", **given)
+
+
+def mixtures(corpus: str, prepared: str) -> None:
+    """Check, in each process, a mixture whose balance counts tokens that ranks hide targets of."""
+    house.put_data_in(corpus, prepared)
+    dist.init_process_group("gloo")
+    world = join(MeshConfig(data=2), torch.device("cpu"))
+    mixture = catalogue().techniques["mixture_of_experts"](experts=4, balance=1.0)
+    for names in (["full_checkpoint"], ["fsdp"]):
+        beside = [house.Variant(name).technique() for name in names]
+        told = first_step(world, mixture, *beside)
+        assert told["compared"] and told["off"] < 1e-4 and told["loss_off"] < 1e-5, told
+    dist.destroy_process_group()
+
+
+def test_the_balance_of_replicas_is_that_of_all_tokens(
+    zygote: Any, tmp_path: Path, corpus: Path, prepared_folder: Path
+) -> None:
+    house.put_data_in(str(corpus), str(prepared_folder))
+    prepare(house.make_plan())
+    folders = {"corpus": str(corpus), "prepared": str(prepared_folder)}
+    zygote.call(2, tmp_path, Path(__file__), "mixtures", **folders)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -1,5 +1,6 @@
 """Lend a server over a folder of synthetic runs, and a browser's questions to it."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from starlette.testclient import TestClient
 from synthetic_run import PLAN, add_rows, metric_rows
 from synthetic_run import make_run as make_run  # a fixture
 
+from headrace.ui.judging import MAKES
 from headrace.ui.server import make_app
 
 Ask = Callable[..., Any]
@@ -32,6 +34,20 @@ def ask(runs: Path) -> Ask:
         answer = client.get(path, headers=named, follow_redirects=False)
         assert answer.status_code == status, answer.text
         return answer
+
+    return get
+
+
+@pytest.fixture
+def judged(ask: Ask) -> Ask:
+    """Return what asks for the doctor's verdict on a run until it is there."""
+
+    def get(name: str) -> str:
+        until = time.monotonic() + 60
+        while MAKES in (part := ask(f"/runs/{name}/doctor", x_part="1").text):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        return part
 
     return get
 

@@ -15,6 +15,7 @@ from urllib.request import urlopen
 import pytest
 from chromium import chromium
 from synthetic_run import PLAN, TOKEN, add_rows, metric_rows, write_run
+from tiny import PLAN as TINY
 
 from headrace.core.statistics import Interval
 from headrace.launch.local import _started
@@ -29,6 +30,7 @@ WCAG = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 PATHS = (
     *("/", "/runs/won", "/runs/going", "/runs/broken", "/tunings/won-tune", "/none"),
     *("/compare?run=won&run=lost", "/compare?run=won", "/runs/won/forecast"),
+    *("/runs/waiting", "/runs/waiting/doctor"),
 )
 FINDING = {
     "sentence": "The loader takes a third of the step.",
@@ -58,6 +60,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     going.mkdir()
     (going / "plan.toml").write_text(PLAN)
     add_rows(going, metric_rows()[:60])
+    waiting = root / "waiting"
+    waiting.mkdir()
+    (waiting / "plan.toml").write_text(TINY.format(corpus=root.parent, prepared=root.parent))
+    add_rows(waiting, [row | {"input_s": 0.2} for row in metric_rows()[:40]])
     tuning = root / "won-tune"
     tuning.mkdir()
     row = TrialRow(1, ("+muon",), "kept", "faster", "accept", ratio=Interval(1.1, 1.2, 1.3, 9))
@@ -116,6 +122,8 @@ def test_every_page_passes_axe_and_keeps_its_width(show: Open, width: int, schem
         page.goto(root + path)
         if path in ("/runs/won", "/runs/going"):
             page.wait_for_selector("#forecast .muted")
+        if path == "/runs/waiting":
+            page.wait_for_selector("#doctor pre.command")
         wide = page.evaluate("document.documentElement.scrollWidth")
         assert wide == width, f"{path} is {wide} pixels wide"
         report = axe.Axe().run(page, options={"runOnly": WCAG})
@@ -165,6 +173,15 @@ def test_a_command_is_copied(show: Open) -> None:
     page.wait_for_selector("text=Copied.")
     copied = page.evaluate("navigator.clipboard.readText()")
     assert copied.startswith("headrace train ") and copied.endswith("--with loader_workers")
+
+
+def test_a_remedy_of_a_run_that_goes_on_is_copied_by_keyboard(show: Open, runs: Path) -> None:
+    page = show("/runs/waiting", permissions=["clipboard-read", "clipboard-write"])
+    page.get_by_label(f"Copy: headrace train {runs}", exact=False).first.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=Copied.")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied.startswith(f"headrace train {runs}/waiting/plan.toml ")
 
 
 def test_a_page_follows_its_run(show: Open, runs: Path) -> None:

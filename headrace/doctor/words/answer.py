@@ -21,13 +21,15 @@ def findings_json(advice: Advice) -> list[dict[str, Any]]:
     """Return the findings as JSON values, each with its remedies: what findings.json holds.
 
     The first is the verdict. Where no finding has a remedy, `unknown` of each says why. Each also
-    has what is true of the whole answer: `healthy`, null where no gain can be forecast, and
-    `first`, the remedy to try first with its `command`, or null.
+    has what is true of the whole answer: `healthy`, null where no gain can be forecast; `first`,
+    the remedy to try first with its `command`, or null; and `so_far`, the steps that a run which
+    has not ended had written, else null.
     """
     first = advice.first
     whole = {
         "unknown": why_no_remedy(advice),
         "healthy": advice.healthy,
+        "so_far": advice.so_far,
         "first": first and _remedy_json(advice, first),
     }
     return [
@@ -98,7 +100,7 @@ def _unknown(finding: Finding) -> str:
 
 def render_advice(advice: Advice) -> str:
     """Return the answer in lines: each finding, its evidence, and its best remedies."""
-    lines = []
+    lines = [] if advice.so_far is None else [render_so_far(advice.so_far)]
     for one in advice.findings:
         finding, words = one.finding, describe(one.finding)
         lines.append(f"{finding.bottleneck}: {words.sentence}")
@@ -117,6 +119,12 @@ def render_advice(advice: Advice) -> str:
     if advice.rates is not None and any(one.remedies for one in advice.findings):
         lines.append(f"forecasts for this run's step; {render_rates(advice.rates)}")
     return "\n".join(lines)
+
+
+def render_so_far(steps: int) -> str:
+    """Return that a run has not ended, and what it is judged by."""
+    written = f"{steps} step{'s' * (steps != 1)}"
+    return f"the run has not ended: it is judged by the {written} that it has written so far"
 
 
 def why_no_remedy(advice: Advice) -> str:

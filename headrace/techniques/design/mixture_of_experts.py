@@ -27,6 +27,7 @@ from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
 from headrace.core.strict import Wrong
 from headrace.costs.count import FP32, instants_of
+from headrace.costs.expert_work import Routed, routed_work
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.kernels.grouped_linear import OLDEST
 from headrace.model.moe import ExpertLayer
@@ -66,6 +67,7 @@ class MixtureOfExperts(Technique[Build]):
     claims: ClassVar[tuple[str, ...]] = ("parts.mlp",)
     composes: ClassVar[tuple[str, ...]] = ("auxiliary",)
     equality: ClassVar = "learning"
+    timed: ClassVar[bool] = True
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
         buys=(
@@ -152,7 +154,10 @@ class MixtureOfExperts(Technique[Build]):
         return self.expert_ffn or -(-dense_ffn // (self.top_k * UNIT)) * UNIT
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Add parameters with gradients and state, and rows and hidden features per choice."""
+        """Add parameters with gradients and state, and rows and hidden features per choice.
+
+        The work of a step is that of `headrace.costs.expert_work`.
+        """
         sizes = ledger.sizes
         layers, dim, tokens = int(sizes["layers"]), sizes["dim"], sizes["tokens"]
         size = sizes["activation_bytes"]
@@ -161,6 +166,8 @@ class MixtureOfExperts(Technique[Build]):
         one = (gates + 1) * dim * width
         dense, router = (gates + 1) * dim * sizes["ffn"], dim * self.experts
         more = layers * (self.experts * one + router - dense)
+        routed = Routed(self.experts, self.top_k, width, round(gates), more)
+        ledger = routed_work(ledger, routed)
         for name, copies in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
             line = ledger.memory[name]
             ledger = ledger.with_line(name, replace(line, bytes=line.bytes + FP32 * copies * more))
@@ -185,7 +192,7 @@ class MixtureOfExperts(Technique[Build]):
             "down_flops": 2 * layers * self.top_k * dim * width,
         }
         matrices = self._matrices(ledger, int(dim), width)
-        return replace(ledger, sizes={**sizes, **facts}, matrices=matrices)
+        return replace(ledger, sizes={**ledger.sizes, **facts}, matrices=matrices)
 
     def _matrices(self, ledger: Ledger, dim: int, width: int) -> dict[str, Matrix]:
         """Return the MLPs' matrices as one for all experts, and the routers'."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from headrace.assemble.sockets import Build
 from headrace.core.remedy import mend
 from headrace.costs.count import FP32
+from headrace.costs.expert_work import divided_work
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.costs.links import BUCKET_BYTES
 from headrace.costs.work import Phase, Stream, Work, collective
@@ -115,13 +116,20 @@ class ExpertParallel(Technique[Build]):
             gone["parameters"] += matrix.stored * numbers
             gone["gradients"] += FP32 * numbers * bool(matrix.by)
             gone["optimizer"] += 2 * FP32 * numbers * (matrix.by == "adamw")
+        kept = 1 - gone["parameters"] / ledger.memory["parameters"].bytes
+        own_work = divided_work(ledger, experts=count, share=share, ranks=ranks, kept=kept)
         for name, bytes in gone.items():
             if line := ledger.memory.get(name):
                 ledger = ledger.with_line(name, replace(line, bytes=line.bytes - bytes))
+        layers = int(ledger.sizes["layers"])
+        uncast = 2 * (1 - share) * sum(m.numbers for m in divided.values()) / layers
+        for name in (f"{layer}/weight_cast" for layer in range(layers)):
+            if line := ledger.memory.get(name):
+                ledger = ledger.with_line(name, replace(line, bytes=line.bytes - uncast))
         own_matrices = {name: replace(m, share=m.share * share) for name, m in divided.items()}
         row_bytes = ledger.memory["0/routed"].bytes / 2
         ledger = ledger.with_line("exchange", Line(COPIES * row_bytes, ("backward",)))
-        work = {**ledger.work, **dict(self._work(ledger, own_matrices, row_bytes, count))}
+        work = {**own_work, **dict(self._work(ledger, own_matrices, row_bytes, count))}
         return replace(ledger, work=work, matrices={**ledger.matrices, **own_matrices})
 
     def _work(

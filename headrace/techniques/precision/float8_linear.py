@@ -130,6 +130,8 @@ class Float8Linear(Technique[Build]):
         """Keep no cast of a weight: the matmul makes it anew from the fp32 weight."""
         sizes = ledger.sizes
         linears = [key[:-3] for key in sizes if key.endswith("/in")]
+        if ledger.experts():  # which are no linears
+            linears = [name for name in linears if not name.startswith("mlp.")]
         weights = {n: (int(sizes[f"{n}/in"]), int(sizes[f"{n}/out"])) for n in linears}
         fits = {n: ends for n, ends in weights.items() if self._fits(*ends)}
         pieces = "mlp_piece" in ledger.memory and not holds_casts(ledger)  # which keep no cast
