@@ -307,6 +307,18 @@ CASES: dict[str, Asked] = {
     "assemble/sliced:SlicingTechnique.supports#3": Asked(
         ("techniques.fsdp.gather=bf16", "mesh.data=2"), ("fsdp",)
     ),
+    "assemble/sliced:SlicingTechnique._gathers_fp8#1": Asked(
+        ("techniques.fsdp.gather=fp8", "mesh.data=2"), ("fsdp",)
+    ),
+    "assemble/sliced:SlicingTechnique._gathers_fp8#2": Asked(
+        (
+            "techniques.fsdp.gather=fp8",
+            "mesh.data=2",
+            "techniques.float8_linear.recipe=rowwise",
+            "techniques.float8_linear.min_size=1",
+        ),
+        ("fsdp", "float8_linear"),
+    ),
     "techniques/parallel/expert_parallel:ExpertParallel.supports#1": Asked(
         (), ("expert_parallel",)
     ),
