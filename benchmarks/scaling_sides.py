@@ -105,7 +105,8 @@ class Side:
 def _is_kept(word: str) -> bool:
     if word.startswith("techniques."):
         _, name, key = word.split(".", 2)
-        return name in TINY_KEEPS and not key.endswith(("bf16", "fp8"))
+        of_gpus = key.endswith(("bf16", "fp8")) or key.startswith("asynchronous")
+        return name in TINY_KEEPS and not of_gpus
     return word[1:] in TINY_KEEPS if word[0] in "+-" else True
 
 
@@ -156,6 +157,12 @@ SIDES = (
         "+tensor_parallel mesh.tensor={n}",
         either=("", "-fused_cross_entropy"),
         against=("one", "fsdp"),
+    ),
+    Side(
+        "tensor_async",
+        "+tensor_parallel techniques.tensor_parallel.asynchronous=true mesh.tensor={n}",
+        either=("", "-fused_cross_entropy"),
+        against=("one", "fsdp", "tensor"),
     ),
     Side("fsdp_8k", f"{FSDP}mesh.data={{n}}", length=8192, against=()),
     Side("context_8k", f"{FSDP}{RING}", either=RING_ALONE, length=8192, against=("fsdp_8k",)),
@@ -223,20 +230,10 @@ SIDES = (
 )
 """All sides."""
 FEW = (
-    *("one", "fsdp", "one_float8", "fsdp_float8", "fsdp_float8_gathered", "replicas"),
-    *(
-        "titan_fsdp",
-        "tensor",
-        "fsdp_8k",
-        "context_8k",
-        "pipeline",
-        "zero1",
-        "muon_fsdp",
-        "fsdp_64k",
-        "context_64k",
-        "ulysses_8k",
-    ),
-    *("ulysses_64k", "save", "one_fp32", "replicas_fp32", "fsdp_kept"),
+    *("one", "fsdp", "one_float8", "fsdp_float8", "fsdp_float8_gathered", "tensor"),
+    *("tensor_async", "replicas", "titan_fsdp", "fsdp_8k", "context_8k", "pipeline", "zero1"),
+    *("muon_fsdp", "fsdp_64k", "context_64k", "ulysses_8k", "ulysses_64k", "save", "one_fp32"),
+    *("replicas_fp32", "fsdp_kept"),
 )
 """The sides of two GPUs, by their importance."""
 MANY = (

@@ -297,6 +297,13 @@ def _reshard(draft: Draft, key: str) -> None:
         draft.idle(key, "weights are freed after the forward pass, as fsdp does")
 
 
+def _asynchronous(draft: Draft, key: str) -> None:
+    if draft.is_on(key) and "tensor_parallel" in draft.tables.get("techniques", {}):
+        draft.carry(key, *draft.add("tensor_parallel", asynchronous=True))
+    else:
+        draft.idle(key)
+
+
 def _gather_fp8(draft: Draft, key: str) -> None:
     techniques = draft.tables.get("techniques", {})
     recipe = techniques.get("float8_linear", {}).get("recipe")
@@ -394,6 +401,7 @@ RULES: Mapping[str, KeyRule] = {
     ),
     "training.gc_freq": always("torchtitan's own loop collects garbage by it"),
     "parallelism.fsdp_reshard_after_forward": _reshard,
+    "parallelism.enable_async_tensor_parallel": _asynchronous,
     "parallelism.pipeline_parallel_schedule": _pipeline_schedule,
     "parallelism.context_parallel_rotate_method": only_with(
         "mesh.context", always("context_parallel sends keys round a ring")
