@@ -1,8 +1,10 @@
 """Compare linears whose weights are gathered in fp8 with the same linears whose weights are not."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import house
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from headrace.parallel.float8_gather import Float8Gather
 from headrace.parallel.layout import local_of
 
 pytest.importorskip("torchao")
+FUNCTIONS = Path(__file__).with_name("float8_gather_ranks.py")
 LARGER = 3.0
 """Times that all weights grow, so that another power of two is their scale."""
 
@@ -106,3 +109,15 @@ def test_counts_what_was_gathered_in_fp8(alone: None) -> None:
     assert float8.sent() == (0, 2, 0)  # nothing yet
     model(torch.ones(2, 16))
     assert float8.sent() == (2, 0, 2 * 16 * 48)  # a router is sent as it is
+
+
+@pytest.mark.gpu
+def test_gathers_in_fp8_on_gpus(
+    zygote: Any, tmp_path: Path, corpus: Path, prepared_folder: Path
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    house.put_data_in(str(corpus), str(prepared_folder))
+    house.prepare(house.make_plan())
+    more = {"corpus": str(corpus), "prepared": str(prepared_folder)}
+    zygote.call(2, tmp_path, FUNCTIONS, "check", **more)
