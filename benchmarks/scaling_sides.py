@@ -16,6 +16,7 @@ from headrace.plan.plan import Plan
 EXACT = "-bf16_parameters "
 """Weights in fp32, for what refuses matrices in bf16; products are in bf16 by autocast."""
 FSDP = f"{EXACT}+fsdp techniques.fsdp.gather=bf16 "
+FSDP8 = f"{EXACT}+fsdp techniques.fsdp.gather=fp8 "
 FP8 = "+float8_linear "
 LARGE = "+torch_compile techniques.torch_compile.scope=block +cudnn_attention +fused_swiglu "
 """The recipe of the shape 1b for 8b, whose file is a plain one, without its loss."""
@@ -104,7 +105,8 @@ class Side:
 def _is_kept(word: str) -> bool:
     if word.startswith("techniques."):
         _, name, key = word.split(".", 2)
-        return name in TINY_KEEPS and "bf16" not in key
+        of_gpus = key.endswith(("bf16", "fp8")) or key.startswith("asynchronous")
+        return name in TINY_KEEPS and not of_gpus
     return word[1:] in TINY_KEEPS if word[0] in "+-" else True
 
 
@@ -144,12 +146,23 @@ SIDES = (
     Side("titan_fsdp", peer="torchtitan", against=("one", "fsdp")),
     Side("replicas", "+data_parallel mesh.data={n}", against=("one", "fsdp")),
     Side("fsdp_float8", f"{FSDP}{FP8}mesh.data={{n}}", against=("one_float8",)),
+    Side(
+        "fsdp_float8_gathered",
+        f"{FSDP8}{FP8}mesh.data={{n}}",
+        against=("one_float8", "fsdp_float8"),
+    ),
     Side("zero1", f"{EXACT}+zero techniques.zero.gather=bf16 mesh.data={{n}}"),
     Side(
         "tensor",
         "+tensor_parallel mesh.tensor={n}",
         either=("", "-fused_cross_entropy"),
         against=("one", "fsdp"),
+    ),
+    Side(
+        "tensor_async",
+        "+tensor_parallel techniques.tensor_parallel.asynchronous=true mesh.tensor={n}",
+        either=("", "-fused_cross_entropy"),
+        against=("one", "fsdp", "tensor"),
     ),
     Side("fsdp_8k", f"{FSDP}mesh.data={{n}}", length=8192, against=()),
     Side("context_8k", f"{FSDP}{RING}", either=RING_ALONE, length=8192, against=("fsdp_8k",)),
@@ -217,9 +230,10 @@ SIDES = (
 )
 """All sides."""
 FEW = (
-    *("one", "fsdp", "replicas", "one_float8", "fsdp_float8", "titan_fsdp", "tensor", "fsdp_8k"),
-    *("context_8k", "pipeline", "zero1", "muon_fsdp", "fsdp_64k", "context_64k", "ulysses_8k"),
-    *("ulysses_64k", "save", "one_fp32", "replicas_fp32", "fsdp_kept"),
+    *("one", "fsdp", "one_float8", "fsdp_float8", "fsdp_float8_gathered", "tensor"),
+    *("tensor_async", "replicas", "titan_fsdp", "fsdp_8k", "context_8k", "pipeline", "zero1"),
+    *("muon_fsdp", "fsdp_64k", "context_64k", "ulysses_8k", "ulysses_64k", "save", "one_fp32"),
+    *("replicas_fp32", "fsdp_kept"),
 )
 """The sides of two GPUs, by their importance."""
 MANY = (

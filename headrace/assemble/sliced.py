@@ -12,7 +12,7 @@ groups once a step. A group fits into one node, whose links are fast; only slice
 the slow ones, 1 / slices of what replicas would send there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -21,13 +21,25 @@ from pydantic import Field
 from torch import nn
 
 from headrace.assemble.sockets import Build
+from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.core.units import divisors
+from headrace.costs.count import FP32
+from headrace.costs.float8 import FP8, fp8_slices, is_fp8, without_weight_casts
 from headrace.costs.ledger import Instant, Ledger, Line
 from headrace.costs.links import CollectiveOperation
-from headrace.costs.slices import DividedExperts, GroupBytes, gathered_groups, learned_groups
+from headrace.costs.slices import (
+    DividedExperts,
+    GroupBytes,
+    between_groups,
+    gathered_groups,
+    learned_groups,
+)
 from headrace.costs.work import Beside, Phase, Stream, Work, collective
+from headrace.parallel.float8_gather import Float8Gather
 from headrace.parallel.layout import is_dtensor
+from headrace.parallel.tables import free_after_evaluation, hand_over_gathered, own_tables
+from headrace.parallel.tensor import peers_of
 from headrace.plan.technique import (
     Context,
     Evidence,
@@ -47,6 +59,10 @@ SUMMED = ("reduce/gradients", "reduce/copy")
 """Pieces in whose place gradients are scattered."""
 SUMMED_EXPERTS = ("experts/gradients", "experts/copy")
 """Pieces in whose place gradients of divided experts are scattered, where ranks share these."""
+FLOAT8 = "float8_linear"
+"""The technique whose weights `gather = fp8` is about."""
+GATHER8 = "sliced fp8"
+"""Name of the note that holds what gathers in fp8."""
 BEGINS, KEPT = "sliced begins", "sliced kept"
 """Names of notes: whether a step's first micro-batch comes, and whether blocks had their whole
 weights whenever a later one came."""
@@ -56,8 +72,9 @@ SHARDED_LINES = ("parameters", "gradients", "optimizer")
 class SlicingTechnique(Technique[Build]):
     """A technique of this kind keeps a slice of every parameter on each of the ranks."""
 
-    gather: Literal["fp32", "bf16"] = "fp32"
-    """What weights are gathered in; bf16 halves the traffic and keeps fp32 slices."""
+    gather: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """What weights are gathered in; bf16 halves the traffic and keeps fp32 slices. With fp8 those
+    that `float8_linear` casts anyway are cast before, and others are sent in the run's dtype."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """What gradients are summed in."""
     prefetch: int = Field(default=1, ge=0, le=4)
@@ -66,7 +83,7 @@ class SlicingTechnique(Technique[Build]):
     room: ClassVar[str] = "parallel"
     stage: ClassVar[Stage] = Stage.MATERIALIZE
     claims: ClassVar[tuple[str, ...]] = ("sync",)
-    composes: ClassVar[tuple[str, ...]] = ("shard", "layouts")
+    composes: ClassVar[tuple[str, ...]] = ("shard", "layouts", "after_update")
     timed: ClassVar[bool] = True
     gathers_once: ClassVar[bool] = False
     """whether weights stay gathered over all micro-batches of a step"""
@@ -103,6 +120,26 @@ class SlicingTechnique(Technique[Build]):
                     f"techniques.{self.name()}.gather=fp32", f"techniques.{self.name()}.reduce=fp32"
                 ),
             )
+        return self._gathers_fp8(context) if self.gather == "fp8" else Supported()
+
+    def _gathers_fp8(self, context: Context) -> Supported | Unsupported:
+        """Require linears that cast their weights by one scale a tensor."""
+        key, half = f"techniques.{self.name()}.gather", context.precision == "bf16"
+        plain = mend(f"{key}={'bf16' if half else 'fp32'}")
+        linears = context.plan.techniques.get(FLOAT8)
+        if linears is None:
+            return Unsupported(
+                f"{key} = fp8 sends what {FLOAT8} casts to fp8, and the plan has none",
+                mend(f"+{FLOAT8}") | plain,
+                RefusalKind.COMBINATION,
+            )
+        recipe = getattr(linears, "recipe", "")
+        if recipe != "tensorwise":
+            return Unsupported(
+                f"{key} = fp8 sends numbers under one scale a tensor, and {FLOAT8} is {recipe}",
+                mend(f"techniques.{FLOAT8}.recipe=tensorwise") | plain,
+                RefusalKind.COMBINATION,
+            )
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
@@ -131,16 +168,26 @@ class SlicingTechnique(Technique[Build]):
             more = max(0.0, summed - ledger.memory["gradients"].bytes)
             ledger = ledger.with_line("whole_gradients", Line(more, through))
         layers = max(1.0, ledger.sizes["layers"])
-        matrices = [m for name, m in ledger.matrices.items() if name.startswith("blocks.")]
+        matrices = {n: m for n, m in ledger.matrices.items() if n.startswith("blocks.")}
         if divided.slices == 1:  # nobody shares these experts, and none is gathered
-            matrices = [m for m in matrices if len(m.shape) < 3]
+            matrices = {n: m for n, m in matrices.items() if len(m.shape) < 3}
             whole -= divided.parameters
-        inside = sum(m.stored * m.numbers for m in matrices)
+        fp8, narrower = self.gather == "fp8", 0.5 if self._is_narrow(ledger) else 1.0
+        outside = narrower * (whole - sum(m.stored * m.numbers for m in matrices.values()))
+        inside = sum(
+            (FP8 if fp8 and is_fp8(ledger, n) else narrower * m.stored) * m.numbers
+            for n, m in matrices.items()
+        )
         gathered_blocks = 2 if self.frees_weights() else layers
-        gathered = whole - inside + gathered_blocks * inside / layers
-        gathered *= 0.5 if self.gather == "bf16" else 1.0
+        gathered = outside + gathered_blocks * inside / layers
         ledger = ledger.with_line("gathered", Line(gathered, through))
         return replace(ledger, sizes={**ledger.sizes, "slices": ranks}, work=work)
+
+    def _is_narrow(self, ledger: Ledger) -> bool:
+        """Return whether what is not gathered in fp8 is gathered in bf16."""
+        return self.gather == "bf16" or (
+            self.gather == "fp8" and ledger.sizes["stream_bytes"] < FP32
+        )
 
     def _worked(self, ledger: Ledger) -> Iterator[tuple[str, Work]]:
         """Update slices; put gathers and scatters, with their copies, in the place of sums.
@@ -149,7 +196,10 @@ class SlicingTechnique(Technique[Build]):
         ahead even where `prefetch` is 0. Beside what is outside of the blocks and the block next to
         it nothing runs. Left out: what pads a slice that does not come out even.
         """
-        sizes, narrow, divided = ledger.sizes, self.gather == "bf16", DividedExperts.of(ledger)
+        sizes, narrow, divided = ledger.sizes, self._is_narrow(ledger), DividedExperts.of(ledger)
+        fp8 = self.gather == "fp8"
+        if fp8:
+            ledger = without_weight_casts(ledger)
         for name, piece in ledger.work.items():
             what = name.partition("/")[0]
             if name in SUMMED_EXPERTS:
@@ -162,7 +212,7 @@ class SlicingTechnique(Technique[Build]):
                 yield name, piece
         layers, freed = max(1.0, sizes["layers"]), self.frees_weights()
         narrower = 0.5 if self.reduce == "bf16" else 1.0
-        weights, own = gathered_groups(ledger, narrow=narrow), learned_groups(ledger)
+        weights, own = gathered_groups(ledger, narrow=narrow, fp8=fp8), learned_groups(ledger)
         gradients = GroupBytes(*(narrower * bytes for bytes in own))
         early, last = gradients.beside(layers), gradients.ends(layers)
         calls: dict[str, tuple[Phase, CollectiveOperation, float, float, Beside]] = {
@@ -185,14 +235,18 @@ class SlicingTechnique(Technique[Build]):
                 # Gathered weights are copied out of one buffer, gradients into one.
                 copies = count / (sizes["micro_batches"] if once else 1)
                 yield f"shards/{name}_copy", Stream(phase, copies, 2 * each)
-        yield from self._between_groups(sizes, early, last)
+        if fp8:
+            cast = [m.numbers for name, m in ledger.matrices.items() if is_fp8(ledger, name)]
+            every = sizes["micro_batches"] if self.gathers_once else 1.0
+            yield from fp8_slices(sizes, cast, {"forward": 1 / every, "backward": 1.0 * freed})
+        yield from between_groups(sizes, early, last)
         if divided.slices > 1:
             yield from self._among_experts(ledger, divided)
 
     def _among_experts(self, ledger: Ledger, divided: DividedExperts) -> Iterator[tuple[str, Work]]:
         """Gather and scatter experts over the ranks that share them; sum what is left whole."""
         sizes, layers = ledger.sizes, ledger.sizes["layers"]
-        gathered = divided.parameters * (0.5 if self.gather == "bf16" else 1.0)
+        gathered = divided.parameters * (0.5 if self._is_narrow(ledger) else 1.0)
         scattered = divided.gradients * (0.5 if self.reduce == "bf16" else 1.0)
         axis = "expert_slices"
         calls: dict[str, tuple[Phase, str, CollectiveOperation, float, bool]] = {
@@ -232,38 +286,6 @@ class SlicingTechnique(Technique[Build]):
                 collective(sizes, "shard", "optimizer", "all_reduce", divided.routers),
             )
 
-    def _between_groups(
-        self, sizes: Mapping[str, float], early: tuple[float, float], last: tuple[float, float]
-    ) -> Iterator[tuple[str, Work]]:
-        """Add up slices of the gradients over the groups, once a step; the last beside nothing.
-
-        Args:
-            sizes: the ledger's.
-            early: bytes and count of the sums beside blocks.
-            last: those of the sums beside nothing.
-        """
-        slices = sizes["slices_ranks"]
-        parts: dict[str, tuple[float, float, Beside]] = {
-            "sum": (*early, "blocks"),
-            "sum_last": (*last, ""),
-        }
-        for name, (bytes, count, beside) in parts.items():
-            if sizes["replicate_ranks"] > 1 and bytes and count:
-                each = bytes / slices / count
-                yield (
-                    f"shards/{name}",
-                    collective(
-                        sizes,
-                        "replicate",
-                        "backward",
-                        "all_reduce",
-                        each,
-                        count,
-                        beside=beside,
-                        last=True,
-                    ),
-                )
-
     def apply(self, build: Build) -> None:
         """Shard each block, then the rest, as their weights become real."""
         from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -272,8 +294,9 @@ class SlicingTechnique(Technique[Build]):
         copies = build.world.size("replicate") > 1
         options: dict[str, Any] = {
             "mesh": build.world.mesh[("replicate", "slices") if copies else "slices"],
-            "mp_policy": self._precision(),
+            "mp_policy": self._precision(build),
         }
+        float8 = self._float8(build)
 
         whole = _left_whole(build)
 
@@ -281,22 +304,26 @@ class SlicingTechnique(Technique[Build]):
             root = module is build.model  # its weights are needed again at once
             frees = self.frees_weights() and not root
             left = {p for n, p in build.model.named_parameters() if n in whole}
-            for table in _tables(build.model) if root else ():
+            for table in own_tables(build.model) if root else ():
                 fully_shard(table, reshard_after_forward=False, ignored_params=left, **options)
             for part in () if root else _divided(build, module):
                 among: dict[str, Any] = {**options, "mesh": build.world.experts}
                 among["shard_placement_fn"] = _place_experts(build)
                 fully_shard(part, reshard_after_forward=frees, ignored_params=left, **among)
             fully_shard(module, reshard_after_forward=frees, ignored_params=left, **options)
+            if float8 is not None:
+                float8.take(module)
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.set_gradient_divide_factor(1.0)  # the loss is scaled already: a sum
                     part.set_force_sum_reduction_for_comms(True)  # gloo has no other
             if root:
-                if build.model.head in _tables(build.model):
-                    _hand_over_gathered(build.model.head)
+                if build.model.head in own_tables(build.model):
+                    hand_over_gathered(build.model.head)
                 self._order(build)
-                module.register_forward_hook(_free_after_evaluation)
+                module.register_forward_hook(free_after_evaluation)
+                if float8 is not None:  # before FSDP2 lets its streams run on
+                    module.register_forward_pre_hook(float8.refresh, prepend=True)
 
         build.shard.append(shard)
         build.sync = self._communicate
@@ -320,20 +347,33 @@ class SlicingTechnique(Technique[Build]):
             build.notes[BEGINS] = last
         root.set_is_last_backward(last)
 
-    def _precision(self) -> "MixedPrecisionPolicy":
+    def _float8(self, build: Build) -> Float8Gather | None:
+        """Make and note what gathers in fp8, where that is asked for."""
+        if self.gather != "fp8":
+            return None
+        group = build.world.group("slices")
+        float8 = Float8Gather(None if group is None else peers_of(group))
+        build.notes[GATHER8] = float8
+        build.after_update.append(float8.outdate)
+        return float8
+
+    def _precision(self, build: Build) -> "MixedPrecisionPolicy":
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        if self.gather == self.reduce == "fp32":
+        gather = self.gather
+        if gather == "fp8":
+            gather = "bf16" if build.dtype is torch.bfloat16 else "fp32"
+        if gather == self.reduce == "fp32":
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(
-            param_dtype=DTYPES[self.gather],
+            param_dtype=DTYPES[gather],
             reduce_dtype=DTYPES[self.reduce],
             cast_forward_inputs=False,
         )
 
     def _order(self, build: Build) -> None:
         """Order what is gathered ahead of what, in both directions; tables stay gathered."""
-        model, tables = build.model, _tables(build.model)
+        model, tables = build.model, own_tables(build.model)
         blocks = list(model.blocks.values())
         ends = [[table] if table in tables else [] for table in (model.embed, model.head)]
         line = [*ends[0], *blocks, *ends[1]]
@@ -360,12 +400,19 @@ class SlicingTechnique(Technique[Build]):
         if wanted > 1:
             own += f", in {' or '.join(map(str, sorted(groups)))} groups"
         shared = bool(sharded) and not loose and (here < whole or ranks == 1)
+        numbers = {"bytes": here, "whole_bytes": whole, "ranks": ranks, "groups": max(groups)}
+        if GATHER8 in build.notes:
+            sent = build.notes[GATHER8].sent()
+            shared &= sent.weights > 0 and not sent.others
+            numbers |= {"fp8_weights": sent.weights, "fp8_bytes": sent.bytes}
+            own += f"; {sent.weights} of {sent.weights + sent.others} fp8 weights were gathered "
+            own += f"in fp8, {sent.bytes:,} bytes"
         return Evidence(
             active=shared and kept is not False and groups == {wanted},
             detail=f"holds {here:,} of {whole:,} bytes of parameters over {ranks} ranks"
             + (f"; not {', '.join(loose)}" if loose else "")
             + own,
-            numbers={"bytes": here, "whole_bytes": whole, "ranks": ranks, "groups": max(groups)},
+            numbers=numbers,
         )
 
 
@@ -412,45 +459,3 @@ def _place_experts(build: Build) -> Any:
         return Shard(1 if rows else 0)
 
     return place
-
-
-def _tables(model: Any) -> list[nn.Module]:
-    """Return the embedding and the head, where each has a table of its own.
-
-    As groups of their own they travel beside blocks: the head's weights while the last blocks run,
-    its gradient from the beginning of the backward pass on. A head is called with its weight. Where
-    that is made into another one before, it has to be there before: it stays with what is left.
-    """
-    if model.config.tied_embeddings:
-        return []
-    ends = (model.embed,) if "head_inputs" in vars(model) else (model.embed, model.head)
-    return [table for table in ends if getattr(table, "weight", None) is not None]
-
-
-def _hand_over_gathered(head: nn.Module) -> None:
-    """Let a head multiply its gathered weight, not the slice that it is called with.
-
-    FSDP's hook is between these two. It would take a slice among the inputs for one of the states,
-    and give it a gradient.
-    """
-
-    def without(module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden_ND, _, *others = given
-        return hidden_ND, None, *others
-
-    def gathered(module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden_ND, _, *others = given
-        return hidden_ND, module.weight, *others
-
-    head.register_forward_pre_hook(without, prepend=True)
-    head.register_forward_pre_hook(gathered)
-
-
-def _free_after_evaluation(model: nn.Module, inputs: Any, output: Any) -> None:
-    """Free weights after an evaluation, where no backward pass frees them."""
-    from torch.distributed.fsdp import FSDPModule
-
-    if not torch.is_grad_enabled():
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()

@@ -5,10 +5,13 @@ then travel beside blocks. What is left, the final norm or tied tables, is the l
 a head whose weight is rounded before it is multiplied, which is in that last group too.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from headrace.costs.count import FP32
+from headrace.costs.float8 import FP8, is_fp8
 from headrace.costs.ledger import Ledger
+from headrace.costs.work import Beside, Work, collective
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 
@@ -74,19 +77,21 @@ class DividedExperts(NamedTuple):
         )
 
 
-def gathered_groups(ledger: Ledger, *, narrow: bool) -> GroupBytes:
+def gathered_groups(ledger: Ledger, *, narrow: bool, fp8: bool = False) -> GroupBytes:
     """Return the bytes of the groups when they are gathered.
 
     Args:
         ledger: of the model, with what experts take apart.
         narrow: whether weights are gathered in bf16, instead of as they are stored.
+        fp8: whether weights of linears whose matmuls are fp8 are gathered in fp8.
     """
     apart, vectors = DividedExperts.of(ledger).apart, ledger.memory["parameters"].bytes
     bytes = dict[str, float]()
     for name, matrix in ledger.matrices.items():
         vectors -= matrix.stored * matrix.numbers
         if name not in apart:
-            bytes[name] = (2 if narrow else matrix.stored) * matrix.numbers
+            stored = FP8 if fp8 and is_fp8(ledger, name) else 2 if narrow else matrix.stored
+            bytes[name] = stored * matrix.numbers
     own = min(vectors, FP32 * ledger.sizes["final_norm"])
     narrower = 0.5 if narrow else 1.0
     return _grouped(ledger, bytes, narrower * (vectors - own), narrower * own)
@@ -105,10 +110,43 @@ def learned_groups(ledger: Ledger) -> GroupBytes:
     return _grouped(ledger, kept, vectors - own, own)
 
 
+def between_groups(
+    sizes: Mapping[str, float], early: tuple[float, float], last: tuple[float, float]
+) -> Iterator[tuple[str, Work]]:
+    """Add up slices of the gradients over the groups, once a step; the last beside nothing.
+
+    Args:
+        sizes: the ledger's.
+        early: bytes and count of the sums beside blocks.
+        last: those of the sums beside nothing.
+    """
+    slices = sizes["slices_ranks"]
+    parts: dict[str, tuple[float, float, Beside]] = {
+        "sum": (*early, "blocks"),
+        "sum_last": (*last, ""),
+    }
+    for name, (bytes, count, beside) in parts.items():
+        if sizes["replicate_ranks"] > 1 and bytes and count:
+            each = bytes / slices / count
+            yield (
+                f"shards/{name}",
+                collective(
+                    sizes,
+                    "replicate",
+                    "backward",
+                    "all_reduce",
+                    each,
+                    count,
+                    beside=beside,
+                    last=True,
+                ),
+            )
+
+
 def _grouped(ledger: Ledger, bytes: dict[str, float], inside: float, outside: float) -> GroupBytes:
     """Return matrices by group, with the vectors inside of blocks and outside."""
     alone = () if ledger.sizes["tied"] else (EMBEDDING, HEAD)
     blocks = sum(each for name, each in bytes.items() if name.startswith("blocks."))
     tables = [bytes.get(name, 0.0) if name in alone else 0.0 for name in (EMBEDDING, HEAD)]
     rest = sum(bytes.values()) - blocks - sum(tables)
-    return GroupBytes(blocks + inside, *tables, rest + outside)
+    return GroupBytes(blocks + inside, tables[0], tables[1], rest + outside)

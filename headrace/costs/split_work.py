@@ -14,7 +14,7 @@ from headrace.costs.count import FP32
 from headrace.costs.decoder_work import LEARNED
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import CollectiveOperation
-from headrace.costs.work import Attention, Matmul, Phase, Stream, Work, collective
+from headrace.costs.work import Attention, Collective, Matmul, Phase, Stream, Work, collective
 
 AXIS = "tensor"
 COLUMNS = ("mixer.qkv", "mlp.gate_up", "mlp.up", "experts.gate_up", "experts.up", "head")
@@ -59,16 +59,25 @@ LAST = "mlp.down/{}/last"
 """Pattern of the names of pieces that end a block: a block that is run again runs without them."""
 
 
-def split_work(ledger: Ledger, *, sequence: bool, kept: float) -> dict[str, Work]:
+def split_work(
+    ledger: Ledger, *, sequence: bool, kept: float, asynchronous: bool = False
+) -> dict[str, Work]:
     """Return the pieces of one rank.
 
     Args:
         ledger: before anything of it is cut.
         sequence: the stream between the parts is cut along the sequence.
         kept: share of all parameters that a rank has.
+        asynchronous: matmuls go on while parts of their inputs and results are sent.
     """
     work = {n: _part(n, piece, ledger.sizes, sequence, kept) for n, piece in ledger.work.items()}
-    return work | _sends(ledger, sequence)
+    sends = _sends(ledger, sequence)
+    if asynchronous:
+        for name, piece in sends.items():
+            around = name.startswith("parts/") or name == LAST.format("scatter")
+            if around and isinstance(piece, Collective):
+                sends[name] = replace(piece, beside="blocks")
+    return work | sends
 
 
 def _part(name: str, piece: Work, sizes: Mapping[str, float], sequence: bool, kept: float) -> Work:

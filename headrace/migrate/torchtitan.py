@@ -297,6 +297,22 @@ def _reshard(draft: Draft, key: str) -> None:
         draft.idle(key, "weights are freed after the forward pass, as fsdp does")
 
 
+def _asynchronous(draft: Draft, key: str) -> None:
+    if draft.is_on(key) and "tensor_parallel" in draft.tables.get("techniques", {}):
+        draft.carry(key, *draft.add("tensor_parallel", asynchronous=True))
+    else:
+        draft.idle(key)
+
+
+def _gather_fp8(draft: Draft, key: str) -> None:
+    techniques = draft.tables.get("techniques", {})
+    recipe = techniques.get("float8_linear", {}).get("recipe")
+    if draft.is_on(key) and "fsdp" in techniques and recipe == "tensorwise":
+        draft.carry(key, *draft.add("fsdp", gather="fp8"))
+    else:
+        draft.idle(key, "counts only with slices of weights and one scale a tensor")
+
+
 def _track(name: str) -> KeyRule:
     def rule(draft: Draft, key: str) -> None:
         if not draft.is_on(key):
@@ -385,6 +401,7 @@ RULES: Mapping[str, KeyRule] = {
     ),
     "training.gc_freq": always("torchtitan's own loop collects garbage by it"),
     "parallelism.fsdp_reshard_after_forward": _reshard,
+    "parallelism.enable_async_tensor_parallel": _asynchronous,
     "parallelism.pipeline_parallel_schedule": _pipeline_schedule,
     "parallelism.context_parallel_rotate_method": only_with(
         "mesh.context", always("context_parallel sends keys round a ring")
@@ -404,11 +421,11 @@ RULES: Mapping[str, KeyRule] = {
         f"float8.{name}": only_with("model.converters", never(why))
         for name, why in (
             ("filter_fqns", "linears of the blocks are multiplied in fp8, and the output is not"),
-            ("enable_fsdp_float8_all_gather", "fsdp gathers weights as they are stored"),
-            ("precompute_float8_dynamic_scale_for_fsdp", "scales are made at each matmul"),
+            ("precompute_float8_dynamic_scale_for_fsdp", "gather=fp8 finds all scales together"),
             ("force_recompute_fp8_weight_in_bwd", "+full_checkpoint recomputes blocks"),
         )
     },
+    "float8.enable_fsdp_float8_all_gather": only_with("model.converters", _gather_fp8),
     "float8.recipe_name": always("counts only with model.converters"),
     "validation.enable": _validation,
     "validation.enabled": _validation,

@@ -63,7 +63,8 @@ def _gather(x_BtD: Tensor, length: int, peers: Peers) -> Tensor:
     """Return every rank's tokens in rank order, `length` of them."""
     joined = _OPS.all_gather_into_tensor(x_BtD.contiguous(), peers.ranks, peers.group)
     pieces = _OPS.wait_tensor(joined).chunk(peers.ranks)
-    return torch.cat(pieces, SEQUENCE).narrow(SEQUENCE, 0, length)
+    whole = torch.cat(pieces, SEQUENCE)  # a view of it would hide it from parallel/micro_pipeline
+    return whole if whole.size(SEQUENCE) == length else whole.narrow(SEQUENCE, 0, length)
 
 
 def _scatter(x_BTD: Tensor, peers: Peers) -> Tensor:

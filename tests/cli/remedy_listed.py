@@ -26,6 +26,8 @@ LISTED = {
     "train/memory_copies:_own_folder#1": "tests/distributed/test_memory_copies.py meets it: only a "
     "system without files in memory has it",
     "core/system": "tests/core/test_system.py pretends to be Windows, where WSL is installed",
+    "parallel/micro_pipeline:share_memory#1": "only GPUs that cannot read each other's memory have "
+    "it; tests/parallel/test_micro_pipeline.py pretends so",
     "predict/mesh:choose_mesh#1": "tests/predict/test_mesh_chosen.py: only more GPUs mend it",
     "data/remote": "tests/data/test_remote.py asks a store in memory, and reads each remedy",
     "data/scale/job": SCALE,

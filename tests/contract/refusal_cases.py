@@ -4,6 +4,7 @@ from places import Asked
 from refusal_cases_learning import LEARNING
 
 QAT = "techniques/precision/quantization_aware_training:QuantizationAwareTraining"
+ASYNCHRONOUS = "techniques.tensor_parallel.asynchronous=true"
 IMAGES = (
     *("goal.steps=4", "device=cpu", "schedule.steps=40", "vision.classes=10"),
     *("data.sequence_length=1", "batch.tokens=64"),
@@ -307,6 +308,18 @@ CASES: dict[str, Asked] = {
     "assemble/sliced:SlicingTechnique.supports#3": Asked(
         ("techniques.fsdp.gather=bf16", "mesh.data=2"), ("fsdp",)
     ),
+    "assemble/sliced:SlicingTechnique._gathers_fp8#1": Asked(
+        ("techniques.fsdp.gather=fp8", "mesh.data=2"), ("fsdp",)
+    ),
+    "assemble/sliced:SlicingTechnique._gathers_fp8#2": Asked(
+        (
+            "techniques.fsdp.gather=fp8",
+            "mesh.data=2",
+            "techniques.float8_linear.recipe=rowwise",
+            "techniques.float8_linear.min_size=1",
+        ),
+        ("fsdp", "float8_linear"),
+    ),
     "techniques/parallel/expert_parallel:ExpertParallel.supports#1": Asked(
         (), ("expert_parallel",)
     ),
@@ -358,6 +371,27 @@ CASES: dict[str, Asked] = {
     ),
     "techniques/parallel/tensor_parallel:TensorParallel.supports#2": Asked(
         ("mesh.tensor=3",), ("tensor_parallel",)
+    ),
+    "techniques/parallel/tensor_parallel:TensorParallel._waits#1": Asked(
+        (ASYNCHRONOUS, "mesh.tensor=2"), ("tensor_parallel",)
+    ),
+    "techniques/parallel/tensor_parallel:TensorParallel._waits#2": Asked(
+        (ASYNCHRONOUS, "mesh.tensor=2"), ("tensor_parallel",), "H200"
+    ),
+    "techniques/parallel/tensor_parallel:TensorParallel._waits#3": Asked(
+        (ASYNCHRONOUS, "mesh.tensor=2", "techniques.float8_linear.min_size=1"),
+        ("tensor_parallel", "torch_compile", "float8_linear"),
+        "H200",
+    ),
+    "techniques/parallel/tensor_parallel:TensorParallel._waits#4": Asked(
+        (ASYNCHRONOUS, "mesh.tensor=2", "techniques.tensor_parallel.sequence=false"),
+        ("tensor_parallel", "torch_compile"),
+        "H200",
+    ),
+    "techniques/parallel/tensor_parallel:TensorParallel._waits#5": Asked(
+        (ASYNCHRONOUS, "mesh.tensor=2", "data.sequence_length=33", "batch.tokens=264"),
+        ("tensor_parallel", "torch_compile"),
+        "H200",
     ),
     "techniques/precision/bf16_autocast:Bf16Autocast.supports#1": Asked(
         (), ("bf16_autocast",), "V100"

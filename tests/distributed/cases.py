@@ -7,6 +7,13 @@ from composition import Composition
 
 FSDP: dict[str, Any] = {"fsdp": {}}
 ZERO2: dict[str, Any] = {"zero": {"zero_stage": 2}}
+FLOAT8_RECIPES: dict[str, Any] = {
+    recipe: {"recipe": recipe, "min_size": 1} for recipe in ("rowwise", "tensorwise")
+}
+FLOAT8: dict[str, Any] = {"float8_linear": {"min_size": 1}}
+GATHER8: dict[str, Any] = {"fsdp": {"gather": "fp8"}}
+ZERO8: dict[str, Any] = {"zero": {"gather": "fp8"}}
+FLAT: dict[str, Any] = {"shape": "even", "length": 16}
 BUCKETS: dict[str, Any] = {"data_parallel": {}}
 TP: dict[str, Any] = {"tensor_parallel": {}}
 PP: dict[str, Any] = {"pipeline_parallel": {}}
@@ -325,24 +332,29 @@ COMPOSITIONS = [
     case("divided-compile", EVEN, COMPILE, data=2, expert=2, slow=True),
     case("divided-checkpoint-compile", EVEN, SAC, COMPILE, data=2, expert=2, slow=True),
     case("experts-pp-fsdp", EXPERTS, PP, FSDP, pipeline=2, data=2, slow=True),
-    case(
-        "float8-rowwise-fsdp",
-        {"float8_linear": {"recipe": "rowwise", "min_size": 1}},
-        FSDP,
-        data=4,
-        shape="even",
-        length=16,
-        slow=True,
+    *(
+        case(f"float8-{recipe}-fsdp", {"float8_linear": how}, FSDP, data=4, **FLAT, slow=True)
+        for recipe, how in FLOAT8_RECIPES.items()
     ),
     case(
-        "float8-tensorwise-fsdp",
-        {"float8_linear": {"recipe": "tensorwise", "min_size": 1}},
-        FSDP,
+        "float8-gathered",
+        {"float8_linear": {"min_size": 1, "multiple_of": 1}},
+        GATHER8,
+        data=2,
+        **{**FLAT, "shape": "tied", "keys": {"model": {"ffn": 21}}},  # rows that do not divide
+    ),
+    case(
+        "float8-gathered-compile",
+        FLOAT8,
+        GATHER8,
+        SAC,
+        COMPILE,
         data=4,
-        shape="even",
-        length=16,
+        replicate=2,
+        **FLAT,
         slow=True,
     ),
+    case("float8-gathered-pp", FLOAT8, ZERO8, PP, data=2, pipeline=2, **FLAT, slow=True),
     case(
         "linear-attention-tp-fsdp",
         {"linear_attention": {"chunk_tokens": 4}},

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import CHUNKED, CP, EVEN, FSDP, INTERLEAVED, PP, SAC, TP, ZBV, ZERO2, case
+from cases import CHUNKED, CP, EVEN, FLOAT8, FSDP, INTERLEAVED, PP, SAC, TP, ZBV, ZERO2, case
 from composition import Composition
 
 from headrace.data.ingest import prepare
@@ -45,6 +45,8 @@ TWO = [
     even("fsdp-kept", {"fsdp": {"reshard": False}}, data=2),
     even("fsdp-half", {"fsdp": {"gather": "bf16"}}, data=2, **HALF, slow=True),
     even("fsdp-halves", {"fsdp": {"gather": "bf16", "reduce": "bf16"}}, data=2, **HALF),
+    even("fsdp-fp8", {**FLOAT8, "fsdp": {"gather": "fp8"}}, data=2, **HALF),
+    even("zero-fp8", {**FLOAT8, "zero": {"gather": "fp8"}}, data=2, slow=True),
     even("fsdp-one-micro", FSDP, data=2, micro_rows=4),
     even("fsdp-lora", FSDP, LORA, data=2),
     even("zero", {"zero": {}}, data=2),

@@ -77,6 +77,8 @@ def test_torchtitan_counts_its_batch_and_its_mesh() -> None:
     assert plan.optimizer.clip_norm == 0.5 and plan.trace.every_steps == 50
     assert line(made, "model.tokenizer_path").fate is Fate.LEFT
     assert line(made, "float8.filter_fqns").fate is Fate.LEFT
+    assert plan.techniques["fsdp"].gather == "fp8"
+    assert plan.techniques["tensor_parallel"].asynchronous
     assert line(made, "job.description").fate is Fate.LEFT
 
 

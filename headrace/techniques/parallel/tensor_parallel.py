@@ -12,7 +12,8 @@ a part of those activations. Weights on a slice of tokens then have a partial gr
 step's `reduce` adds, as that of everything whole inside of the parts (q_norm, a router).
 
 A rank keeps plain local tensors (parallel/layout says which part of what); every collective is a
-traceable operation (parallel/tensor). Collectives are not overlapped with products, and gathered
+traceable operation (parallel/tensor). With `asynchronous` a compiler cuts matmuls by ranks and
+sends one part while it multiplies another (parallel/micro_pipeline); else matmuls wait. Gathered
 inputs are kept for the backward pass instead of being gathered again, as Megatron does. Sources:
 arXiv 1909.08053 (tensor), arXiv 2205.05198 (sequence).
 
@@ -30,18 +31,20 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headrace.assemble.sockets import Build
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import Remedy, mend
 from headrace.core.units import divisors
 from headrace.costs.adapters import TRAINED, UNSPLIT, is_unsplit
 from headrace.costs.count import FP32
-from headrace.costs.ledger import Ledger
+from headrace.costs.ledger import Ledger, Line
 from headrace.costs.links import COMMUNICATORS
 from headrace.costs.split_work import split_work
+from headrace.kernels.launches import COUNTS, since
 from headrace.model.lora import DoraLinear, LoraLinear
 from headrace.model.sharded_vocabulary import ShardedVocabulary
 from headrace.parallel.layout import share
+from headrace.parallel.micro_pipeline import GATHERS, PREFIX, SCATTERS, compiling, share_memory
 from headrace.parallel.tensor import (
     Peers,
     all_reduce,
@@ -64,6 +67,8 @@ from headrace.plan.technique import (
 )
 
 AXIS = "tensor"
+LAUNCHED = "tensor launched"
+"""Name of the note that holds the launches of kernels when the technique was applied."""
 WHOLE = mend("mesh.tensor=1", "-tensor_parallel")
 """The remedy that leaves the model uncut."""
 COLUMNS: Mapping[str, int] = {"weight": 0, "bias": 0}
@@ -144,11 +149,13 @@ class TensorParallel(Technique[Build]):
 
     sequence: bool = Field(default=True)
     """Cut residual stream and norms along the sequence, for the same bytes on the wire."""
+    asynchronous: bool = False
+    """Send parts of a matmul's input or result while others are multiplied; on GPUs of one host."""
 
     room: ClassVar[str] = "parallel"
     stage: ClassVar[Stage] = Stage.TENSOR
     axes: ClassVar[tuple[str, ...]] = (AXIS,)
-    composes: ClassVar[tuple[str, ...]] = ("layouts",)
+    composes: ClassVar[tuple[str, ...]] = ("layouts", "runtime")
     symptoms: ClassVar[tuple[str, ...]] = (
         "memory capacity:parameters",
         "memory capacity:optimizer",
@@ -174,6 +181,8 @@ class TensorParallel(Technique[Build]):
             return Unsupported(
                 "mesh.tensor = 1: there is nothing to split over", mend("mesh.tensor=2")
             )
+        if self.asynchronous and (refusal := self._waits(context)):
+            return refusal
         kv, ffn = model.resolved_kv_heads, model.resolved_ffn
         if model.pretrained or not (kv % ranks or ffn % ranks):
             return Supported()  # the shape of pretrained weights is checked when it is known
@@ -181,6 +190,45 @@ class TensorParallel(Technique[Build]):
         return Unsupported(
             f"{what} do not divide into mesh.tensor = {ranks} parts", _nearest(model, ranks)
         )
+
+    def _waits(self, context: Context) -> Unsupported | None:
+        """Return why matmuls would wait for collectives, if they would."""
+        plan, key = context.plan, f"techniques.{self.name()}.asynchronous"
+        plain = mend(f"{key}=false")
+        if context.device != "cuda":
+            return Unsupported(
+                f"{key} = true needs NVIDIA GPUs, whose memory other ranks can read",
+                plain,
+                RefusalKind.DEVICE,
+            )
+        compiler = plan.techniques.get("torch_compile")
+        if getattr(compiler, "backend", "") != "inductor":
+            return Unsupported(
+                f"{key} = true is done by inductor, and nothing is compiled by it",
+                mend("+torch_compile", "techniques.torch_compile.backend=inductor") | plain,
+                RefusalKind.COMBINATION,
+            )
+        if "float8_linear" in plan.techniques:
+            return Unsupported(
+                f"{key} = true overlaps matmuls with what they read, and float8_linear casts that "
+                "as a whole before",
+                mend("-float8_linear") | plain,
+                RefusalKind.COMBINATION,
+            )
+        if not self.sequence:
+            return Unsupported(
+                f"{key} = true overlaps all-gathers and reduce-scatters, which sequence = false "
+                "has not",
+                mend(f"techniques.{self.name()}.sequence=true") | plain,
+            )
+        own = plan.data.sequence_length // plan.mesh.context
+        if own % plan.mesh.tensor:
+            return Unsupported(
+                f"{key} = true needs equal parts, and mesh.tensor = {plan.mesh.tensor} does not "
+                f"divide {own} tokens",
+                plain,
+            )
+        return None
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Count one rank's share of matrices, activations and work."""
@@ -190,7 +238,9 @@ class TensorParallel(Technique[Build]):
         left = learned = (4 * whole + (kept - 4 * whole) / ranks) / kept
         if trained:  # adapters alone have gradients and states
             learned = (sizes[UNSPLIT] + (trained - sizes[UNSPLIT]) / ranks) / trained
-        work = split_work(ledger, sequence=self.sequence, kept=learned)
+        work = split_work(
+            ledger, sequence=self.sequence, kept=learned, asynchronous=self.asynchronous
+        )
         ledger = ledger.scaled(lambda name: name == "parameters", left)
         ledger = ledger.scaled(lambda name: name in STATE_LINES[1:], learned)
         ledger = ledger.scaled(
@@ -207,6 +257,10 @@ class TensorParallel(Technique[Build]):
             ledger = ledger.scaled(lambda name: name == "logits", 1 - less / bytes_per_token)
             sizes["logits_per_token"] -= less
         stream = sizes["residual"]
+        if self.asynchronous:  # torch's workspace: what is sent of one matmul, and what comes
+            ledger = ledger.with_line(
+                "symmetric_memory", Line(2 * stream / ranks, ("loss", "turn", "backward"))
+            )
         if self.sequence:
             between = ("/residual", "/stream")
             ledger = ledger.scaled(lambda name: name.endswith(between), 1 / ranks)
@@ -235,6 +289,10 @@ class TensorParallel(Technique[Build]):
         model, peers = build.model, peers_of(build.world.group(AXIS))
         tokens = (SplitTokens if self.sequence else WholeTokens)(peers)
         build.notes[self.name()] = tokens
+        if self.asynchronous:
+            share_memory(build.world.group(AXIS))
+            build.runtime.append(compiling)
+            build.notes[LAUNCHED] = dict(COUNTS)
         for layer, block in model.blocks.items():
             for kind in ("mixer", "mlp"):
                 name, part = f"blocks.{layer}.{kind}", block.get_submodule(kind)
@@ -296,11 +354,19 @@ class TensorParallel(Technique[Build]):
         whole = sum(torch.Size(build.layouts[n].shape).numel() for n in split)
         cut = all(tuple(p.shape) == build.layouts[n].offsets(world)[1] for n, p in split.items())
         ran = "in compiled code" if build.compiled else f"{tokens.calls} calls of collectives"
+        works = tokens.calls > 0 or bool(build.compiled)
+        numbers = {"held": here, "whole": whole, "calls": tokens.calls}
+        if self.asynchronous:
+            launched = since(build.notes[LAUNCHED], PREFIX)
+            numbers |= {name: launched.get(name, 0) for name in (GATHERS, SCATTERS)}
+            works = numbers[GATHERS] > 0 and numbers[SCATTERS] > 0
+            ran += f"; {numbers[GATHERS]} matmuls ran while their input was gathered, and "
+            ran += f"{numbers[SCATTERS]} while their result was scattered"
         return Evidence(
-            active=cut and here < whole and (tokens.calls > 0 or bool(build.compiled)),
+            active=cut and here < whole and works,
             detail=f"this rank holds {here:,} of {whole:,} numbers of {len(split)} split "
             f"parameters; {ran}",
-            numbers={"held": here, "whole": whole, "calls": tokens.calls},
+            numbers=numbers,
         )
 
 

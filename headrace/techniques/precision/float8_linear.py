@@ -11,8 +11,9 @@ bit of range. The magnitude that a scale is made from stays fp32: torchao has it
 bf16, of which a compiler uses the unrounded number in the kernel that finds it and the rounded one
 in others. At a border between two scales, one operand in some 300, numbers were then cast by one
 scale and divided by its double. Embedding, head and attention stay in the run's precision. On a CPU
-the products are emulated: same rounding, no speed. Left out: fp8 all-gather, delayed scales, MX
-formats. Source: torchao.float8; arXiv 2209.05433.
+the products are emulated: same rounding, no speed. `fsdp` and `zero` send such weights in fp8 where
+their `gather` says so. Left out: delayed scales, MX formats. Source: torchao.float8;
+arXiv 2209.05433.
 """
 
 from collections.abc import Mapping
@@ -30,8 +31,9 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.count import holds_casts
+from headrace.costs.float8 import TURNED, casts_of
 from headrace.costs.ledger import Ledger
-from headrace.costs.work import Matmul, Phase, Stream
+from headrace.costs.work import Matmul, Stream
 from headrace.parallel.layout import shallow_copy
 from headrace.plan.technique import (
     Card,
@@ -49,11 +51,6 @@ WIDE = 1024
 """Least features in and out of a linear in fp8, by default. On one H200, compiled: 1.18 times the
 tokens/s at 2,048 features, 1.11 at 1,536, 1.02 at 1,024, 0.94 at 768 (techniques.jsonl). torchao's
 own filter leaves out up to 4,096 in by 1,024 out."""
-READ, CAST = 2, 3
-"""Bytes of a number in bf16 that is looked at for the scale, and of one that is cast."""
-TURNED = 1.56
-"""Times as long as their bytes that casts take, since each is written in the order of a matmul:
-compiled kernels beside matmuls took 101.1 ms for 40.1 at 1b (kernels.jsonl, float8_linear)."""
 MANTISSA_BITS = 3
 """Bits of the mantissa of e4m3."""
 
@@ -150,12 +147,9 @@ class Float8Linear(Technique[Build]):
         tokens, layers = ledger.sizes["tokens"], ledger.sizes["layers"]
         whole = self.recipe == "tensorwise"
         how = "uncompiled" if whole else f"with {self.recipe} scales"
-        passes: Mapping[Phase, int] = {"forward": READ + CAST, "backward": CAST}
         casts = {}
-        for name, (inner, outer) in fits.items():
-            for phase, each in passes.items():
-                moved = each * (tokens * inner + inner * outer)
-                moved += (READ + 2 * CAST) * tokens * outer if phase == "backward" else 0.0
+        for name, ends in fits.items():
+            for phase, moved in casts_of(tokens, *ends).items():
                 casts[f"{name}/casts_{phase}"] = Stream(
                     phase,
                     layers,
