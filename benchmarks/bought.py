@@ -28,7 +28,8 @@ from headrace.assemble.context import choose_device, make_context
 from headrace.cli.catalogue import catalogue
 from headrace.cli.plans import rates_here
 from headrace.plan.plan import Plan
-from headrace.predict.budget import Bought, Budget, buy
+from headrace.predict.amounts import Budget
+from headrace.predict.budget import Bought, buy
 
 TOPIC, KIND = "learning", "budget"
 SPEED_STEPS = 60

@@ -10,7 +10,8 @@ from headrace.cli.terminal import show_json
 from headrace.core.errors import ConfigError
 from headrace.core.files import shell, write_whole
 from headrace.plan.plan import Plan
-from headrace.predict.budget import Bought, Budget, buy, read_tokens
+from headrace.predict.amounts import Budget, read_tokens
+from headrace.predict.budget import Bought, buy
 from headrace.predict.page import format_bought
 
 if TYPE_CHECKING:

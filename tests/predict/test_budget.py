@@ -17,7 +17,8 @@ from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError
 from headrace.costs.machine import Machine
 from headrace.plan.plan import Plan
-from headrace.predict.budget import DIMS, Bought, Budget, buy, read_tokens
+from headrace.predict.amounts import Budget, read_tokens
+from headrace.predict.budget import DIMS, Bought, buy
 from headrace.predict.page import format_bought
 
 H100 = "NVIDIA H100"
