@@ -37,7 +37,10 @@ SHAPES = {
     ),
 }
 """Models that a chain begins with, by the words of their training."""
-NORMS = {"edge": (), "inference-speed": ("model.norm=layer_norm",)}
+FAMILY = {
+    "edge": (),
+    "inference-speed": ("model.family=gpt2", "model.tied_embeddings=false"),
+}
 """What a recipe's first model has, so that every hop has something to do."""
 MEASURED = ("bits_per_byte", "bytes", "logits_from_before", "tokens_per_s", "seconds")
 """What a row keeps of each hop."""
@@ -54,7 +57,7 @@ UNITS = {
 
 def followed(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     """Return the hops of a seed's chain, which is run unless it is there."""
-    shape = (*SHAPES[args.shape], *NORMS[args.recipe])
+    shape = (*SHAPES[args.shape], *FAMILY[args.recipe])
     run = compress.trained(args, f"{args.recipe}-{seed}", seed, args.steps, *shape)
     out = args.work / f"{args.recipe}-{seed}"
     if not out.exists():
@@ -90,7 +93,7 @@ def measures(hops: list[dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", choices=NORMS, required=True)
+    parser.add_argument("--recipe", choices=FAMILY, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="14m", help="the first model")
     parser.add_argument("--work", type=Path, required=True, help="where runs go")
     parser.add_argument("--data", type=Path, help="a text; the standard library without it")

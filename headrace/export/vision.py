@@ -340,7 +340,8 @@ def _in_codes(network: nn.Module, given: tuple[Tensor], config: VisionConfig) ->
     """Return the graph of a network with codes of 8 bits wherever XNNPACK multiplies them.
 
     A row of codes from -127 to 127 that has one of either keeps its codes and its scale. Biases are
-    what XNNPACK adds, so the graph gives to the last bit what the file gives.
+    what XNNPACK adds. Sums are of fp32 numbers here and of codes there, so a number that lies
+    between two codes may get the other one, in one image of some.
     """
     quantizers = import_module("executorch.backends.xnnpack.quantizer.xnnpack_quantizer")
     pt2e = import_module("torchao.quantization.pt2e.quantize_pt2e")
@@ -360,9 +361,8 @@ def round_biases(coded: Any) -> None:
     """Round each bias of a converted graph to the whole number that XNNPACK stores for it.
 
     XNNPACK adds a bias to the sum of products of codes, in 32 bits: its unit is the scale of what
-    the convolution reads times the scale of the row. torchao leaves biases in fp32. Without this
-    one number in 1,000 that a convolution gives has the next code, and logits differ by as much as
-    rounding all activations moves them.
+    the convolution reads times the scale of the row. torchao leaves biases in fp32, with which some
+    numbers that a convolution gives get the next code in every image.
 
     Source: QuantParams.from_bias in
     https://github.com/pytorch/executorch/blob/main/backends/xnnpack/operators/quant_params.py
@@ -432,6 +432,7 @@ class ImagesRuntime:
         with quiet():
             runtime = import_module("executorch.runtime")
         self.name = f"ExecuTorch {version('executorch')}"
+        executorch_file.check_identifier(file)
         with silent_library():
             self._program = runtime.Runtime.get().load_program(file)
             self._method: Any = self._program.load_method("forward")

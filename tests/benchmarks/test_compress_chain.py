@@ -45,7 +45,7 @@ def test_a_finished_chain_becomes_a_row(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(compress, "headrace", made)
     row = followed(monkeypatch, tmp_path, "--recipe", "inference-speed", "--seeds", "2")
     assert [words[0] for words in asked] == ["train", "compress"] * 2
-    assert "model.norm=layer_norm" in asked[0] and "goal.steps=2" in asked[1]
+    assert "model.family=gpt2" in asked[0] and "goal.steps=2" in asked[1]
     values = {name: one["value"] for name, one in row["metrics"].items()}
     assert values == pytest.approx(
         {
