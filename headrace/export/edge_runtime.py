@@ -18,7 +18,7 @@ from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.files import parse_object, sha256_of, shell
 from headrace.core.native import call_native, silent_library
 from headrace.data.tokenizer import Tokenizer
-from headrace.export.executorch_file import PIECE
+from headrace.export.executorch_file import PIECE, check_identifier
 from headrace.export.executorch_file import check_installed as executorch_installed
 from headrace.export.gguf import Origin
 from headrace.export.llama_cpp import Continued, TokenWork, refuse_long
@@ -39,9 +39,11 @@ def read_record(file: Path) -> dict[str, Any]:
         ConfigError: there is none, a later version wrote it, or a file is damaged.
     """
     path = file.with_name(RECORD)
-    remade = f"headrace export RUN --to {'onnx' if file.suffix == '.onnx' else 'executorch'}"
+    to, run, folder = "onnx" if file.suffix == ".onnx" else "executorch", "RUN", file.parent
     try:
         record = parse_object(path.read_bytes())
+        if isinstance(origin := record.get("origin"), dict):
+            run = str(origin.get("run", run))
         if record["format"] != VERSION:
             raise ValueError(f"has format {record['format']}, and this version reads {VERSION}")
         for name, digest in record["sha256"].items():
@@ -51,11 +53,12 @@ def read_record(file: Path) -> dict[str, Any]:
             raise ValueError(f"is of {' and '.join(record['sha256'])}, not of {file.name}")
     except (OSError, ValueError, KeyError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        beside = f"{path.name} beside it {what}"
         if isinstance(error, OSError):
-            what = f"{error.filename} cannot be read ({error.strerror})"
+            beside = f"{error.filename} cannot be read ({error.strerror})"
         raise ConfigError(
-            f"{file} is not as it was written: {path.name} beside it {what}",
-            f"{remade}, which writes all of it",
+            f"{file} is not as it was written: {beside}",
+            f"headrace export {shell(run)} --to {to} --output {shell(f'{folder}-2')}",
         ) from None
     return record
 
@@ -227,10 +230,11 @@ class Executorch(EdgeRuntime):
             runtime = import_module("executorch.runtime")
         self.name = f"ExecuTorch {version('executorch')}"
         try:
+            check_identifier(file)
             with silent_library():
                 self._program = runtime.Runtime.get().load_program(file)
                 self._method: Any = self._program.load_method("forward")
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise UnsupportedError(
                 f"{self.name} cannot load {shell(file)}: {str(error).splitlines()[0]}",
                 "pip install --upgrade executorch",

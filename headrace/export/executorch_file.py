@@ -12,6 +12,7 @@ looked up and made whole.
 Source: https://docs.pytorch.org/executorch/stable/backends/xnnpack/xnnpack-overview.html
 """
 
+import re
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,8 @@ XNNPACK = "executorch.backends.xnnpack.partition"
 """Where what picks XNNPACK's part of a graph is defined."""
 GROUP = 32
 """Numbers of a group of 4 bits: XNNPACK multiplies groups of a multiple of so many."""
+PLACE = 4
+"""Bytes before a program's identifier, whose digits are the version of the format."""
 PIECE = 128
 """Most tokens of a prompt that one call takes: buffers are planned for so many."""
 
@@ -52,6 +55,18 @@ def check_installed() -> None:
             INSTALL,
         )
     torchao_installed()
+
+
+def check_identifier(file: Path) -> None:
+    """Refuse a file that is no program: ExecuTorch ends the process at some that begin otherwise.
+
+    Raises:
+        ValueError: it does not begin as a program does.
+    """
+    with file.open("rb") as opened:
+        begins = opened.read(PLACE + 4)
+    if not re.fullmatch(rb"ET\d\d", begins[PLACE:]):
+        raise ValueError(f"it begins with {begins!r}, and a program has ET12 in place {PLACE}")
 
 
 class RowEmbedding(nn.Module):

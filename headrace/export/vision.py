@@ -339,7 +339,9 @@ def _write_executorch(
 def _in_codes(network: nn.Module, given: tuple[Tensor], config: VisionConfig) -> nn.Module:
     """Return the graph of a network with codes of 8 bits wherever XNNPACK multiplies them.
 
-    A row of codes from -127 to 127 that has one of either keeps its codes and its scale.
+    A row of codes from -127 to 127 that has one of either keeps its codes and its scale. Biases are
+    what XNNPACK adds. Sums are of fp32 numbers here and of codes there, so a number that lies
+    between two codes may get the other one, in one image of some.
     """
     quantizers = import_module("executorch.backends.xnnpack.quantizer.xnnpack_quantizer")
     pt2e = import_module("torchao.quantization.pt2e.quantize_pt2e")
@@ -349,7 +351,41 @@ def _in_codes(network: nn.Module, given: tuple[Tensor], config: VisionConfig) ->
     watched = pt2e.prepare_pt2e(torch.export.export(network, given).module(), quantizer)
     for image in torch.from_numpy(draw(config, 0, CALIBRATED)[0]).split(1):
         watched(image)
-    return pt2e.convert_pt2e(watched)
+    coded = pt2e.convert_pt2e(watched)
+    round_biases(coded)
+    return coded
+
+
+@torch.no_grad()
+def round_biases(coded: Any) -> None:
+    """Round each bias of a converted graph to the whole number that XNNPACK stores for it.
+
+    XNNPACK adds a bias to the sum of products of codes, in 32 bits: its unit is the scale of what
+    the convolution reads times the scale of the row. torchao leaves biases in fp32, with which some
+    numbers that a convolution gives get the next code in every image.
+
+    Source: QuantParams.from_bias in
+    https://github.com/pytorch/executorch/blob/main/backends/xnnpack/operators/quant_params.py
+
+    Args:
+        coded: a graph from `convert_pt2e`, which is changed; its weights have a scale for each row.
+    """
+    multiplied = (torch.ops.aten.conv2d.default, torch.ops.aten.linear.default)
+    for node in coded.graph.nodes:
+        if node.target not in multiplied or len(node.args) < 3 or node.args[2] is None:
+            continue
+        read, weight, bias = node.args[:3]
+        unit = read.args[1] * _constant(coded, weight.args[1])
+        whole = _constant(coded, bias)
+        owner, _, name = bias.target.rpartition(".")
+        rounded = nn.Parameter((whole / unit).round() * unit, requires_grad=False)
+        setattr(coded.get_submodule(owner), name, rounded)  # the network keeps its own
+
+
+def _constant(graph: nn.Module, node: Any) -> Tensor:
+    """Return the tensor that a node of a graph reads by its name."""
+    owner, _, name = node.target.rpartition(".")
+    return getattr(graph.get_submodule(owner), name)
 
 
 class ImagesRuntime:
@@ -396,6 +432,7 @@ class ImagesRuntime:
         with quiet():
             runtime = import_module("executorch.runtime")
         self.name = f"ExecuTorch {version('executorch')}"
+        executorch_file.check_identifier(file)
         with silent_library():
             self._program = runtime.Runtime.get().load_program(file)
             self._method: Any = self._program.load_method("forward")

@@ -19,6 +19,7 @@ from headrace.core.errors import UnsupportedError
 from headrace.data.tokenizer import train_tokenizer
 from headrace.export.compressed_tensors import PackedExport, matrices_only, pack_int32
 from headrace.export.hf import export_hf
+from headrace.model.adapter import links
 
 TRAIN = ("model.dim=32", "goal.steps=4", "name=a")
 
@@ -29,7 +30,7 @@ def test_codes_are_packed_as_the_format_packs_them(kind: Any, bits: int) -> None
     codes = quantize_nearest(weight, kind).codes_RC
     words = pack_int32(codes, bits)
     assert words.dtype is torch.int32 and words.shape == (6, 96 * bits // 32)
-    shifted = (words[0, 0].item() >> 0) & ((1 << bits) - 1)
+    shifted = int(words[0, 0]) & ((1 << bits) - 1)
     assert shifted - (1 << (bits - 1)) == codes[0, 0]
     packages = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     assert torch.equal(words, packages.pack_to_int32(codes, bits))
@@ -99,8 +100,14 @@ def test_transformers_computes_the_codes(name: str, preset: str, tmp_path: Path)
     assert any(name.endswith("weight_scale") for name, _ in theirs.named_parameters())
     bound = 0.5 if preset == "int8-dynamic" else 2e-4
     torch.testing.assert_close(theirs(ids_BT).logits, expected, rtol=0, atol=bound)
-    down = ours.get_parameter("blocks.0.mlp.down.weight")
-    one = stored["blocks.0.mlp.down.weight"]
-    assert isinstance(one, Codes) and one.dequantize().shape == down.shape
-    same = theirs.get_submodule("model.layers.0.mlp.down_proj").weight
-    assert torch.equal(same, one.dequantize())
+    compared = 0
+    for link in links(ours.config):
+        if export.tensors(link) is None:
+            continue
+        one = stored[link.ours]
+        assert isinstance(one, Codes)
+        for name, value in link.to_theirs(one.dequantize()).items():
+            same = theirs.get_submodule(name.removesuffix(".weight")).weight
+            assert torch.equal(same, value), name
+            compared += 1
+    assert compared >= 14, compared

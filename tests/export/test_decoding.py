@@ -11,6 +11,7 @@ from headrace.cli.app import app
 from headrace.data.tokenizer import train_tokenizer
 from headrace.export.decoding import Decoding, HostRates, examine_file, measure_host
 from headrace.export.edge_runtime import EdgeRuntime, Executorch, OnnxRuntime
+from headrace.export.executorch_file import check_identifier
 from headrace.export.llama_cpp import TokenWork
 
 WORK = TokenWork(weight_bytes=900, cache_bytes=100, multiplied=250)
@@ -89,3 +90,13 @@ def test_a_file_of_llama_cpp_is_decoded(tmp_path: Path, monkeypatch: pytest.Monk
 def test_rates_of_this_machine_are_numbers() -> None:
     small = measure_host(1)
     assert small.bytes_per_s > 0 and small.flops_per_s > 0
+
+
+def test_a_program_begins_as_one(tmp_path: Path) -> None:
+    """ExecuTorch itself ends the process where other bytes stand there that are no text."""
+    (file := tmp_path / "model.pte").write_bytes(b"\0\0\0\0ET12eh00")
+    check_identifier(file)
+    for content in (b"", b"PK", b"\0\0\0\0XX12", b"\0\0\0\0\xbe\xff12"):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="a program has ET12"):
+            check_identifier(file)

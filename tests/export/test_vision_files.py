@@ -1,5 +1,6 @@
 """A network of images goes from its teacher to a file that its own runtime runs."""
 
+import importlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
@@ -14,7 +16,7 @@ from headrace.cli.catalogue import catalogue
 from headrace.compress.vision import image_codes
 from headrace.core.vision_config import VisionConfig
 from headrace.data.images import draw
-from headrace.export import executorch_file, onnx_file
+from headrace.export import executorch_file, onnx_file, vision
 from headrace.export.vision import DeviceNetwork, stored_weights
 from headrace.inference.load import open_model
 from headrace.model.vision import ImageClassifier
@@ -26,6 +28,17 @@ TINY = (
     *("eval.every_steps=100", "checkpoint.every_steps=3", "data.workers=0", "guard=false"),
 )
 Call = Callable[..., Any]
+
+
+class Scaled(nn.Module):
+    """Give a convolution the numbers of images, which run from 0 to 1 for it."""
+
+    def __init__(self, convolution: nn.Conv2d) -> None:
+        super().__init__()
+        self.convolution = convolution
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.convolution(images.to(torch.float32) / 255)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +108,7 @@ def test_a_file_is_run_by_its_own_runtime(student: dict[str, Any], call: Call, t
         pytest.importorskip(package, reason=f"pip install 'headrace[{to}]'")
     made = call("export", "student", "--to", to)
     assert made["preset"] == "int8" and made["drift"] < (1e-4 if to == "onnx" else 0.05)
+    assert made["equal"] > 0.8  # none is without rounded biases
     whole = call("export", "student", "--to", to, "--quantize", "fp32", "--output", f"whole-{to}")
     assert made["bytes"] < 0.5 * whole["bytes"] and whole["drift"] < 1e-4
     ran = call("run", made["file"])
@@ -104,6 +118,39 @@ def test_a_file_is_run_by_its_own_runtime(student: dict[str, Any], call: Call, t
     (finding,) = call("doctor", made["file"])
     assert finding["bottleneck"] in ("memory bandwidth", "computation", "launch")
     assert "image" in finding["sentence"]
+
+
+@torch.no_grad()
+def test_a_bias_is_the_whole_number_that_xnnpack_adds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One convolution gives other codes than its file, unless its bias is rounded."""
+    executorch = pytest.importorskip("executorch.exir", reason=executorch_file.INSTALL)
+    partition = importlib.import_module(f"{executorch_file.XNNPACK}.xnnpack_partitioner")
+    runtime = importlib.import_module("executorch.runtime").Runtime.get()
+    draw_some = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (8, 3, 16, 16), generator=draw_some).to(torch.uint8)
+    network = Scaled(nn.Conv2d(3, 64, 1)).eval()
+    for parameter in network.parameters():
+        parameter.uniform_(-0.5, 0.5, generator=draw_some)
+    whole, apart = [one.clone() for one in network.parameters()], []
+    for name, change in (("rounded", vision.round_biases), ("fp32", lambda graph: None)):
+        monkeypatch.setattr(vision, "round_biases", change)
+        coded = vision._in_codes(network, (images[:1],), VisionConfig(size=16))
+        lowered = executorch.to_edge_transform_and_lower(
+            torch.export.export(coded, (images[:1],)),
+            partitioner=[partition.XnnpackPartitioner()],
+            compile_config=executorch.EdgeCompileConfig(_check_ir_validity=False),
+        )
+        (file := tmp_path / f"{name}.pte").write_bytes(lowered.to_executorch().buffer)
+        program = runtime.load_program(file)
+        method = program.load_method("forward")
+        off = [(method.execute([one])[0] - coded(one)).abs().max() for one in images.split(1)]
+        apart.append(float(max(off)))
+    assert apart[0] == 0.0 and apart[1] > 1e-3, apart
+    assert all(
+        torch.equal(one, before) for one, before in zip(network.parameters(), whole, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
