@@ -85,6 +85,7 @@ def bought(args: argparse.Namespace, side: str, overrides: list[str], tokens: in
 def horizon(plan: Plan, steps: int, seed: int, side: str) -> Plan:
     """Return a plan that ends, with its schedule, after so many steps."""
     defaults = [f"{k}={v}" for k, v in DEFAULTS.items()] if side == "chinchilla" else []
+    assert plan.goal.steps is not None, "a budget buys a plan of so many steps"
     warm = max(1, round(plan.schedule.warmup_steps / plan.goal.steps * steps))
     more = [f"schedule.warmup_steps={warm}"]
     if "warmup" in plan.techniques:
