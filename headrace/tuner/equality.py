@@ -17,9 +17,7 @@ that the guard of a run allows. That is asked of every change.
   elsewhere learns less in every step, which the losses of `BRIEF_STEPS` show. Noise that it adds
   raises the loss at which a training settles, and it is in the gradients' squares at the same
   weights from the first batch. Where these differ by less than `NOISE`, a training of `BRIEF_STEPS`
-  is enough. It is still steep then: a step more or less is worth more than the nats that are
-  allowed, so that `LAG` of the steps is allowed too, which a faster step buys many times over. Of
-  planted errors that judged right what keeps 3, 2 and 1 bits, and wrong a noise that
+  is enough. Of planted errors that judged right what keeps 3, 2 and 1 bits, and wrong a noise that
   has nothing to do with the numbers that it is added to: 0.05 nats came later. So other errors
   than of operands are trained for `LEAST_STEPS`.
 - Where weights or moments are kept rounded, the error stays from step to step, and a short training
@@ -51,9 +49,6 @@ Two seeds of a plan lie 0.008 apart after 400 steps."""
 LEARNED = 0.02
 """Share of what was learned meanwhile that it may lose, where that is less than `NATS`: a
 training that has hardly begun hides what is lost later."""
-LAG = 0.02
-"""Share of the steps of a short training that a change of operands may cost: as many more reach the
-loss that the plan before has. What it is in nats is read off the plan's own descent."""
 BATCHES = 8
 """Batch means of consecutive steps from which the test takes the spread."""
 BRIEF_STEPS = 64
@@ -150,8 +145,6 @@ def _trained(a: list[float], b: list[float], noise: float, least: int) -> Equali
     n, half = len(a), len(a) // 2
     learned = fmean(a[: max(1, n // 20)]) - fmean(a[half:])
     margin = min(NATS, LEARNED * learned)
-    if least == BRIEF_STEPS and margin > 0:
-        margin = max(margin, LAG * n * descent(a[half:]))
     differences = [y - x for x, y in zip(a[half:], b[half:], strict=True)]
     if n < least:
         reason = f"{n} steps of a training are too few to show that it learns the same"
@@ -169,17 +162,6 @@ def _trained(a: list[float], b: list[float], noise: float, least: int) -> Equali
         return Equality("different", f"{reason}, and {margin:.3g} are allowed", test.mean, noise)
     reason += f", so that it loses less than {margin:.3g} is not shown"
     return Equality("not shown", reason, test.mean, noise, max(2 * test.enough, n + n // 4))
-
-
-def descent(losses: list[float]) -> float:
-    """Return by how many nats a training's loss falls from step to step; 0 where it does not.
-
-    It is between the means of both halves.
-    """
-    half = len(losses) // 2
-    if not half:
-        return 0.0
-    return max(0.0, (fmean(losses[:half]) - fmean(losses[-half:])) / (len(losses) - half))
 
 
 def _other_numbers(one: Reading, two: Reading, effect: Effect) -> str:

@@ -46,9 +46,9 @@ PLANS = {
         "check mup {tiny} --without muon --with mup techniques.mup.base_dim=32 --widest 128 "
         "--out /proc/mup"
     ),
-    "predict/budget:Budget.read#1": Case(f"{BUDGET} 1e11flips"),
-    "predict/budget:Budget.seconds#1": Case(f"{BUDGET} 0.001usd"),
-    "predict/budget:read_tokens#1": Case(f"{BUDGET} 1e11flops --data many"),
+    "predict/amounts:Budget.read#1": Case(f"{BUDGET} 1e11flips"),
+    "predict/amounts:Budget.seconds#1": Case(f"{BUDGET} 0.001usd"),
+    "predict/amounts:read_tokens#1": Case(f"{BUDGET} 1e11flops --data many"),
     "predict/budget:_BudgetSearch.bought#1": Case(f"{BUDGET} 1gpu-hours --with logit_soft_cap"),
     "predict/budget:_Offers.nothing#1": Case(
         f"{BUDGET} 1e18flops data.sequence_length=16777216 batch.tokens=16777216"

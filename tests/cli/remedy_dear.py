@@ -69,7 +69,7 @@ DEAR = frozenset(
         "model/peft:check_continues#1",
         "model/peft:check_continues#2",
         "model/peft:check_continues#3",
-        "predict/budget:Budget.seconds#1",
+        "predict/amounts:Budget.seconds#1",
         "predict/budget:_BudgetSearch.bought#1",
         "predict/calibration:Calibration.of#1",
         "predict/calibration:MeasuredPlan._of_report#1",

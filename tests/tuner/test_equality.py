@@ -179,29 +179,6 @@ def test_a_short_training_shows_what_adds_no_noise(noise: float, verdict: str) -
     assert few.verdict == "not shown" and few.enough == BRIEF_STEPS
 
 
-@pytest.mark.parametrize(
-    ("lag", "slope", "rounding", "verdict"),
-    [
-        (0.005, 0.05, "operands", "better"),  # 0.016 nats, but a hundredth of a step in two
-        (0.05, 0.05, "operands", "different"),
-        (0.005, 0.0005, "operands", "better"),  # it is less than 0.01 nats anyway
-        (0.3, 0.001, "operands", "different"),  # no steep descent allows more
-        (0.05, 0.05, "other", "not shown"),
-    ],
-)
-def test_steps_that_a_short_training_is_late_are_allowed_as_steps(
-    lag: float, slope: float, rounding: Any, verdict: str
-) -> None:
-    """A fiftieth of the steps may be lost to a step that is faster by more than that."""
-    before, after = reading(steps=BRIEF_STEPS), reading(0.5, 0.0, BRIEF_STEPS)
-    draw = default_rng(3)
-    for one, late in ((before, 0.0), (after, lag * BRIEF_STEPS)):
-        one.losses = [9 - slope * (i - late) for i in range(BRIEF_STEPS)]
-    after.losses = [loss + 1e-4 * draw.standard_normal() for loss in after.losses]
-    found = judged(after, before, "approximate", replace(CUDA, rounding=rounding))
-    assert found.verdict == verdict, found.reason
-
-
 def test_a_training_that_has_hardly_begun_allows_less() -> None:
     """Check that 0.004 nats more is too much after 0.1 were learned: a fiftieth is 0.002."""
     before = reading(steps=320)
