@@ -379,7 +379,8 @@ def files(args: argparse.Namespace) -> None:
         end = {"onnx": "model.onnx", "executorch": "model.pte", "gguf": "model.gguf"}[to]
         (verdict,) = headrace_rows(args.work, "doctor", f"{out.name}/{end}")
         speeds[kind] = verdict["tokens_per_s"] / whole["tokens_per_s"]
-        drifts[kind], bound[kind] = known.get("drift", made["drift"]), verdict["bottleneck"]
+        drifts[kind] = known.get("drift", made.get("drift"))
+        bound[kind] = verdict["bottleneck"]
         print(kind, speeds[kind], drifts[kind], bound[kind], flush=True)
     best = max(speeds.values())
     receipts.append(
