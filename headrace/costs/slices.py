@@ -1,8 +1,9 @@
 """Divide a model's bytes into the groups that FSDP2 gathers, and whose gradients it scatters.
 
 A block is a group, and so are the embedding and the head where each has a table of its own: they
-then travel beside blocks. What is left, the final norm or tied tables, is the last group. Left out:
-a head whose weight is rounded before it is multiplied, which is in that last group too.
+then travel beside blocks. What is left is the last group: the final norm, tied tables, and a head
+whose call is compiled. Left out: a head whose weight is rounded before it is multiplied, which is
+in that last group too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -145,7 +146,8 @@ def between_groups(
 
 def _grouped(ledger: Ledger, bytes: dict[str, float], inside: float, outside: float) -> GroupBytes:
     """Return matrices by group, with the vectors inside of blocks and outside."""
-    alone = () if ledger.sizes["tied"] else (EMBEDDING, HEAD)
+    with_head = (EMBEDDING, HEAD) if "compiled_loss" not in ledger.sizes else (EMBEDDING,)
+    alone = () if ledger.sizes["tied"] else with_head
     blocks = sum(each for name, each in bytes.items() if name.startswith("blocks."))
     tables = [bytes.get(name, 0.0) if name in alone else 0.0 for name in (EMBEDDING, HEAD)]
     rest = sum(bytes.values()) - blocks - sum(tables)

@@ -10,12 +10,14 @@ def own_tables(model: Any) -> list[nn.Module]:
     """Return the embedding and the head, where each has a table of its own.
 
     As groups of their own they travel beside blocks: the head's weights while the last blocks run,
-    its gradient from the beginning of the backward pass on. A head is called with its weight. Where
-    that is made into another one before, it has to be there before: it stays with what is left.
+    its gradient from the beginning of the backward pass on. A table stays with what is left where
+    its weight has to be there before it is called: where the output matrix is made into another one
+    first, and where code that calls a table is compiled, which a gather would break in two.
     """
-    if model.config.tied_embeddings:
-        return []
-    ends = (model.embed,) if "head_inputs" in vars(model) else (model.embed, model.head)
+    changed = vars(model).keys()  # methods that a technique replaced
+    embed = None if "states" in changed else model.embed
+    head = None if {"head_inputs", "loss"} & changed else model.head
+    ends = () if model.config.tied_embeddings else (embed, head)
     return [table for table in ends if getattr(table, "weight", None) is not None]
 
 
