@@ -15,9 +15,9 @@ def own_tables(model: Any) -> list[nn.Module]:
     first, and where code that calls a table is compiled, which a gather would break in two.
     """
     changed = vars(model).keys()  # methods that a technique replaced
-    embed = None if "states" in changed else model.embed
-    head = None if {"head_inputs", "loss"} & changed else model.head
-    ends = () if model.config.tied_embeddings else (embed, head)
+    embed: Any = None if "states" in changed else model.embed
+    head: Any = None if {"head_inputs", "loss"} & changed else model.head
+    ends: tuple[Any, ...] = () if model.config.tied_embeddings else (embed, head)
     return [table for table in ends if getattr(table, "weight", None) is not None]
 
 
