@@ -86,14 +86,13 @@ def horizon(plan: Plan, steps: int, seed: int, side: str) -> Plan:
     """Return a plan that ends, with its schedule, after so many steps."""
     defaults = [f"{k}={v}" for k, v in DEFAULTS.items()] if side == "chinchilla" else []
     assert plan.goal.steps is not None, "a budget buys a plan of so many steps"
+    key = "techniques.warmup.steps" if "warmup" in plan.techniques else "schedule.warmup_steps"
     warm = max(1, round(plan.schedule.warmup_steps / plan.goal.steps * steps))
-    more = [f"schedule.warmup_steps={warm}"]
-    if "warmup" in plan.techniques:
-        more = [f"techniques.warmup.steps={max(1, min(plan.schedule.warmup_steps, steps // 20))}"]
+    more = [f"{key}={warm}"]
     muon = plan.techniques.get("muon")  # whose warmup may be longer than a short run
     if muon is not None:
-        warm = min(muon.model_dump()["momentum_warmup_steps"], steps)
-        more.append(f"techniques.muon.momentum_warmup_steps={warm}")
+        momentum = min(muon.model_dump()["momentum_warmup_steps"], steps)
+        more.append(f"techniques.muon.momentum_warmup_steps={momentum}")
     ends = [f"goal.steps={steps}", f"schedule.steps={steps}", f"seed={seed}"]
     return Plan.read(plan.to_toml(), catalogue(), overrides=[*ends, *more, *defaults])
 

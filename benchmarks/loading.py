@@ -23,7 +23,7 @@ import receipts
 
 from headrace.cli.catalogue import catalogue
 from headrace.data.rows import Cut
-from headrace.observe.signals import STALL_SHARE
+from headrace.observe.waits import STALL_SHARE
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
 from headrace.train import train

@@ -146,9 +146,9 @@ def between_groups(
 
 def _grouped(ledger: Ledger, bytes: dict[str, float], inside: float, outside: float) -> GroupBytes:
     """Return matrices by group, with the vectors inside of blocks and outside."""
-    with_head = (EMBEDDING, HEAD) if "compiled_loss" not in ledger.sizes else (EMBEDDING,)
-    alone = () if ledger.sizes["tied"] else with_head
+    apart, compiled = not ledger.sizes["tied"], "compiled_loss" in ledger.sizes
     blocks = sum(each for name, each in bytes.items() if name.startswith("blocks."))
-    tables = [bytes.get(name, 0.0) if name in alone else 0.0 for name in (EMBEDDING, HEAD)]
-    rest = sum(bytes.values()) - blocks - sum(tables)
-    return GroupBytes(blocks + inside, tables[0], tables[1], rest + outside)
+    embedding = bytes.get(EMBEDDING, 0.0) * apart
+    head = bytes.get(HEAD, 0.0) * (apart and not compiled)
+    rest = sum(bytes.values()) - blocks - embedding - head
+    return GroupBytes(blocks + inside, embedding, head, rest + outside)

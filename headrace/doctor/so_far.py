@@ -12,12 +12,12 @@ Nothing is measured meanwhile, since a probe beside the run would slow both.
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 from headrace.doctor.recipe import plan_tables
 from headrace.observe import PHASES, REPORT_FORMAT
-from headrace.observe.signals import STALL_SHARE
+from headrace.observe.waits import waits_of
 from headrace.train.run_folder import RunFolder
 
 KnownRow = Mapping[str, float | None]
@@ -47,6 +47,7 @@ def report_so_far(folder: Path, rows: Sequence[KnownRow]) -> dict[str, Any]:
     data = (plan_tables(folder) or {}).get("data")
     chats = isinstance(data, Mapping) and "chat" in data
     wasted = _known(rows, "wasted_tokens")
+    step_s = _known(rows, "step_s")
     tokens = max((row.get("tokens") or 0 for row in rows), default=0)
     return {
         "format": REPORT_FORMAT,
@@ -54,7 +55,7 @@ def report_so_far(folder: Path, rows: Sequence[KnownRow]) -> dict[str, Any]:
         "tokens": tokens,
         "phase_s": {name: sum(_known(rows, f"{name}_s")) for name in PHASES},
         "measured_steps": len(rows),
-        "input_wait": _waits(_known(rows, "input_s"), _known(rows, "step_s")),
+        "input_wait": waits_of(_known(rows, "input_s"), median(step_s) if step_s else None),
         "peak_memory_bytes": dict.fromkeys(("allocated", "reserved", "predicted", "method")),
         "memory_lines": [],
         "wasted_token_fraction": _share(sum(wasted), tokens) if wasted else None,
@@ -73,12 +74,3 @@ def _known(rows: Sequence[KnownRow], key: str) -> list[float]:
 
 def _share(part: float, whole: float) -> float | None:
     return min(1.0, part / whole) if whole > 0 else None
-
-
-def _waits(waits_s: Sequence[float], step_s: Sequence[float]) -> dict[str, Any]:
-    """Return percentiles of the data wait of steps, and the number of stalled steps."""
-    if len(waits_s) < 2 or not step_s:
-        return {"p50_s": None, "p99_s": None, "stalled_steps": None}
-    cuts = quantiles(waits_s, n=100, method="inclusive")
-    stalled = sum(wait_s > STALL_SHARE * median(step_s) for wait_s in waits_s)
-    return {"p50_s": cuts[49], "p99_s": cuts[98], "stalled_steps": stalled}

@@ -25,8 +25,6 @@ OUTSIDE = ("checkpoint", "eval", "other")
 PARTS = {"copy": "input", "prepare": "forward"}
 """Marks that are parts of a phase: the copy of a batch to the device, and the step's own work
 before its first forward, which waits for no data even where a thread that reads holds it up."""
-STALL_SHARE = 0.05
-"""A step is stalled when it waits for its data longer than this share of a median step."""
 TINY_BYTES = 4096
 """Bytes up to which an operation is all overhead: a page is read in less time than a call takes."""
 PROBES, PROBED = 5, 200

@@ -48,7 +48,7 @@ def share_memory(group: dist.ProcessGroup) -> None:
         _count_launches()
         memory.enable_symm_mem_for_group(group.group_name)
         memory.get_symm_mem_workspace(group.group_name, LEAST_BYTES)
-    except (AttributeError, NotImplementedError, RuntimeError) as error:
+    except (AttributeError, RuntimeError) as error:
         raise ConfigError(
             f"these ranks cannot read each other's memory: {str(error).splitlines()[0]}",
             mend("techniques.tensor_parallel.asynchronous=false"),

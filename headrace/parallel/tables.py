@@ -12,12 +12,12 @@ def own_tables(model: Any) -> list[nn.Module]:
     As groups of their own they travel beside blocks: the head's weights while the last blocks run,
     its gradient from the beginning of the backward pass on. A table stays with what is left where
     its weight has to be there before it is called: where the output matrix is made into another one
-    first, and where code that calls a table is compiled, which a gather would break in two.
+    first, and where the call of the head is compiled, which a gather would break in two.
     """
-    changed = vars(model).keys()  # methods that a technique replaced
-    embed: Any = None if "states" in changed else model.embed
-    head: Any = None if {"head_inputs", "loss"} & changed else model.head
-    ends: tuple[Any, ...] = () if model.config.tied_embeddings else (embed, head)
+    if model.config.tied_embeddings:
+        return []
+    replaced = vars(model).keys()  # methods that a technique gave it
+    ends = (model.embed,) if {"head_inputs", "loss"} & replaced else (model.embed, model.head)
     return [table for table in ends if getattr(table, "weight", None) is not None]
 
 

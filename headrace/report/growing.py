@@ -21,6 +21,7 @@ from headrace.core.command import train_command
 from headrace.core.errors import ConfigError
 from headrace.core.files import recorded_plan, shell
 from headrace.observe import PHASES, REPORT_FORMAT
+from headrace.observe.waits import waits_of
 from headrace.report.metrics import COLUMNS, metric_values
 from headrace.report.run_files import Report, RunFiles
 
@@ -138,10 +139,7 @@ def _report(directory: Path, asked: dict[str, Any], columns: dict[str, Array]) -
             if spent is not None and np.isfinite(spent).any()
         },
         "wasted_token_fraction": None,
-        "input_wait": {
-            "p50_s": float(np.quantile(waits_s, 0.5)) if len(waits_s) else None,
-            "p99_s": float(np.quantile(waits_s, 0.99)) if len(waits_s) else None,
-        },
+        "input_wait": waits_of([float(wait_s) for wait_s in waits_s], None),
         "val": _validations(columns),
         "dollars": None,
         "restarts": None,

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from math import prod
-from statistics import quantiles
 from typing import Any
 
 import torch
@@ -26,7 +25,8 @@ from headrace.data.mix_count import MixCount, count_mix
 from headrace.kernels.quantized_weight import QuantizedWeight
 from headrace.observe import REPORT_FORMAT
 from headrace.observe.compile_time import graph_breaks
-from headrace.observe.signals import STALL_SHARE, device_peak_bytes
+from headrace.observe.signals import device_peak_bytes
+from headrace.observe.waits import waits_of
 from headrace.parallel.layout import local_of
 from headrace.plan.doubts import doubts_of
 from headrace.plan.gentler import usual_rate
@@ -108,7 +108,7 @@ def summarize(
         "start_s": build.run_notes.start_s,
         "wasted_token_fraction": counters.wasted_tokens / max(1, counters.tokens),
         **_notes(build),
-        "input_wait": _waits(waits_s, step_s),
+        "input_wait": waits_of(waits_s, step_s),
         "signals": _signals(build, ledger, last),
         "before": counters.before,
         "general": counters.general,
@@ -329,12 +329,3 @@ def _savings(build: Build, ledger: Ledger) -> dict[str, dict[str, float]]:
             "moved": moved(ledger) - moved(without),
         }
     return savings
-
-
-def _waits(waits_s: list[float], step_s: float | None) -> dict[str, Any]:
-    """Return percentiles of the data wait of steps, and the number of stalled steps."""
-    if len(waits_s) < 2:
-        return {"p50_s": None, "p99_s": None, "stalled_steps": None}
-    cuts = quantiles(waits_s, n=100, method="inclusive")
-    stalled = sum(w > STALL_SHARE * step_s for w in waits_s) if step_s else None
-    return {"p50_s": cuts[49], "p99_s": cuts[98], "stalled_steps": stalled}

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from headrace.observe import REPORT_FORMAT
 from headrace.observe.compile_time import compile_seconds, graph_breaks
-from headrace.observe.signals import STALL_SHARE
+from headrace.observe.waits import waits_of
 from headrace.watch.clock import HookClock
 
 LEADS = ("dry_before_input", "dry_after_input", "dry_at_forward")
@@ -183,18 +183,11 @@ class StepTally:
     def _waits(self, step_s: float | None) -> dict[str, Any]:
         """Return how long steps waited for data, on the host."""
         waits_s = [r["wait_s"] for r in self.rows]
+        waits = waits_of(waits_s, step_s)
         if len(waits_s) < 2:
-            names = ("p50_s", "p95_s", "p99_s", "max_s", "epoch_max_s", "stalled_steps")
-            return dict.fromkeys(names)
-        cuts = quantiles(waits_s, n=100, method="inclusive")
-        return {
-            "p50_s": cuts[49],
-            "p95_s": cuts[94],
-            "p99_s": cuts[98],
-            "max_s": max(waits_s),
-            "epoch_max_s": self.epoch_wait_s,
-            "stalled_steps": sum(w > STALL_SHARE * step_s for w in waits_s) if step_s else None,
-        }
+            return {**waits, **dict.fromkeys(("p95_s", "max_s", "epoch_max_s"))}
+        p95_s = quantiles(waits_s, n=20, method="inclusive")[-1]
+        return {**waits, "p95_s": p95_s, "max_s": max(waits_s), "epoch_max_s": self.epoch_wait_s}
 
     def _leads(self) -> dict[str, int] | None:
         """Return in how many warm steps the device had run dry; None on the host."""

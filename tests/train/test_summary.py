@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny import metrics, report
 
-from headrace.observe.signals import STALL_SHARE
+from headrace.observe.waits import STALL_SHARE
 from headrace.train import session
 from headrace.train.summary import summarize
 
