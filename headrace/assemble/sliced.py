@@ -5,6 +5,9 @@ block's weights for its forward and again for its backward pass, `zero` all of t
 mechanism is torch's `fully_shard` (PyTorch FSDP: arXiv 2304.11277). The loss scale holds one over
 the targets of the whole batch, so gradients are summed, never averaged.
 
+A group of weights that are gathered together has one dtype. Beside matrices that are stored in bf16
+its vectors and routers, which stay fp32, are whole on every rank, and their gradients are summed.
+
 With `mesh.replicate` the ranks of `shard` are that many groups, each of which holds one copy of the
 model in slices (hybrid sharding: arXiv 2304.11277, section 3.2.2). Weights are gathered and
 gradients scattered within a group, and each slice of the summed gradients is added up over the
@@ -26,16 +29,13 @@ from headrace.core.remedy import mend
 from headrace.core.units import divisors
 from headrace.costs.count import FP32
 from headrace.costs.float8 import FP8, fp8_slices, is_fp8, without_weight_casts
-from headrace.costs.ledger import Instant, Ledger, Line
+from headrace.costs.ledger import Instant, Ledger, Line, Slicing
 from headrace.costs.links import CollectiveOperation
 from headrace.costs.slices import (
     DividedExperts,
-    GroupBytes,
-    between_groups,
-    gathered_groups,
-    learned_groups,
+    sliced_work,
 )
-from headrace.costs.work import Beside, Phase, Stream, Work, collective
+from headrace.costs.work import Phase, Work, collective
 from headrace.parallel.float8_gather import Float8Gather
 from headrace.parallel.layout import is_dtensor
 from headrace.parallel.tables import free_after_evaluation, hand_over_gathered, own_tables
@@ -66,6 +66,8 @@ GATHER8 = "sliced fp8"
 BEGINS, KEPT = "sliced begins", "sliced kept"
 """Names of notes: whether a step's first micro-batch comes, and whether blocks had their whole
 weights whenever a later one came."""
+APART = "sliced apart"
+"""Name of the note that holds what is whole beside matrices of another dtype."""
 SHARDED_LINES = ("parameters", "gradients", "optimizer")
 
 
@@ -73,8 +75,9 @@ class SlicingTechnique(Technique[Build]):
     """A technique of this kind keeps a slice of every parameter on each of the ranks."""
 
     gather: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """What weights are gathered in; bf16 halves the traffic and keeps fp32 slices. With fp8 those
-    that `float8_linear` casts anyway are cast before, and others are sent in the run's dtype."""
+    """What weights are gathered in. fp32 sends them as they are stored, which is in bf16 where
+    `bf16_parameters` is on; bf16 halves the traffic and keeps fp32 slices. With fp8 those that
+    `float8_linear` casts anyway are cast before, and others are sent in the run's dtype."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """What gradients are summed in."""
     prefetch: int = Field(default=1, ge=0, le=4)
@@ -154,6 +157,7 @@ class SlicingTechnique(Technique[Build]):
         are sent from, 6% where they were more than the activations of the last block.
         """
         ranks, divided = ledger.sizes["slices_ranks"], DividedExperts.of(ledger)
+        ledger = replace(ledger, sliced=self._slicing(ledger))
         work = dict(self._worked(ledger))
         through: tuple[Instant, ...] = ("loss", "turn", "backward")
         whole = ledger.memory["parameters"].bytes
@@ -190,12 +194,7 @@ class SlicingTechnique(Technique[Build]):
         )
 
     def _worked(self, ledger: Ledger) -> Iterator[tuple[str, Work]]:
-        """Update slices; put gathers and scatters, with their copies, in the place of sums.
-
-        A block's weights travel while others compute, its neighbour's at least: torch gathers one
-        ahead even where `prefetch` is 0. Beside what is outside of the blocks and the block next to
-        it nothing runs. Left out: what pads a slice that does not come out even.
-        """
+        """Update slices; put gathers and scatters, with their copies, in the place of sums."""
         sizes, narrow, divided = ledger.sizes, self._is_narrow(ledger), DividedExperts.of(ledger)
         fp8 = self.gather == "fp8"
         if fp8:
@@ -210,38 +209,25 @@ class SlicingTechnique(Technique[Build]):
                     yield name, piece.with_bytes(lambda bytes: bytes / sizes["slices_ranks"])
             elif not (narrow and what in CASTS):
                 yield name, piece
-        layers, freed = max(1.0, sizes["layers"]), self.frees_weights()
-        narrower = 0.5 if self.reduce == "bf16" else 1.0
-        weights, own = gathered_groups(ledger, narrow=narrow, fp8=fp8), learned_groups(ledger)
-        gradients = GroupBytes(*(narrower * bytes for bytes in own))
-        early, last = gradients.beside(layers), gradients.ends(layers)
-        calls: dict[str, tuple[Phase, CollectiveOperation, float, float, Beside]] = {
-            "gather_first": ("forward", "all_gather", *weights.ends(layers), ""),
-            "gather": ("forward", "all_gather", *weights.beside(layers), "blocks"),
-            "gather_again": ("backward", "all_gather", freed * weights.blocks, layers, "blocks"),
-            "scatter": ("backward", "reduce_scatter", *early, "blocks"),
-            "scatter_last": ("backward", "reduce_scatter", *last, ""),
-        }
-        for name, (phase, operation, bytes, count, beside) in calls.items():
-            if bytes and count:
-                sent, each = operation == "reduce_scatter", bytes / count
-                once = not self.sends_each() if sent else self.gathers_once
-                yield (
-                    f"shards/{name}",
-                    collective(
-                        sizes, "slices", phase, operation, each, count, beside=beside, last=once
-                    ),
-                )
-                # Gathered weights are copied out of one buffer, gradients into one.
-                copies = count / (sizes["micro_batches"] if once else 1)
-                yield f"shards/{name}_copy", Stream(phase, copies, 2 * each)
+        freed, every = self.frees_weights(), sizes["micro_batches"] if self.gathers_once else 1.0
+        yield from sliced_work(ledger)
         if fp8:
             cast = [m.numbers for name, m in ledger.matrices.items() if is_fp8(ledger, name)]
-            every = sizes["micro_batches"] if self.gathers_once else 1.0
             yield from fp8_slices(sizes, cast, {"forward": 1 / every, "backward": 1.0 * freed})
-        yield from between_groups(sizes, early, last)
         if divided.slices > 1:
             yield from self._among_experts(ledger, divided)
+
+    def _slicing(self, ledger: Ledger) -> Slicing:
+        """Return how slices of the model are gathered and scattered."""
+        return Slicing(
+            ledger,
+            freed=self.frees_weights(),
+            gathers_once=self.gathers_once,
+            sends_each=self.sends_each(),
+            narrow=self._is_narrow(ledger),
+            fp8=self.gather == "fp8",
+            summed=FP32 * (0.5 if self.reduce == "bf16" else 1.0),
+        )
 
     def _among_experts(self, ledger: Ledger, divided: DividedExperts) -> Iterator[tuple[str, Work]]:
         """Gather and scatter experts over the ranks that share them; sum what is left whole."""
@@ -299,18 +285,21 @@ class SlicingTechnique(Technique[Build]):
         float8 = self._float8(build)
 
         whole = _left_whole(build)
+        apart: set[nn.Parameter] = set()
+        build.notes[APART] = apart
 
         def shard(module: nn.Module) -> None:
             root = module is build.model  # its weights are needed again at once
             frees = self.frees_weights() and not root
-            left = {p for n, p in build.model.named_parameters() if n in whole}
+            left = {p for n, p in build.model.named_parameters() if n in whole} | apart
             for table in own_tables(build.model) if root else ():
                 fully_shard(table, reshard_after_forward=False, ignored_params=left, **options)
             for part in () if root else _divided(build, module):
                 among: dict[str, Any] = {**options, "mesh": build.world.experts}
                 among["shard_placement_fn"] = _place_experts(build)
                 fully_shard(part, reshard_after_forward=frees, ignored_params=left, **among)
-            fully_shard(module, reshard_after_forward=frees, ignored_params=left, **options)
+            apart.update(_of_another_dtype(module, left))
+            fully_shard(module, reshard_after_forward=frees, ignored_params=left | apart, **options)
             if float8 is not None:
                 float8.take(module)
             for part in module.modules():
@@ -318,6 +307,7 @@ class SlicingTechnique(Technique[Build]):
                     part.set_gradient_divide_factor(1.0)  # the loss is scaled already: a sum
                     part.set_force_sum_reduction_for_comms(True)  # gloo has no other
             if root:
+                _take_over(build)
                 if build.model.head in own_tables(build.model):
                     hand_over_gathered(build.model.head)
                 self._order(build)
@@ -327,9 +317,6 @@ class SlicingTechnique(Technique[Build]):
 
         build.shard.append(shard)
         build.sync = self._communicate
-        for name, layout in build.layouts.items():
-            if name not in whole:
-                layout.partial = layout.partial - {"shard", "expert_copies"}
 
     def _communicate(self, build: Build, last: bool) -> None:
         """Say whether the coming backward pass sends gradients and frees weights."""
@@ -363,10 +350,8 @@ class SlicingTechnique(Technique[Build]):
         gather = self.gather
         if gather == "fp8":
             gather = "bf16" if build.dtype is torch.bfloat16 else "fp32"
-        if gather == self.reduce == "fp32":
-            return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(
-            param_dtype=DTYPES[gather],
+            param_dtype=torch.bfloat16 if gather == "bf16" else None,
             reduce_dtype=DTYPES[self.reduce],
             cast_forward_inputs=False,
         )
@@ -390,9 +375,12 @@ class SlicingTechnique(Technique[Build]):
         sharded = [p for p in build.model.parameters() if is_dtensor(p)]
         here = sum(p.to_local().nbytes for p in sharded)
         whole = sum(p.nbytes for p in sharded)
-        left = _left_whole(build)
-        named = dict(build.model.named_parameters())
-        loose = [n for n, p in named.items() if not is_dtensor(p) and n not in left]
+        left, apart = _left_whole(build), build.notes[APART]
+        loose = [
+            name
+            for name, p in build.model.named_parameters()
+            if not is_dtensor(p) and name not in left and p not in apart
+        ]
         ranks, kept = build.world.size("slices"), build.notes.get(KEPT)
         own = "" if kept is None else f"; {'all' if kept else 'not all'} kept within a step"
         groups = {p.device_mesh.size() // p.device_mesh.size(-1) for p in sharded}
@@ -435,6 +423,26 @@ def _left_whole(build: Build) -> set[str]:
         return experts
     parts = tuple({name.rpartition(".")[0] + "." for name in experts})
     return {name for name in build.layouts if name not in experts and name.startswith(parts)}
+
+
+def _of_another_dtype(module: nn.Module, left: set[nn.Parameter]) -> set[nn.Parameter]:
+    """Return what learns in fp32 beside matrices in bf16, of the weights that come together next.
+
+    Args:
+        module: whose weights are about to be sliced, but for those that are already.
+        left: parameters that are not sliced.
+    """
+    own = {p for p in module.parameters() if p.requires_grad and not is_dtensor(p)} - left
+    wide = {p for p in own if p.dtype != torch.bfloat16}
+    return wide if wide < own else set()
+
+
+def _take_over(build: Build) -> None:
+    """Note that FSDP2 adds up the gradients of what it has sliced."""
+    for name, p in build.model.named_parameters():
+        if is_dtensor(p):
+            layout = build.layouts[name]
+            layout.partial = layout.partial - {"shard", "expert_copies"}
 
 
 def _divided(build: Build, block: nn.Module) -> list[nn.Module]:

@@ -86,6 +86,29 @@ def check_free(first: str | None, owner: str, name: str) -> None:
 
 
 @dataclass(frozen=True)
+class Slicing:
+    """It says how ranks gather slices of a model, and scatter those of its gradients.
+
+    Args:
+        whole: the ledger of the model before it was sliced.
+        freed: whether a block's weights are gathered again for its backward pass.
+        gathers_once: whether they are gathered once a step, not once a micro-batch.
+        sends_each: whether gradients are scattered in every micro-batch, not once a step.
+        narrow: whether weights are gathered in bf16, instead of as they are stored.
+        fp8: whether those of linears whose matmuls are fp8 are gathered in fp8.
+        summed: bytes of a number in which gradients are summed.
+    """
+
+    whole: "Ledger"
+    freed: bool
+    gathers_once: bool
+    sends_each: bool
+    narrow: bool
+    fp8: bool
+    summed: float
+
+
+@dataclass(frozen=True)
 class Ledger:
     """A ledger holds memory lines by name, and FLOPs per trained token by phase.
 
@@ -102,6 +125,8 @@ class Ledger:
     """Linears of a block by name -> the technique that replaces them."""
     matrices: dict[str, Matrix] = field(default_factory=dict)
     """By the names of their parameters; what techniques add and freeze is here too."""
+    sliced: "Slicing | None" = None
+    """How ranks slice the model and what it was before, where they do."""
 
     def with_matrices(self, matrices: Mapping[str, Matrix]) -> "Ledger":
         """Return the same with matrices added or replaced."""

@@ -6,13 +6,15 @@ whose call is compiled. Left out: a head whose weight is rounded before it is mu
 in that last group too.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from headrace.costs.count import FP32
 from headrace.costs.float8 import FP8, is_fp8
-from headrace.costs.ledger import Ledger
-from headrace.costs.work import Beside, Work, collective
+from headrace.costs.ledger import Ledger, Slicing
+from headrace.costs.links import CollectiveOperation
+from headrace.costs.work import Beside, Phase, Stream, Work, collective
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 
@@ -78,74 +80,133 @@ class DividedExperts(NamedTuple):
         )
 
 
-def gathered_groups(ledger: Ledger, *, narrow: bool, fp8: bool = False) -> GroupBytes:
+def gathered_groups(how: Slicing, halves: Collection[str] = ()) -> GroupBytes:
     """Return the bytes of the groups when they are gathered.
 
     Args:
-        ledger: of the model, with what experts take apart.
-        narrow: whether weights are gathered in bf16, instead of as they are stored.
-        fp8: whether weights of linears whose matmuls are fp8 are gathered in fp8.
+        how: how the model is sliced, with what experts take apart.
+        halves: names of matrices that are stored in bf16; blocks have no others then, nor vectors.
     """
-    apart, vectors = DividedExperts.of(ledger).apart, ledger.memory["parameters"].bytes
-    bytes = dict[str, float]()
-    for name, matrix in ledger.matrices.items():
+    whole, apart = how.whole, _apart(how.whole, halves)
+    vectors, bytes = whole.memory["parameters"].bytes, dict[str, float]()
+    for name, matrix in whole.matrices.items():
         vectors -= matrix.stored * matrix.numbers
         if name not in apart:
-            stored = FP8 if fp8 and is_fp8(ledger, name) else 2 if narrow else matrix.stored
-            bytes[name] = stored * matrix.numbers
-    own = min(vectors, FP32 * ledger.sizes["final_norm"])
-    narrower = 0.5 if narrow else 1.0
-    return _grouped(ledger, bytes, narrower * (vectors - own), narrower * own)
+            stored = 2 if how.narrow or name in halves else matrix.stored
+            bytes[name] = (FP8 if how.fp8 and is_fp8(whole, name) else stored) * matrix.numbers
+    own = min(vectors, FP32 * whole.sizes["final_norm"])
+    narrower = 0.5 if how.narrow else 1.0
+    return _grouped(whole, bytes, narrower * (vectors - own), narrower * own, halves)
 
 
-def learned_groups(ledger: Ledger) -> GroupBytes:
-    """Return the bytes of the groups' gradients in fp32."""
-    apart, learns = DividedExperts.of(ledger).apart, ledger.updates()
-    bytes = {name: FP32 * matrix.numbers for name, matrix in learns.items()}
-    vectors, norm = (
-        ledger.memory["gradients"].bytes - sum(bytes.values()),
-        ledger.sizes["final_norm"],
-    )
+def learned_groups(how: Slicing, halves: Collection[str] = ()) -> GroupBytes:
+    """Return the bytes of the groups' gradients; see `gathered_groups`."""
+    whole, apart, norm = how.whole, _apart(how.whole, halves), how.whole.sizes["final_norm"]
+    bytes = {name: FP32 * matrix.numbers for name, matrix in whole.updates().items()}
+    vectors = whole.memory["gradients"].bytes - sum(bytes.values())
     own = FP32 * norm * (vectors >= FP32 * norm)
     kept = {name: each for name, each in bytes.items() if name not in apart}
-    return _grouped(ledger, kept, vectors - own, own)
+    every = _grouped(whole, kept, vectors - own, own, halves)
+    return GroupBytes(*(how.summed / FP32 * each for each in every))
 
 
-def between_groups(
-    sizes: Mapping[str, float], early: tuple[float, float], last: tuple[float, float]
-) -> Iterator[tuple[str, Work]]:
-    """Add up slices of the gradients over the groups, once a step; the last beside nothing.
+def sliced_work(ledger: Ledger, halves: Collection[str] = ()) -> Iterator[tuple[str, Work]]:
+    """Yield a step's gathers and scatters with their copies, and sums over copies of the slices.
+
+    A block's weights travel while others compute, its neighbour's at least: torch gathers one ahead
+    even where `prefetch` is 0. Beside what is outside of the blocks and the block next to it
+    nothing runs. Left out: what pads a slice that does not come out even.
 
     Args:
-        sizes: the ledger's.
-        early: bytes and count of the sums beside blocks.
-        last: those of the sums beside nothing.
+        ledger: that says how the model is sliced.
+        halves: see `gathered_groups`.
     """
-    slices = sizes["slices_ranks"]
-    parts: dict[str, tuple[float, float, Beside]] = {
+    how, sizes, layers = ledger.sliced, ledger.sizes, max(1.0, ledger.sizes["layers"])
+    assert how is not None
+    weights, gradients = gathered_groups(how, halves), learned_groups(how, halves)
+    early, last = gradients.beside(layers), gradients.ends(layers)
+    calls: dict[str, tuple[Phase, CollectiveOperation, float, float, Beside]] = {
+        "gather_first": ("forward", "all_gather", *weights.ends(layers), ""),
+        "gather": ("forward", "all_gather", *weights.beside(layers), "blocks"),
+        "gather_again": ("backward", "all_gather", how.freed * weights.blocks, layers, "blocks"),
+        "scatter": ("backward", "reduce_scatter", *early, "blocks"),
+        "scatter_last": ("backward", "reduce_scatter", *last, ""),
+    }
+    for name, (phase, operation, bytes, count, beside) in calls.items():
+        if bytes and count:
+            sent, each = operation == "reduce_scatter", bytes / count
+            once = not how.sends_each if sent else how.gathers_once
+            over = {"beside": beside, "last": once}
+            yield (
+                f"shards/{name}",
+                collective(sizes, "slices", phase, operation, each, count, **over),
+            )
+            # Gathered weights are copied out of one buffer, gradients into one.
+            copies = count / (sizes["micro_batches"] if once else 1)
+            yield f"shards/{name}_copy", Stream(phase, copies, 2 * each)
+    sums: dict[str, tuple[float, float, Beside]] = {
         "sum": (*early, "blocks"),
         "sum_last": (*last, ""),
     }
-    for name, (bytes, count, beside) in parts.items():
+    for name, (bytes, count, beside) in sums.items():
         if sizes["replicate_ranks"] > 1 and bytes and count:
-            each = bytes / slices / count
+            each, over = bytes / sizes["slices_ranks"] / count, {"beside": beside, "last": True}
             yield (
                 f"shards/{name}",
-                collective(
-                    sizes,
-                    "replicate",
-                    "backward",
-                    "all_reduce",
-                    each,
-                    count,
-                    beside=beside,
-                    last=True,
-                ),
+                collective(sizes, "replicate", "backward", "all_reduce", each, count, **over),
             )
 
 
-def _grouped(ledger: Ledger, bytes: dict[str, float], inside: float, outside: float) -> GroupBytes:
+def beside_halves(ledger: Ledger, halves: Collection[str]) -> Ledger:
+    """Return the ledger of slices whose matrices are stored in bf16, where they were in fp32.
+
+    A group has one dtype. So what a block has beside such matrices is whole on every rank, as is
+    the final norm beside a tied table, and its gradients are summed after the backward pass.
+
+    Args:
+        ledger: that says how the model is sliced, with the work of fp32 slices.
+        halves: names of the matrices that are stored in bf16.
+    """
+    how, slices = ledger.sliced, ledger.sizes["slices"]
+    assert how is not None
+    kept = GroupBytes(*(each * FP32 / how.summed for each in learned_groups(how, halves)))
+    every = GroupBytes(*(each * FP32 / how.summed for each in learned_groups(how)))
+    work, apart = dict(sliced_work(ledger, halves)), every.total - kept.total
+    if apart:
+        own = collective(ledger.sizes, "shard", "optimizer", "all_reduce", apart)
+        work["shards/apart"] = own
+    fewer = _held(how, gathered_groups(how)) - _held(how, gathered_groups(how, halves))
+    changes = {"parameters": apart, "gradients": apart, "optimizer": 2 * apart}
+    changes = {name: bytes * (1 - 1 / slices) for name, bytes in changes.items()}
+    for name, more in {**changes, "gathered": -fewer}.items():
+        line = ledger.memory[name]
+        ledger = ledger.with_line(name, replace(line, bytes=line.bytes + more))
+    return replace(ledger, work={**ledger.work, **work})
+
+
+def _held(how: Slicing, gathered: GroupBytes) -> float:
+    """Return the bytes of gathered weights that a rank holds at once."""
+    share = 2 / max(1.0, how.whole.sizes["layers"]) if how.freed else 1.0
+    return gathered.total - (1 - share) * gathered.blocks
+
+
+def _apart(whole: Ledger, halves: Collection[str]) -> frozenset[str]:
+    """Return the names of matrices that are not sliced with their block."""
+    learns = whole.updates() if halves else {}
+    beside = {name for name in learns if name.startswith("blocks.") and name not in halves}
+    return DividedExperts.of(whole).apart | beside
+
+
+def _grouped(
+    ledger: Ledger,
+    bytes: dict[str, float],
+    inside: float,
+    outside: float,
+    halves: Collection[str],
+) -> GroupBytes:
     """Return matrices by group, with the vectors inside of blocks and outside."""
+    if halves:
+        inside, outside = 0.0, outside * (not ledger.sizes["tied"] or EMBEDDING not in halves)
     apart, compiled = not ledger.sizes["tied"], "compiled_loss" in ledger.sizes
     blocks = sum(each for name, each in bytes.items() if name.startswith("blocks."))
     embedding = bytes.get(EMBEDDING, 0.0) * apart

@@ -406,7 +406,8 @@ CASES: dict[str, Asked] = {
         (), ("bf16_parameters", "mup")
     ),
     "techniques/precision/bf16_parameters:Bf16Parameters.supports#4": Asked(
-        (), ("bf16_parameters", "fsdp")
+        ("techniques.zero.zero_stage=2", "mesh.data=2", "batch.micro_sequences=1"),
+        ("bf16_parameters", "zero"),
     ),
     "techniques/precision/float8_linear:Float8Linear.supports#2": Asked(
         (), ("float8_linear",), "mps"

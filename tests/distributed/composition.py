@@ -78,6 +78,8 @@ class Composition:
     slow: bool = False
     approximate: bool = False
     """a layout cuts what a scale is of: each gradient is inside its technique's band by L2"""
+    rounded: float = 0.0
+    """a layout rounds each gradient's sum once, to this share of it by L2"""
 
     def plan(self, *, alone: bool = False, device: str = "cpu", scale: int = 1) -> Plan:
         """Return the plan.

@@ -6,15 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import CHUNKED, CP, EVEN, FLOAT8, FSDP, INTERLEAVED, PP, SAC, TP, ZBV, ZERO2, case
+from cases import (
+    CHUNKED,
+    CP,
+    EVEN,
+    FLOAT8,
+    FSDP,
+    INTERLEAVED,
+    NARROW,
+    PP,
+    SAC,
+    TP,
+    ZBV,
+    ZERO2,
+    case,
+)
 from composition import Composition
 
 from headrace.data.ingest import prepare
 
 FUNCTIONS = Path(__file__).with_name("traffic.py")
 HALF: dict[str, Any] = {"keys": {"model": {"precision": "bf16"}}}
+TIED_HALF: dict[str, Any] = {"model": {"precision": "bf16", "tied_embeddings": True}}
 FULL: dict[str, Any] = {"full_checkpoint": {}}
-NARROW: dict[str, Any] = {"bf16_parameters": {}}
 LORA: dict[str, Any] = {"lora": {"rank": 2}}
 GPT2: dict[str, Any] = {
     "keys": {
@@ -45,6 +59,8 @@ TWO = [
     even("fsdp-kept", {"fsdp": {"reshard": False}}, data=2),
     even("fsdp-half", {"fsdp": {"gather": "bf16"}}, data=2, **HALF, slow=True),
     even("fsdp-halves", {"fsdp": {"gather": "bf16", "reduce": "bf16"}}, data=2, **HALF),
+    even("fsdp-narrow", FSDP, NARROW, data=2, **HALF),
+    even("zero-narrow-tied", {"zero": {}}, NARROW, data=2, keys=TIED_HALF),
     even("fsdp-fp8", {**FLOAT8, "fsdp": {"gather": "fp8"}}, data=2, **HALF),
     even("zero-fp8", {**FLOAT8, "zero": {"gather": "fp8"}}, data=2, slow=True),
     even("fsdp-one-micro", FSDP, data=2, micro_rows=4),
@@ -87,6 +103,7 @@ FOUR = [
     even("fsdp-4", FSDP, data=4, slow=True),
     even("hybrid", FSDP, data=4, replicate=2),
     even("hybrid-zero-2", ZERO2, data=4, replicate=2, micro_rows=1, slow=True),
+    even("hybrid-narrow", {"fsdp": {"gather": "bf16"}}, NARROW, data=4, replicate=2, **HALF),
     even("hybrid-lora", FSDP, LORA, data=4, replicate=2, slow=True),
     even("zbv-4", ZBV, pipeline=4, layers=8, slow=True),
     even("cp-4", CP, context=4, slow=True),

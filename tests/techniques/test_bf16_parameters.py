@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import house
 import pytest
 import torch
 from torch import nn
@@ -27,6 +28,15 @@ Make = Callable[..., Build]
 ON = "techniques.bf16_parameters.rounding={}"
 ONE = "batch.micro_sequences=0"
 ROUNDINGS = ["master", "stochastic"]
+FUNCTIONS = Path(__file__).with_name("bf16_parameters_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def data(corpus: Path, prepared_folder: Path) -> dict[str, str]:
+    """Where the tests' text lies, prepared once before several ranks want it."""
+    house.put_data_in(str(corpus), str(prepared_folder))
+    house.prepare(house.make_plan())
+    return {"corpus": str(corpus), "prepared": str(prepared_folder)}
 
 
 def optimizer_of(build: Build, p: nn.Parameter, rounding: str, *, fused: bool = False) -> Bf16AdamW:
@@ -173,6 +183,17 @@ def test_gradients_that_are_added_up_are_fp32(
         once = found[1][name].grad.float()  # type: ignore[union-attr]
         assert p.grad is not None and p.grad.dtype == torch.float32
         assert (p.grad - once).norm() / once.norm() < 0.01, name
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_slices_learn_as_one_process_to_the_bit(
+    zygote: Any, tmp_path: Path, data: dict[str, str], rounding: str
+) -> None:
+    zygote.call(4, tmp_path, FUNCTIONS, "updates", ranks=4, rounding=rounding, **data)
+
+
+def test_bytes_of_slices_are_predicted(zygote: Any, tmp_path: Path, data: dict[str, str]) -> None:
+    zygote.call(4, tmp_path, FUNCTIONS, "held", ranks=4, **data)
 
 
 def test_a_router_stays_fp32(make_tiny: Make) -> None:

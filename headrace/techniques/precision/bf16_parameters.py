@@ -12,10 +12,11 @@ replicas round alike. Moments are fp32 in both. On a GPU one kernel does the upd
 
 A gradient is bf16 where it is computed once a step: the number that the matmul gave, which the
 baseline only stores wider. Where micro-batches or ranks add gradients up they are fp32, so that a
-sum rounds nowhere; that costs their half. Clipping multiplies it in fp32, inside the update.
-Vectors, what routers choose by, and on a host tables that are looked up stay fp32, as do softmax,
-norms and the loss.
-Left out: bf16 moments; FSDP2, which takes one dtype a block. Source: arXiv 2010.06192.
+sum rounds nowhere; that costs their half. FSDP2 adds them up in fp32 too, and rounds the sum once,
+to the dtype of its slices; a tied table's two gradients meet in bf16 there. Clipping multiplies a
+gradient in fp32, inside the update. Vectors, what routers choose by, and on a host tables that are
+looked up stay fp32, as do softmax, norms and the loss.
+Left out: bf16 moments. Source: arXiv 2010.06192.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,11 +32,13 @@ from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.decoder_work import stored_in_bf16
 from headrace.costs.ledger import Ledger
+from headrace.costs.slices import beside_halves
 from headrace.costs.work import CUSTOM_COMPILED, EAGER
 from headrace.kernels.adamw import KERNEL, Noise, Update, adamw_, biases
 from headrace.kernels.bf16_weight import joined, keys_at, keys_of, places, round_with_noise_, split_
 from headrace.kernels.launches import COUNTS
 from headrace.optim.adamw import make_adamw
+from headrace.parallel.layout import is_dtensor, local_box, local_of
 from headrace.plan.plan import OptimizerConfig, Plan
 from headrace.plan.technique import (
     Card,
@@ -105,7 +108,7 @@ class Bf16AdamW(torch.optim.Optimizer):
                 self.found_inf,
             )
             moved = [p for p in group["params"] if p.grad is not None]
-            states = [self.state[p] or self._start(p) for p in moved]
+            states = [_local(self.state[p] or self._start(p)) for p in moved]
             if not moved:
                 continue
             if any(("rest" in state) != self._keeps for state in states):
@@ -118,11 +121,14 @@ class Bf16AdamW(torch.optim.Optimizer):
             counts += steps
             corrections = biases(steps, how.betas)
             for p, state, corrections_2 in zip(moved, states, corrections, strict=True):
+                weight = local_of(p.detach())
+                if not weight.numel():  # of slices that do not come out even
+                    continue
                 self._update(
-                    p.detach(),
+                    weight,
                     state.get("rest"),
                     self._noise.get(p),
-                    p.grad,
+                    local_of(p.grad),
                     state["exp_avg"],
                     state["exp_avg_sq"],
                     state["step"],
@@ -143,6 +149,11 @@ class Bf16AdamW(torch.optim.Optimizer):
         if self._keeps:
             state["rest"] = torch.zeros_like(p, dtype=torch.int16)
         return state
+
+
+def _local(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state with the part of each tensor that this rank holds."""
+    return {key: local_of(value) for key, value in state.items()}
 
 
 def in_slices_(
@@ -241,7 +252,7 @@ class Bf16Parameters(Technique[Build]):
         return {"model.precision": "bf16"}
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Require bf16 and AdamW; refuse FSDP."""
+        """Require bf16 and AdamW, and sums of gradients in fp32."""
         capability = context.capability
         if context.device == "cuda" and (capability is None or capability < (8, 0)):
             return Unsupported(
@@ -266,13 +277,11 @@ class Bf16Parameters(Technique[Build]):
                     mend(f"-{other}"),
                     RefusalKind.COMBINATION,
                 )
-            if "shard" in technique.composes:
+            if getattr(technique, "zero_stage", 1) == 2 and _adds_up_here(context.plan):
                 return Unsupported(
-                    f"{other} takes one dtype a block, and norms stay fp32 beside bf16 matrices",
-                    mend(
-                        f"techniques.{other}.gather=bf16",
-                        text=f"techniques.{other}.gather=bf16, which sends bf16 over fp32 shards",
-                    ),
+                    f"{other} in stage 2 adds the gradients of micro-batches up in the dtype of "
+                    "its slices, where bf16 would lose small ones",
+                    mend(f"techniques.{other}.zero_stage=1"),
                     RefusalKind.COMBINATION,
                 )
         return Supported()
@@ -280,7 +289,8 @@ class Bf16Parameters(Technique[Build]):
     def predict(self, ledger: Ledger) -> Ledger:
         """Take two bytes from every number of a matrix; drop casts; add slices in fp32."""
         sizes, gpu = ledger.sizes, bool(ledger.sizes["on_gpu"])
-        adds_up = sizes["micro_batches"] > 1 or sizes["shard_ranks"] > 1
+        slices = sizes.get("slices", 1.0)
+        adds_up = slices == 1 and (sizes["micro_batches"] > 1 or sizes["shard_ranks"] > 1)
         master = self.rounding == "master"
         plain = {
             n: m
@@ -291,11 +301,12 @@ class Bf16Parameters(Technique[Build]):
         learns = ledger.updates(self.name())
         changed = dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0)
         for name, matrix in plain.items():
-            changed["parameters"] -= 2 * matrix.numbers
+            numbers = matrix.numbers / slices
+            changed["parameters"] -= 2 * numbers
             if name in learns:
-                summed = adds_up or (name == "embed.weight" and sizes["tied"])
-                changed["gradients"] -= 0 if summed else 2 * matrix.numbers
-                changed["optimizer"] += 2 * matrix.numbers if master else 0
+                summed = adds_up or (slices == 1 and name == "embed.weight" and sizes["tied"])
+                changed["gradients"] -= 0 if summed else 2 * numbers
+                changed["optimizer"] += 2 * numbers if master else 0
         for name, more in changed.items():
             line = ledger.memory[name]
             ledger = ledger.with_line(name, replace(line, bytes=line.bytes + more))
@@ -305,6 +316,8 @@ class Bf16Parameters(Technique[Build]):
         ledger = ledger.without(casts).reworked(
             lambda n, w: stored_in_bf16(n, w, adds_up=adds_up, master=master)
         )
+        if slices > 1:
+            ledger = beside_halves(ledger, plain)
         if gpu:  # a kernel for each matrix, or many for each slice
             slices = sum(-(-m.numbers // SLICE_NUMBERS) for m in learns.values())
             is_fused = self.fused is not False
@@ -334,12 +347,18 @@ class Bf16Parameters(Technique[Build]):
         def noise(name: str) -> Noise:
             layout = build.layouts[name]
             offset, shape = layout.offsets(build.world)
+            parameter = build.model.get_parameter(name)
+            if is_dtensor(parameter):
+                shape, begin = local_box(parameter)
+                offset = tuple(own + more for own, more in zip(offset, begin, strict=True))
             where = places(offset, shape, tuple(layout.shape), build.device)
             return Noise(keys_of(build.plan.seed, name, build.device), *where)
 
         def make(named: Mapping[str, nn.Parameter]) -> Bf16AdamW:
             tied = "embed.weight" if build.config.tied_embeddings else ""
             for name, p in named.items():
+                if is_dtensor(p):
+                    continue  # FSDP2 adds up in fp32, and gives the sum its slice's dtype
                 shared = build.layouts[name].partial - {"shard"}
                 if _adds_up(build.plan) or name == tied or shared:
                     p.grad_dtype = torch.float32
@@ -348,9 +367,10 @@ class Bf16Parameters(Technique[Build]):
         build.notes[self.name()] = COUNTS[KERNEL]
         build.storage.append(store)
         model, blocks = build.model, build.model.blocks
-        build.wrap_blocks(self.name(), lambda f, layer: _beside_sums(f, blocks[str(layer)]))
-        for whole in ("states", "loss"):
-            setattr(model, whole, _beside_sums(getattr(model, whole), model))
+        if not any("shard" in t.composes for t in build.plan.techniques.values()):
+            build.wrap_blocks(self.name(), lambda f, layer: _beside_sums(f, blocks[str(layer)]))
+            for whole in ("states", "loss"):
+                setattr(model, whole, _beside_sums(getattr(model, whole), model))
         build.routes.append(
             Route(self.name(), lambda name, p: p.dtype == torch.bfloat16, make, rest=self.rest)
         )
@@ -365,12 +385,14 @@ class Bf16Parameters(Technique[Build]):
         )
         # A block that was left out of every step so far has had no gradient.
         due = [p for p in low if p.grad is not None or state.get(p)]
-        rests = [state[p]["rest"] for p in due if "rest" in state.get(p, {})]
+        states = {p: _local(state.get(p, {})) for p in low}
+        rests = [states[p]["rest"] for p in due if "rest" in states[p]]
         kept = sum(int(rest.count_nonzero()) for rest in rests)
-        moved = sum("exp_avg" in state.get(p, {}) for p in due)
-        count = sum(p.numel() for p in taken)
-        bytes_per_weight = sum(p.nbytes for p in taken) / max(1, count)
-        grown = sum(t.nbytes for p in low for t in state.get(p, {}).values()) / max(1, count)
+        moved = sum("exp_avg" in states[p] for p in due)
+        held = [local_of(p) for p in taken]
+        count = sum(p.numel() for p in held)
+        bytes_per_weight = sum(p.nbytes for p in held) / max(1, count)
+        grown = sum(t.nbytes for own in states.values() for t in own.values()) / max(1, count)
         how = f"{kept} of {count} weights have bits beyond" if rests else "rounded by chance"
         whole = kept > 0 and len(rests) == len(due) if self.rounding == "master" else not rests
         launched = COUNTS[KERNEL] - build.notes[self.name()]
@@ -398,7 +420,8 @@ def _beside_sums(run: Callable[..., Any], module: nn.Module) -> Callable[..., An
     Compiling, Dynamo refuses to trace a weight whose gradient has another dtype (gb0181): at a
     second length among micro-batches, or in an evaluation after a step. A block inside of a larger
     graph leaves that to what stands around the graph: its own list, made at the first call, would
-    be traced as it was not there yet, and all be compiled a second time.
+    be traced as it was not there yet, and all be compiled a second time. FSDP2 keeps such sums apart
+    by itself.
     """
     low: list[nn.Parameter] | None = None
 
@@ -428,5 +451,9 @@ def _is_taken(name: str, dimensions: int, *, on_gpu: bool) -> bool:
 
 def _adds_up(plan: Plan) -> bool:
     """Return whether a step adds several gradients of one weight."""
-    mesh = plan.mesh
-    return plan.micro_rows * mesh.data < plan.rows_per_step or mesh.data * mesh.context > 1
+    return _adds_up_here(plan) or plan.mesh.data * plan.mesh.context > 1
+
+
+def _adds_up_here(plan: Plan) -> bool:
+    """Return whether one rank adds several gradients of one weight."""
+    return plan.micro_rows * plan.mesh.data < plan.rows_per_step
