@@ -15,10 +15,14 @@ from headrace.plan.plan import Plan
 
 EXACT = "-bf16_parameters "
 """Weights in fp32, for what refuses matrices in bf16; products are in bf16 by autocast."""
-FSDP = f"{EXACT}+fsdp techniques.fsdp.gather=bf16 "
-FSDP8 = f"{EXACT}+fsdp techniques.fsdp.gather=fp8 "
+CAST = f"{EXACT}+fsdp techniques.fsdp.gather=bf16 "
+FSDP = "+fsdp "
+FSDP8 = "+fsdp techniques.fsdp.gather=fp8 "
 FP8 = "+float8_linear "
-LARGE = "+torch_compile techniques.torch_compile.scope=block +cudnn_attention +fused_swiglu "
+LARGE = (
+    "+bf16_parameters +torch_compile techniques.torch_compile.scope=block +cudnn_attention "
+    "+fused_swiglu "
+)
 """The recipe of the shape 1b for 8b, whose file is a plain one, without its loss."""
 LONG = (
     f"-torch_compile {FSDP}+full_checkpoint -fused_cross_entropy +chunked_cross_entropy "
@@ -113,7 +117,7 @@ def _is_kept(word: str) -> bool:
 RING = "+context_parallel mesh.context={n} "
 RING_ALONE = ("", "-cudnn_attention")
 """What a plan with a ring of keys and values is tried with, the fastest first."""
-SHARDED = f"{LARGE}{FSDP.removeprefix(EXACT)}mesh.data={{n}} "
+SHARDED = f"{LARGE}{FSDP}mesh.data={{n}} "
 FUSED_LOSS = "+fused_cross_entropy"
 HALF = "+selective_checkpoint techniques.selective_checkpoint.every=2 "
 
@@ -151,7 +155,7 @@ SIDES = (
         f"{FSDP8}{FP8}mesh.data={{n}}",
         against=("one_float8", "fsdp_float8"),
     ),
-    Side("zero1", f"{EXACT}+zero techniques.zero.gather=bf16 mesh.data={{n}}"),
+    Side("zero1", "+zero mesh.data={n}"),
     Side(
         "tensor",
         "+tensor_parallel mesh.tensor={n}",
@@ -183,7 +187,8 @@ SIDES = (
         "techniques.pipeline_parallel.chunks=2 mesh.pipeline={n} batch.micro_sequences=1",
         against=("one", "fsdp"),
     ),
-    Side("muon_fsdp", f"{FSDP}+muon mesh.data={{n}}", against=("fsdp",)),
+    Side("muon_fsdp", f"{CAST}+muon mesh.data={{n}}", against=("fsdp", "fsdp_cast")),
+    Side("fsdp_cast", f"{CAST}mesh.data={{n}}", against=("one", "fsdp")),
     Side("one_fp32", EXACT, ranks=1, against=("one",)),
     Side("replicas_fp32", f"{EXACT}+data_parallel mesh.data={{n}}", against=("one", "one_fp32")),
     Side("fsdp_kept", f"{FSDP}techniques.fsdp.reshard=false mesh.data={{n}}", against=("fsdp",)),
@@ -233,7 +238,7 @@ FEW = (
     *("one", "fsdp", "one_float8", "fsdp_float8", "fsdp_float8_gathered", "tensor"),
     *("tensor_async", "replicas", "titan_fsdp", "fsdp_8k", "context_8k", "pipeline", "zero1"),
     *("muon_fsdp", "fsdp_64k", "context_64k", "ulysses_8k", "ulysses_64k", "save", "one_fp32"),
-    *("replicas_fp32", "fsdp_kept"),
+    *("replicas_fp32", "fsdp_kept", "fsdp_cast"),
 )
 """The sides of two GPUs, by their importance."""
 MANY = (

@@ -15,7 +15,7 @@ groups once a step. A group fits into one node, whose links are fast; only slice
 the slow ones, 1 / slices of what replicas would send there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -23,6 +23,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from headrace.assemble.mesh_sizes import ranks_of
 from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
@@ -79,7 +80,8 @@ class SlicingTechnique(Technique[Build]):
     `bf16_parameters` is on; bf16 halves the traffic and keeps fp32 slices. With fp8 those that
     `float8_linear` casts anyway are cast before, and others are sent in the run's dtype."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """What gradients are summed in."""
+    """What gradients are summed in. Of two numbers in bf16 whose sum is kept in bf16 it is the same
+    sum in either, so two slices of weights that are stored in bf16 are always summed in bf16."""
     prefetch: int = Field(default=1, ge=0, le=4)
     """Blocks whose weights are gathered ahead; tuner range 0 to 2."""
 
@@ -98,6 +100,14 @@ class SlicingTechnique(Technique[Build]):
     def sends_each(self) -> bool:
         """Return whether the gradients of every micro-batch are sent, instead of their sum."""
         return False
+
+    def _adds_pairs(self, sizes: Mapping[str, float]) -> bool:
+        """Return whether the gradients of a group are summed in the dtype of its weights.
+
+        That is where each sum is of two numbers and rounded to that dtype at once in any case.
+        """
+        alone = sizes["replicate_ranks"] == sizes["micro_batches"] == 1
+        return self.gather == self.reduce == "fp32" and sizes["slices_ranks"] == 2 and alone
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Require several ranks."""
@@ -227,6 +237,7 @@ class SlicingTechnique(Technique[Build]):
             narrow=self._is_narrow(ledger),
             fp8=self.gather == "fp8",
             summed=FP32 * (0.5 if self.reduce == "bf16" else 1.0),
+            pairs=self._adds_pairs(ledger.sizes),
         )
 
     def _among_experts(self, ledger: Ledger, divided: DividedExperts) -> Iterator[tuple[str, Work]]:
@@ -350,9 +361,11 @@ class SlicingTechnique(Technique[Build]):
         gather = self.gather
         if gather == "fp8":
             gather = "bf16" if build.dtype is torch.bfloat16 else "fp32"
+        plan, sizes = build.plan, ranks_of(build.plan.mesh)
+        sizes["micro_batches"] = plan.rows_per_step / plan.mesh.data / plan.micro_rows
         return MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if gather == "bf16" else None,
-            reduce_dtype=DTYPES[self.reduce],
+            reduce_dtype=None if self._adds_pairs(sizes) else DTYPES[self.reduce],
             cast_forward_inputs=False,
         )
 

@@ -97,6 +97,7 @@ class Slicing:
         narrow: whether weights are gathered in bf16, instead of as they are stored.
         fp8: whether those of linears whose matmuls are fp8 are gathered in fp8.
         summed: bytes of a number in which gradients are summed.
+        pairs: whether those of a group are summed in the dtype of its weights.
     """
 
     whole: "Ledger"
@@ -106,6 +107,7 @@ class Slicing:
     narrow: bool
     fp8: bool
     summed: float
+    pairs: bool
 
 
 @dataclass(frozen=True)

@@ -102,12 +102,16 @@ def gathered_groups(how: Slicing, halves: Collection[str] = ()) -> GroupBytes:
 def learned_groups(how: Slicing, halves: Collection[str] = ()) -> GroupBytes:
     """Return the bytes of the groups' gradients; see `gathered_groups`."""
     whole, apart, norm = how.whole, _apart(how.whole, halves), how.whole.sizes["final_norm"]
-    bytes = {name: FP32 * matrix.numbers for name, matrix in whole.updates().items()}
-    vectors = whole.memory["gradients"].bytes - sum(bytes.values())
+    learns = whole.updates()
+    vectors = whole.memory["gradients"].bytes - FP32 * sum(m.numbers for m in learns.values())
     own = FP32 * norm * (vectors >= FP32 * norm)
-    kept = {name: each for name, each in bytes.items() if name not in apart}
-    every = _grouped(whole, kept, vectors - own, own, halves)
-    return GroupBytes(*(how.summed / FP32 * each for each in every))
+    bytes = {
+        name: (2 if how.pairs and name in halves else how.summed) * matrix.numbers
+        for name, matrix in learns.items()
+        if name not in apart
+    }
+    share = how.summed / FP32
+    return _grouped(whole, bytes, share * (vectors - own), share * own, halves)
 
 
 def sliced_work(ledger: Ledger, halves: Collection[str] = ()) -> Iterator[tuple[str, Work]]:
@@ -169,9 +173,8 @@ def beside_halves(ledger: Ledger, halves: Collection[str]) -> Ledger:
     """
     how, slices = ledger.sliced, ledger.sizes["slices"]
     assert how is not None
-    kept = GroupBytes(*(each * FP32 / how.summed for each in learned_groups(how, halves)))
-    every = GroupBytes(*(each * FP32 / how.summed for each in learned_groups(how)))
-    work, apart = dict(sliced_work(ledger, halves)), every.total - kept.total
+    work, plain = dict(sliced_work(ledger, halves)), replace(how, summed=FP32, pairs=False)
+    apart = learned_groups(plain).total - learned_groups(plain, halves).total
     if apart:
         own = collective(ledger.sizes, "shard", "optimizer", "all_reduce", apart)
         work["shards/apart"] = own

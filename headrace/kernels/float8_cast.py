@@ -26,7 +26,7 @@ def cast_to_float8(x: Tensor, scale: Tensor) -> Tensor:
     """Return x * scale as e4m3, of the same shape.
 
     Args:
-        x: fp32 and contiguous.
+        x: fp32 or bf16, and contiguous.
         scale: a scalar in fp32 on the same device; no product is beyond e4m3's largest, 448.
     """
     if x.is_cuda and _has_triton():

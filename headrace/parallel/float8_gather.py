@@ -8,9 +8,11 @@ between two updates, gives every rank the scales. They are powers of two, made f
 `float8_linear` makes them; since a largest magnitude times its scale is at most the largest number
 of e4m3, no cast overflows.
 
+Gloo has no numbers of 8 bits, so they are sent as bytes.
+
 FSDP2 asks the tensor that holds a slice whether it gathers itself, by two methods. torchao's own
 slices are a tensor subclass, which optimizers, checkpoints and clipping then meet. Here the methods
-are attributes of the plain fp32 slice, so that only FSDP2 sees them. Sources: torchao.float8
+are attributes of the plain slice, so that only FSDP2 sees them. Sources: torchao.float8
 (fsdp_utils.py); torch.distributed.fsdp (all-gather extensions).
 """
 
@@ -77,7 +79,7 @@ class Float8Gather:
             """Return this rank's rows in fp8, padded as FSDP2 keeps them, and their scale."""
             scale = self._scales[place]
             rows = weight._sharded_param_data.view(weight.padded_sharded_param_size)
-            return (cast_to_float8(rows, scale),), (scale,)
+            return (cast_to_float8(rows, scale).view(torch.uint8),), (scale,)
 
         def post(outputs: Any, scales: Any, param_dtype: Any, *, out: Tensor | None = None) -> Any:
             """Return the weight of all ranks' rows; FSDP2 cuts off padding."""
@@ -86,7 +88,8 @@ class Float8Gather:
                 out._scale = scale  # type: ignore[attr-defined]
                 return None
             role = GemmInputRole.WEIGHT
-            return Float8TrainingTensor(data, scale, param_dtype, matmuls, role), (data,)
+            numbers = data.view(torch.float8_e4m3fn)
+            return Float8TrainingTensor(numbers, scale, param_dtype, matmuls, role), (data,)
 
         weight._sharded_local_tensor.fsdp_pre_all_gather = pre
         weight._sharded_local_tensor.fsdp_post_all_gather = post
@@ -108,7 +111,8 @@ class Float8Gather:
         from torchao.float8.float8_utils import amax_to_scale
 
         slices = [weight._sharded_param_data for weight in self._weights]
-        largest = torch.stack(torch._foreach_norm(slices, float("inf")))  # type: ignore[attr-defined]
+        norms = torch._foreach_norm(slices, float("inf"))  # type: ignore[attr-defined]
+        largest = torch.stack(norms).float()
         if self._peers is not None:
             largest = all_reduce(largest, "max", self._peers)
         scales = amax_to_scale(largest, torch.float8_e4m3fn, round_scales_to_power_of_2=True)
@@ -121,7 +125,7 @@ class Float8Gather:
     def sent(self) -> GatheredInFloat8:
         """Return what was gathered, by the buffers that FSDP2 gathered it into."""
         buffers = [buffer for weight in self._weights for buffer in weight.all_gather_outputs]
-        as_fp8 = [buffer for buffer in buffers if buffer.dtype is torch.float8_e4m3fn]
+        as_fp8 = [buffer for buffer in buffers if buffer.dtype is torch.uint8]
         return GatheredInFloat8(
             len(as_fp8), len(self._weights) - len(as_fp8), sum(b.nbytes for b in as_fp8)
         )

@@ -18,7 +18,6 @@ BF16 = 2.0**-8
 """A unit in the last place of a number in bf16."""
 NARROW: dict[str, Any] = {"bf16_parameters": {}}
 BY_CHANCE: dict[str, Any] = {"bf16_parameters": {"rounding": "stochastic"}}
-HALF_GATHER: dict[str, Any] = {"fsdp": {"gather": "bf16"}}
 BUCKETS: dict[str, Any] = {"data_parallel": {}}
 TP: dict[str, Any] = {"tensor_parallel": {}}
 PP: dict[str, Any] = {"pipeline_parallel": {}}
@@ -137,10 +136,11 @@ COMPOSITIONS = [
     case("hybrid-tp", FSDP, TP, data=4, replicate=2, tensor=2, micro_rows=1, slow=True),
     case("hybrid-pp-tied", FSDP, PP, data=4, replicate=2, pipeline=2, shape="tied", slow=True),
     case("fsdp-narrow", FSDP, NARROW, data=4, micro_rows=1, rounded=BF16),
-    case("fsdp-narrow-by-chance", FSDP, BY_CHANCE, TP, data=2, tensor=2, slow=True, rounded=BF16),
+    case("fsdp-narrow-by-chance", FSDP, BY_CHANCE, data=4, slow=True, rounded=BF16),
+    case("fsdp-narrow-tp", FSDP, NARROW, TP, data=2, tensor=2, slow=True, approximate=True),
     case(
         "fsdp-narrow-tied",
-        HALF_GATHER,
+        FSDP,
         NARROW,
         CHUNKED,
         data=2,
@@ -161,6 +161,11 @@ COMPOSITIONS = [
     ),
     case("fsdp-narrow-experts", FSDP, NARROW, EXPERTS, data=2, slow=True, rounded=BF16),
     case("hybrid-narrow", FSDP, NARROW, data=4, replicate=2, shape="gpt2", slow=True, rounded=BF16),
+    case("fsdp-narrow-pairs", FSDP, NARROW, data=2, micro_rows=4, rounded=BF16),
+    case("fsdp-narrow-fp8", FSDP, NARROW, FLOAT8, data=2, **FLAT, approximate=True, slow=True),
+    case(
+        "fsdp-narrow-gather8", GATHER8, NARROW, FLOAT8, data=2, **FLAT, approximate=True, slow=True
+    ),
     case("zero-narrow", {"zero": {}}, NARROW, data=4, slow=True, rounded=BF16),
     case("fsdp-muon", FSDP, {"muon": {}}, data=4, slow=True),
     case("zero-muon", {"zero": {}}, {"muon": {}}, data=4, micro_rows=1),

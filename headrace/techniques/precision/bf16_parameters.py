@@ -420,8 +420,7 @@ def _beside_sums(run: Callable[..., Any], module: nn.Module) -> Callable[..., An
     Compiling, Dynamo refuses to trace a weight whose gradient has another dtype (gb0181): at a
     second length among micro-batches, or in an evaluation after a step. A block inside of a larger
     graph leaves that to what stands around the graph: its own list, made at the first call, would
-    be traced as it was not there yet, and all be compiled a second time. FSDP2 keeps such sums apart
-    by itself.
+    be traced as it was not there yet, and all be compiled a second time. FSDP2 keeps sums apart.
     """
     low: list[nn.Parameter] | None = None
 
