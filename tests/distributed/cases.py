@@ -161,6 +161,7 @@ COMPOSITIONS = [
     ),
     case("fsdp-narrow-experts", FSDP, NARROW, EXPERTS, data=2, slow=True, rounded=BF16),
     case("hybrid-narrow", FSDP, NARROW, data=4, replicate=2, shape="gpt2", slow=True, rounded=BF16),
+    case("overlapped-narrow", BUCKETS, NARROW, data=2, micro_rows=4, rounded=BF16),
     case("fsdp-narrow-pairs", FSDP, NARROW, data=2, micro_rows=4, rounded=BF16),
     case("fsdp-narrow-fp8", FSDP, NARROW, FLOAT8, data=2, **FLAT, approximate=True, slow=True),
     case(

@@ -54,6 +54,7 @@ TWO = [
     even("replicas", data=2),
     even("overlapped", {"data_parallel": {}}, data=2, slow=True),
     even("overlapped-halves", {"data_parallel": {"reduce": "bf16"}}, data=2, **HALF),
+    even("overlapped-narrow", {"data_parallel": {}}, NARROW, data=2, micro_rows=4, **HALF),
     even("overlapped-lora", {"data_parallel": {}}, LORA, data=2, slow=True),
     even("fsdp", FSDP, data=2, slow=True),
     even("fsdp-kept", {"fsdp": {"reshard": False}}, data=2),

@@ -12,10 +12,11 @@ replicas round alike. Moments are fp32 in both. On a GPU one kernel does the upd
 
 A gradient is bf16 where it is computed once a step: the number that the matmul gave, which the
 baseline only stores wider. Where micro-batches or ranks add gradients up they are fp32, so that a
-sum rounds nowhere; that costs their half. FSDP2 adds them up in fp32 too, and rounds the sum once,
-to the dtype of its slices; a tied table's two gradients meet in bf16 there. Clipping multiplies a
-gradient in fp32, inside the update. Vectors, what routers choose by, and on a host tables that are
-looked up stay fp32, as do softmax, norms and the loss.
+sum rounds nowhere; that costs their half. Two replicas whose sums go beside the backward pass add
+two numbers, and round them once in bf16 as in fp32. FSDP2 adds them up in fp32 too, and rounds the
+sum once, to the dtype of its slices; a tied table's two gradients meet in bf16 there. Clipping
+multiplies a gradient in fp32, inside the update. Vectors, what routers choose by, and on a host
+tables that are looked up stay fp32, as do softmax, norms and the loss.
 Left out: bf16 moments. Source: arXiv 2010.06192.
 """
 
@@ -33,7 +34,7 @@ from headrace.core.remedy import mend
 from headrace.costs.decoder_work import stored_in_bf16
 from headrace.costs.ledger import Ledger
 from headrace.costs.slices import beside_halves
-from headrace.costs.work import CUSTOM_COMPILED, EAGER
+from headrace.costs.work import CUSTOM_COMPILED, EAGER, Collective, Stream, Work
 from headrace.kernels.adamw import KERNEL, Noise, Update, adamw_, biases
 from headrace.kernels.bf16_weight import joined, keys_at, keys_of, places, round_with_noise_, split_
 from headrace.kernels.launches import COUNTS
@@ -52,6 +53,8 @@ from headrace.plan.technique import (
 
 FP32 = ("router.weight",)
 """How the names of matrices end that stay fp32: a router rounds what it compares."""
+SUMMED_EARLY = "reduce/gradients_last"
+"""The piece of work that replicas have whose gradients are summed beside the backward pass."""
 TABLES = ("embed.weight", "position.weight")
 """How the names of tables end, which are looked up, not multiplied. On a host torch adds up their
 gradient in the table's own dtype, where bf16 would lose a frequent token's; so they stay fp32
@@ -290,7 +293,9 @@ class Bf16Parameters(Technique[Build]):
         """Take two bytes from every number of a matrix; drop casts; add slices in fp32."""
         sizes, gpu = ledger.sizes, bool(ledger.sizes["on_gpu"])
         slices = sizes.get("slices", 1.0)
-        adds_up = slices == 1 and (sizes["micro_batches"] > 1 or sizes["shard_ranks"] > 1)
+        pairs = SUMMED_EARLY in ledger.work and sizes["shard_ranks"] == 2
+        several = sizes["micro_batches"] > 1 or (sizes["shard_ranks"] > 1 and not pairs)
+        adds_up = slices == 1 and several
         master = self.rounding == "master"
         plain = {
             n: m
@@ -318,6 +323,8 @@ class Bf16Parameters(Technique[Build]):
         )
         if slices > 1:
             ledger = beside_halves(ledger, plain)
+        elif pairs and not adds_up:
+            ledger = _summing_halves(ledger, -changed["gradients"])
         if gpu:  # a kernel for each matrix, or many for each slice
             slices = sum(-(-m.numbers // SLICE_NUMBERS) for m in learns.values())
             is_fused = self.fused is not False
@@ -360,7 +367,7 @@ class Bf16Parameters(Technique[Build]):
                 if is_dtensor(p):
                     continue  # FSDP2 adds up in fp32, and gives the sum its slice's dtype
                 shared = build.layouts[name].partial - {"shard"}
-                if _adds_up(build.plan) or name == tied or shared:
+                if (_adds_up(build.plan) and not _adds_pairs(build.plan)) or name == tied or shared:
                     p.grad_dtype = torch.float32
             return Bf16AdamW(config, named, rounding=rounding, noise=noise, fused=fused)
 
@@ -442,6 +449,22 @@ def _beside_sums(run: Callable[..., Any], module: nn.Module) -> Callable[..., An
     return call
 
 
+def _summing_halves(ledger: Ledger, bytes: float) -> Ledger:
+    """Return the ledger of two replicas that sum so many bytes of gradients less, in bf16.
+
+    A bucket has vectors too, which are summed by themselves.
+    """
+    share = 1 - bytes / (ledger.memory["gradients"].bytes + bytes)
+
+    def edit(name: str, piece: Work) -> Work:
+        if not name.startswith("reduce/") or not isinstance(piece, (Collective, Stream)):
+            return piece
+        kernels = piece.kernels if isinstance(piece, Stream) else 2 * share * piece.kernels
+        return replace(piece, bytes=share * piece.bytes, kernels=max(2.0, kernels))
+
+    return ledger.reworked(edit)
+
+
 def _is_taken(name: str, dimensions: int, *, on_gpu: bool) -> bool:
     """Return whether a parameter is one of the matrices that become bf16."""
     left = FP32 if on_gpu else (*FP32, *TABLES)
@@ -451,6 +474,15 @@ def _is_taken(name: str, dimensions: int, *, on_gpu: bool) -> bool:
 def _adds_up(plan: Plan) -> bool:
     """Return whether a step adds several gradients of one weight."""
     return _adds_up_here(plan) or plan.mesh.data * plan.mesh.context > 1
+
+
+def _adds_pairs(plan: Plan) -> bool:
+    """Return whether each gradient is one number of each of two ranks, which are summed early.
+
+    The sum of two numbers in bf16 rounds to bf16 as it would from fp32.
+    """
+    early = any("reduce" in technique.claims for technique in plan.techniques.values())
+    return early and plan.mesh.data * plan.mesh.context == 2 and not _adds_up_here(plan)
 
 
 def _adds_up_here(plan: Plan) -> bool:
