@@ -427,8 +427,10 @@ def measure(args: argparse.Namespace) -> None:
     if not args.tiny and here < args.ranks:
         raise SystemExit(f"{args.ranks} GPUs were asked for and {here} are here; take --tiny")
     signal.signal(signal.SIGTERM, _end)
-    with tempfile.TemporaryDirectory() as logs:
-        Bench(args, Path(args.logs or logs)).run()
+    with tempfile.TemporaryDirectory() as own:
+        logs = Path(args.logs or own)
+        logs.mkdir(parents=True, exist_ok=True)
+        Bench(args, logs).run()
 
 
 def _end(number: int, frame: Any) -> None:

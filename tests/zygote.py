@@ -68,7 +68,8 @@ def main() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run in the background
     catalogue()
-    for name in BESIDE:
+    # What of these asks a GPU as it is imported keeps children from using it.
+    for name in () if torch.cuda.device_count() else BESIDE:
         with contextlib.suppress(ImportError):  # an extra that is not here
             importlib.import_module(name)
     headrace.report.conclude.SAMPLE_TOKENS = 8  # as the fixture `short_samples` does

@@ -14,10 +14,7 @@ FLOAT8: dict[str, Any] = {"float8_linear": {"min_size": 1}}
 GATHER8: dict[str, Any] = {"fsdp": {"gather": "fp8"}}
 ZERO8: dict[str, Any] = {"zero": {"gather": "fp8"}}
 FLAT: dict[str, Any] = {"shape": "even", "length": 16}
-BF16 = 2.0**-8
-"""A unit in the last place of a number in bf16."""
 NARROW: dict[str, Any] = {"bf16_parameters": {}}
-BY_CHANCE: dict[str, Any] = {"bf16_parameters": {"rounding": "stochastic"}}
 BUCKETS: dict[str, Any] = {"data_parallel": {}}
 TP: dict[str, Any] = {"tensor_parallel": {}}
 PP: dict[str, Any] = {"pipeline_parallel": {}}
@@ -135,39 +132,6 @@ COMPOSITIONS = [
     case("hybrid-cp", FSDP, CP, data=2, replicate=2, context=2, length=12, packing=True),
     case("hybrid-tp", FSDP, TP, data=4, replicate=2, tensor=2, micro_rows=1, slow=True),
     case("hybrid-pp-tied", FSDP, PP, data=4, replicate=2, pipeline=2, shape="tied", slow=True),
-    case("fsdp-narrow", FSDP, NARROW, data=4, micro_rows=1, rounded=BF16),
-    case("fsdp-narrow-by-chance", FSDP, BY_CHANCE, data=4, slow=True, rounded=BF16),
-    case("fsdp-narrow-tp", FSDP, NARROW, TP, data=2, tensor=2, slow=True, approximate=True),
-    case(
-        "fsdp-narrow-tied",
-        FSDP,
-        NARROW,
-        CHUNKED,
-        data=2,
-        shape="tied",
-        slow=True,
-        rounded=BF16,
-    ),
-    case(
-        "fsdp-narrow-compile",
-        FSDP,
-        NARROW,
-        SAC,
-        COMPILE,
-        data=2,
-        packing=True,
-        slow=True,
-        rounded=BF16,
-    ),
-    case("fsdp-narrow-experts", FSDP, NARROW, EXPERTS, data=2, slow=True, rounded=BF16),
-    case("hybrid-narrow", FSDP, NARROW, data=4, replicate=2, shape="gpt2", slow=True, rounded=BF16),
-    case("overlapped-narrow", BUCKETS, NARROW, data=2, micro_rows=4, rounded=BF16),
-    case("fsdp-narrow-pairs", FSDP, NARROW, data=2, micro_rows=4, rounded=BF16),
-    case("fsdp-narrow-fp8", FSDP, NARROW, FLOAT8, data=2, **FLAT, approximate=True, slow=True),
-    case(
-        "fsdp-narrow-gather8", GATHER8, NARROW, FLOAT8, data=2, **FLAT, approximate=True, slow=True
-    ),
-    case("zero-narrow", {"zero": {}}, NARROW, data=4, slow=True, rounded=BF16),
     case("fsdp-muon", FSDP, {"muon": {}}, data=4, slow=True),
     case("zero-muon", {"zero": {}}, {"muon": {}}, data=4, micro_rows=1),
     case(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from cases import COMPOSITIONS
+from cases_in_halves import IN_HALVES
 from composition import Composition, Outcome, differences, run
 from house import MAGNIFIED, TOLERANCE_FP32
 
@@ -54,7 +55,10 @@ def beyond(found: Outcome, composition: Composition) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "composition",
-    [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * c.slow) for c in COMPOSITIONS],
+    [
+        pytest.param(c, id=c.name, marks=[pytest.mark.slow] * c.slow)
+        for c in (*COMPOSITIONS, *IN_HALVES)
+    ],
 )
 def test_equals_one_process(composition: Composition, told: Callable[..., Any]) -> None:
     found = told(composition)
