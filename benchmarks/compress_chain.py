@@ -39,14 +39,17 @@ SHAPES = {
 """Models that a chain begins with, by the words of their training."""
 FAMILY = {
     "edge": (),
-    "inference-speed": ("model.family=gpt2", "model.tied_embeddings=false"),
+    "inference-speed": ("model.family=gpt2", "model.tied_embeddings=false", "model.vocab=0"),
 }
 """What a recipe's first model has, so that every hop has something to do."""
-MEASURED = ("bits_per_byte", "bytes", "logits_from_before", "tokens_per_s", "seconds")
+MEASURED = (
+    *("bits_per_byte", "bytes", "logits_from_before", "tokens_per_s", "seconds"),
+    "before_bits_per_byte",
+)
 """What a row keeps of each hop."""
 UNITS = {
-    "kept": "of the run's bits per byte",
-    "moved": "of the bits per byte of its codes",
+    "kept": "of the run's bits per byte, of the codes in the file",
+    "moved": "of the bits per byte of its codes, over entries that stand for tokens",
     "size": "of the run in fp32",
     "decoding": "of the run in eager torch",
     "drift": "largest difference of a logit to its codes",
@@ -82,8 +85,8 @@ def measures(hops: list[dict[str, Any]]) -> dict[str, float]:
     """Return what a chain came to, by the names of `UNITS`."""
     run, codes, file = hops[0], hops[-2], hops[-1]
     return {
-        "kept": file["bits_per_byte"] / run["bits_per_byte"],
-        "moved": abs(file["bits_per_byte"] / codes["bits_per_byte"] - 1),
+        "kept": codes["bits_per_byte"] / run["bits_per_byte"],
+        "moved": abs(file["bits_per_byte"] / file["before_bits_per_byte"] - 1),
         "size": file["bytes"] / run["bytes"],
         "decoding": file["tokens_per_s"] / run["tokens_per_s"],
         "drift": file["logits_from_before"],
@@ -120,7 +123,7 @@ def main() -> None:
         kind="chain",
         recipe=args.recipe,
         shape=f"{args.shape}, {chains[0][0]['bytes'] // 4:,} weights",
-        hops=[{hop["name"]: {k: hop[k] for k in MEASURED} for hop in hops} for hops in chains],
+        hops=[{hop["name"]: {k: hop.get(k) for k in MEASURED} for hop in hops} for hops in chains],
         peak_bytes=[hops[-1]["peak_bytes"] for hops in chains],
         n=len(chains),
         seeds=[*range(args.seeds)],

@@ -64,6 +64,9 @@ class Hop:
     does not tell it."""
     seconds: float = 0.0
     """What making it took."""
+    before_bits_per_byte: float | None = None
+    """Loss of the hop before as it is read of a file, whose runtime leaves out entries that stand
+    for no token of text; None of what is no file."""
 
 
 @dataclass(frozen=True)
@@ -414,6 +417,7 @@ class Chain:
             reading["tokens_per_s"],
             reading["peak_bytes"],
             seconds,
+            reading["model_bits_per_byte"],
         )
 
 
@@ -455,6 +459,8 @@ def hop_rows(hops: Sequence[Hop]) -> Iterator[list[str]]:
         apart = "" if hop.logits_from_before is None else f"{hop.logits_from_before:.3g}"
         peak = "" if hop.peak_bytes is None else format_bytes(hop.peak_bytes)
         loss, speed = f"{hop.bits_per_byte:.4f}", f"{hop.tokens_per_s:,.0f}"
+        if hop.before_bits_per_byte is not None:
+            loss += f" (before it, so read, {hop.before_bits_per_byte:.4f})"
         yield [hop.name, format_bytes(hop.bytes), loss, apart, speed, peak]
 
 

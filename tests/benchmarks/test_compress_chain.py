@@ -17,7 +17,7 @@ HOPS = [
         ("run", (2.0, 4000, None, 100.0)),
         ("distil", (2.2, 2000, 3.0, 180.0)),
         ("quantize", (2.21, 500, 0.25, 170.0)),
-        ("export", (2.2111, 600, 1e-5, 300.0)),
+        ("export", (2.1011, 600, 1e-5, 300.0, 30.0, 2.1)),
     )
 ]
 FEW = ("--shape", "tiny", "--steps", "3", "--more", "2", "--by", "8%", "--tokens", "512")
@@ -49,8 +49,8 @@ def test_a_finished_chain_becomes_a_row(tmp_path: Path, monkeypatch: pytest.Monk
     values = {name: one["value"] for name, one in row["metrics"].items()}
     assert values == pytest.approx(
         {
-            "kept": 2.2111 / 2,
-            "moved": 2.2111 / 2.21 - 1,
+            "kept": 2.21 / 2,
+            "moved": 2.1011 / 2.1 - 1,
             "size": 0.15,
             "decoding": 3.0,
             "drift": 1e-5,
