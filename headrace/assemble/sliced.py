@@ -31,12 +31,12 @@ from headrace.core.units import divisors
 from headrace.costs.count import FP32
 from headrace.costs.float8 import FP8, fp8_slices, is_fp8, without_weight_casts
 from headrace.costs.ledger import Instant, Ledger, Line, Slicing
-from headrace.costs.links import CollectiveOperation
 from headrace.costs.slices import (
     DividedExperts,
+    experts_work,
     sliced_work,
 )
-from headrace.costs.work import Phase, Work, collective
+from headrace.costs.work import Work
 from headrace.parallel.float8_gather import Float8Gather
 from headrace.parallel.layout import is_dtensor
 from headrace.parallel.tables import free_after_evaluation, hand_over_gathered, own_tables
@@ -67,9 +67,16 @@ GATHER8 = "sliced fp8"
 BEGINS, KEPT = "sliced begins", "sliced kept"
 """Names of notes: whether a step's first micro-batch comes, and whether blocks had their whole
 weights whenever a later one came."""
+FREED = "sliced freed"
+"""Name of the note that holds whether blocks free their weights after the forward pass."""
 APART = "sliced apart"
 """Name of the note that holds what is whole beside matrices of another dtype."""
 SHARDED_LINES = ("parameters", "gradients", "optimizer")
+THROUGH: tuple[Instant, ...] = ("loss", "turn", "backward")
+"""When gathered weights are held."""
+LITTLE = 0.05
+"""Share of a rank's foreseen peak that gathered weights may add before they are freed, where that
+is left open: below it a second gather costs more than its memory is worth."""
 
 
 class SlicingTechnique(Technique[Build]):
@@ -93,8 +100,8 @@ class SlicingTechnique(Technique[Build]):
     gathers_once: ClassVar[bool] = False
     """whether weights stay gathered over all micro-batches of a step"""
 
-    def frees_weights(self) -> bool:
-        """Return whether a block's weights are freed after its forward pass."""
+    def frees_weights(self) -> bool | None:
+        """Return whether a block's weights are freed after its forward pass; None is left open."""
         return not self.gathers_once
 
     def sends_each(self) -> bool:
@@ -167,10 +174,7 @@ class SlicingTechnique(Technique[Build]):
         are sent from, 6% where they were more than the activations of the last block.
         """
         ranks, divided = ledger.sizes["slices_ranks"], DividedExperts.of(ledger)
-        ledger = replace(ledger, sliced=self._slicing(ledger))
-        work = dict(self._worked(ledger))
-        through: tuple[Instant, ...] = ("loss", "turn", "backward")
-        whole = ledger.memory["parameters"].bytes
+        whole, through = ledger, THROUGH
         gradients = ledger.memory.get("gradients")
         for name in SHARDED_LINES:
             if line := ledger.memory.get(name):
@@ -181,21 +185,36 @@ class SlicingTechnique(Technique[Build]):
             summed = gradients.bytes * (0.5 if self.reduce == "bf16" else 1.0)
             more = max(0.0, summed - ledger.memory["gradients"].bytes)
             ledger = ledger.with_line("whole_gradients", Line(more, through))
-        layers = max(1.0, ledger.sizes["layers"])
-        matrices = {n: m for n, m in ledger.matrices.items() if n.startswith("blocks.")}
+        outside, inside = self._gathered(whole, divided)
+        two = 2 * inside / max(1.0, ledger.sizes["layers"])
+        ledger = ledger.with_line("gathered", Line(outside + two, through))
+        freed = self.frees_weights()
+        if freed is None:
+            halved = (
+                0.5 if ledger.sizes.get("stored_halves") and not self._is_narrow(whole) else 1.0
+            )
+            freed = halved * (inside - two) > LITTLE * ledger.peak()[1]
+        if not freed:
+            ledger = ledger.with_line("gathered", Line(outside + inside, through))
+        slicing = self._slicing(whole, freed=freed)
+        work = dict(self._worked(replace(whole, sliced=slicing)))
+        sizes = {**ledger.sizes, "slices": ranks}
+        return replace(ledger, sizes=sizes, work=work, sliced=slicing)
+
+    def _gathered(self, whole: Ledger, divided: DividedExperts) -> tuple[float, float]:
+        """Return the bytes of gathered weights outside of the blocks, and of all blocks."""
+        bytes = whole.memory["parameters"].bytes
+        matrices = {n: m for n, m in whole.matrices.items() if n.startswith("blocks.")}
         if divided.slices == 1:  # nobody shares these experts, and none is gathered
             matrices = {n: m for n, m in matrices.items() if len(m.shape) < 3}
-            whole -= divided.parameters
-        fp8, narrower = self.gather == "fp8", 0.5 if self._is_narrow(ledger) else 1.0
-        outside = narrower * (whole - sum(m.stored * m.numbers for m in matrices.values()))
+            bytes -= divided.parameters
+        fp8, narrower = self.gather == "fp8", 0.5 if self._is_narrow(whole) else 1.0
+        outside = narrower * (bytes - sum(m.stored * m.numbers for m in matrices.values()))
         inside = sum(
-            (FP8 if fp8 and is_fp8(ledger, n) else narrower * m.stored) * m.numbers
+            (FP8 if fp8 and is_fp8(whole, n) else narrower * m.stored) * m.numbers
             for n, m in matrices.items()
         )
-        gathered_blocks = 2 if self.frees_weights() else layers
-        gathered = outside + gathered_blocks * inside / layers
-        ledger = ledger.with_line("gathered", Line(gathered, through))
-        return replace(ledger, sizes={**ledger.sizes, "slices": ranks}, work=work)
+        return outside, inside
 
     def _is_narrow(self, ledger: Ledger) -> bool:
         """Return whether what is not gathered in fp8 is gathered in bf16."""
@@ -219,19 +238,20 @@ class SlicingTechnique(Technique[Build]):
                     yield name, piece.with_bytes(lambda bytes: bytes / sizes["slices_ranks"])
             elif not (narrow and what in CASTS):
                 yield name, piece
-        freed, every = self.frees_weights(), sizes["micro_batches"] if self.gathers_once else 1.0
+        assert ledger.sliced is not None
+        freed, every = ledger.sliced.freed, sizes["micro_batches"] if self.gathers_once else 1.0
         yield from sliced_work(ledger)
         if fp8:
             cast = [m.numbers for name, m in ledger.matrices.items() if is_fp8(ledger, name)]
             yield from fp8_slices(sizes, cast, {"forward": 1 / every, "backward": 1.0 * freed})
         if divided.slices > 1:
-            yield from self._among_experts(ledger, divided)
+            yield from experts_work(ledger, divided)
 
-    def _slicing(self, ledger: Ledger) -> Slicing:
+    def _slicing(self, ledger: Ledger, *, freed: bool) -> Slicing:
         """Return how slices of the model are gathered and scattered."""
         return Slicing(
             ledger,
-            freed=self.frees_weights(),
+            freed=freed,
             gathers_once=self.gathers_once,
             sends_each=self.sends_each(),
             narrow=self._is_narrow(ledger),
@@ -239,49 +259,6 @@ class SlicingTechnique(Technique[Build]):
             summed=FP32 * (0.5 if self.reduce == "bf16" else 1.0),
             pairs=self._adds_pairs(ledger.sizes),
         )
-
-    def _among_experts(self, ledger: Ledger, divided: DividedExperts) -> Iterator[tuple[str, Work]]:
-        """Gather and scatter experts over the ranks that share them; sum what is left whole."""
-        sizes, layers = ledger.sizes, ledger.sizes["layers"]
-        gathered = divided.parameters * (0.5 if self._is_narrow(ledger) else 1.0)
-        scattered = divided.gradients * (0.5 if self.reduce == "bf16" else 1.0)
-        axis = "expert_slices"
-        calls: dict[str, tuple[Phase, str, CollectiveOperation, float, bool]] = {
-            "gather_experts": ("forward", axis, "all_gather", gathered, self.gathers_once),
-            "gather_experts_again": (
-                "backward",
-                axis,
-                "all_gather",
-                self.frees_weights() * gathered,
-                False,
-            ),
-            "scatter_experts": (
-                "backward",
-                axis,
-                "reduce_scatter",
-                scattered,
-                not self.sends_each(),
-            ),
-            "sum_experts": (
-                "backward",
-                "replicate",
-                "all_reduce",
-                scattered / divided.slices,
-                True,
-            ),
-        }
-        for name, (phase, over, operation, bytes, last) in calls.items():
-            if bytes and sizes[f"{over}_ranks"] > 1:
-                each = bytes / layers
-                yield (
-                    f"shards/{name}",
-                    collective(sizes, over, phase, operation, each, layers, last=last),
-                )
-        if divided.routers:
-            yield (
-                "reduce/gradients",
-                collective(sizes, "shard", "optimizer", "all_reduce", divided.routers),
-            )
 
     def apply(self, build: Build) -> None:
         """Shard each block, then the rest, as their weights become real."""
@@ -295,13 +272,14 @@ class SlicingTechnique(Technique[Build]):
         }
         float8 = self._float8(build)
 
+        frees_blocks = self._frees(build)
         whole = _left_whole(build)
         apart: set[nn.Parameter] = set()
         build.notes[APART] = apart
 
         def shard(module: nn.Module) -> None:
             root = module is build.model  # its weights are needed again at once
-            frees = self.frees_weights() and not root
+            frees = frees_blocks and not root
             left = {p for n, p in build.model.named_parameters() if n in whole} | apart
             for table in own_tables(build.model) if root else ():
                 fully_shard(table, reshard_after_forward=False, ignored_params=left, **options)
@@ -328,6 +306,17 @@ class SlicingTechnique(Technique[Build]):
 
         build.shard.append(shard)
         build.sync = self._communicate
+
+    def _frees(self, build: Build) -> bool:
+        """Return whether blocks free their weights, as the plan's prediction has it."""
+        from headrace.assemble.build import make_ledger
+
+        freed = self.frees_weights()
+        if freed is None:
+            sliced = make_ledger(build.plan, build.context).sliced
+            freed = sliced is None or sliced.freed
+        build.notes[FREED] = freed
+        return freed
 
     def _communicate(self, build: Build, last: bool) -> None:
         """Say whether the coming backward pass sends gradients and frees weights."""
@@ -396,6 +385,8 @@ class SlicingTechnique(Technique[Build]):
         ]
         ranks, kept = build.world.size("slices"), build.notes.get(KEPT)
         own = "" if kept is None else f"; {'all' if kept else 'not all'} kept within a step"
+        if kept is None and not build.notes[FREED]:
+            own = "; blocks keep gathered weights for the backward pass"
         groups = {p.device_mesh.size() // p.device_mesh.size(-1) for p in sharded}
         wanted = build.world.size("replicate")
         if wanted > 1:

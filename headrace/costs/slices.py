@@ -161,6 +161,37 @@ def sliced_work(ledger: Ledger, halves: Collection[str] = ()) -> Iterator[tuple[
             )
 
 
+def experts_work(ledger: Ledger, divided: DividedExperts) -> Iterator[tuple[str, Work]]:
+    """Gather and scatter experts over the ranks that share them; sum what is left whole.
+
+    Args:
+        ledger: that says how the model is sliced.
+        divided: what a rank has of the experts.
+    """
+    how, sizes, layers = ledger.sliced, ledger.sizes, ledger.sizes["layers"]
+    assert how is not None
+    gathered = divided.parameters * (0.5 if how.narrow else 1.0)
+    scattered = divided.gradients * how.summed / FP32
+    among, again, apart = "expert_slices", how.freed * gathered, scattered / divided.slices
+    calls: dict[str, tuple[Phase, str, CollectiveOperation, float, bool]] = {
+        "gather_experts": ("forward", among, "all_gather", gathered, how.gathers_once),
+        "gather_experts_again": ("backward", among, "all_gather", again, False),
+        "scatter_experts": ("backward", among, "reduce_scatter", scattered, not how.sends_each),
+        "sum_experts": ("backward", "replicate", "all_reduce", apart, True),
+    }
+    for name, (phase, over, operation, bytes, last) in calls.items():
+        if bytes and sizes[f"{over}_ranks"] > 1:
+            yield (
+                f"shards/{name}",
+                collective(sizes, over, phase, operation, bytes / layers, layers, last=last),
+            )
+    if divided.routers:
+        yield (
+            "reduce/gradients",
+            collective(sizes, "shard", "optimizer", "all_reduce", divided.routers),
+        )
+
+
 def beside_halves(ledger: Ledger, halves: Collection[str]) -> Ledger:
     """Return the ledger of slices whose matrices are stored in bf16, where they were in fp32.
 
