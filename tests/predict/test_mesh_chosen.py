@@ -22,14 +22,15 @@ def chosen(plan: Plan, ranks: int) -> ChosenMesh:
     return choose_mesh(plan, ranks, place, linked(ranks=ranks), catalogue())
 
 
-def test_states_are_divided_where_a_model_fits_and_what_cannot_follow_is_told() -> None:
-    """Of layouts that hide what they send, ZeRO's updates a slice alone."""
+def test_slices_are_taken_where_a_model_fits_and_what_cannot_follow_is_told() -> None:
+    """Of layouts that hide what they send, these update a slice alone."""
     graphs = ("torch_compile", "cuda_graphs")
     plan = plan_of("160m", "mesh.auto=true", with_=graphs, without=())
     found = chosen(plan, 2)
-    assert found.plan.mesh == MeshConfig(data=2) and "zero" in found.plan.techniques
+    (layout,) = (n for n, t in found.plan.techniques.items() if "shard" in t.composes)
+    assert found.plan.mesh == MeshConfig(data=2)
     assert "cuda_graphs" not in found.plan.techniques and "torch_compile" in found.plan.techniques
-    assert in_order(found.lines[0], "2 ranks", "data=2", "zero", "GiB")
+    assert in_order(found.lines[0], "2 ranks", "data=2", layout, "GiB")
     assert any("-cuda_graphs" in line for line in found.lines[1:])
 
 
