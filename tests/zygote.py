@@ -66,10 +66,11 @@ def child(request: dict) -> int:
 def main() -> None:
     """Serve requests until standard input ends."""
     torch.set_num_threads(1)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else asking keeps children from GPUs
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run in the background
     catalogue()
-    # What of these asks a GPU as it is imported keeps children from using it.
-    for name in () if torch.cuda.device_count() else BESIDE:
+    asks = {"house"} if torch.cuda.device_count() else set()  # a context of a GPU, which it begins
+    for name in (n for n in BESIDE if n not in asks):
         with contextlib.suppress(ImportError):  # an extra that is not here
             importlib.import_module(name)
     headrace.report.conclude.SAMPLE_TOKENS = 8  # as the fixture `short_samples` does
