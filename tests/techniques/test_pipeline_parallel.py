@@ -19,6 +19,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.memory.selective_checkpoint import SelectiveCheckpoint
 from headrace.techniques.parallel.pipeline_parallel import (
+    HEAD_LAYERS,
     PipelineParallel,
     keep_only,
     make_parts,
@@ -65,6 +66,23 @@ def test_the_last_stage_has_the_head_and_no_more_layers(
     assert [n for p in parts for n in p.blocks or ()] == [str(n) for n in range(layers)]
     assert [p.first for p in parts] == [True] + [False] * (stages - 1)
     assert [p.last for p in parts] == [False] * (stages - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "head", "counts"),
+    [
+        (16, 4, 3.4, [5, 5, 5, 1]),
+        (16, 2, 3.4, [10, 6]),
+        (16, 2, 1.0, [8, 8]),
+        (16, 2, 2.6, [9, 7]),
+        (4, 2, 90.0, [3, 1]),
+        (4, 4, 2.0, [1, 1, 1, 1]),
+    ],
+)
+def test_the_head_counts_as_layers(
+    layers: int, stages: int, head: float, counts: list[int]
+) -> None:
+    assert split(layers, stages, head) == counts
 
 
 def test_a_stage_without_layers_is_refused() -> None:
@@ -137,7 +155,7 @@ def blocks_of(ledger: Ledger) -> int:
 
 
 def test_every_rank_and_the_bubble_are_predicted(tiny_plan: Callable[..., Plan]) -> None:
-    plan, pipe = tiny_plan("model.layers=4"), PipelineParallel()
+    plan, pipe = tiny_plan("model.layers=4"), PipelineParallel(balance="layers")
     baseline = ledger_of(plan, 2, 8)
     each = [pipe._on(baseline, rank, 2, 8) for rank in (0, 1)]
     assert [blocks_of(one) for one in each] == [4, 2]  # two micro-batches in flight, and one
@@ -149,7 +167,7 @@ def test_every_rank_and_the_bubble_are_predicted(tiny_plan: Callable[..., Plan])
     assert found.memory == each[0].memory and found.peak()[1] < baseline.peak()[1]
     total = found.flops_per_token()
     assert found.flops["bubble"] / total == pytest.approx(1 / 9)
-    more = PipelineParallel.model_validate(INTERLEAVED).predict(baseline)
+    more = PipelineParallel.model_validate({**INTERLEAVED, "balance": "layers"}).predict(baseline)
     assert more.flops["bubble"] / more.flops_per_token() == pytest.approx(1 / 17)
     # What acts later reads the rank's own layers.
     saved = SelectiveCheckpoint(save="attention").predict(found)
@@ -233,7 +251,8 @@ def test_a_rank_holds_the_weights_that_are_predicted(
             sizes={**predicted.sizes, "pipeline_ranks": 2.0, "pipeline_rank": float(rank)},
         )
         one = PipelineParallel().predict(ledger)
-        parts = make_parts(tuple(build.model.blocks), 2)[rank::2]
+        head = one.sizes[HEAD_LAYERS]
+        parts = make_parts(tuple(build.model.blocks), 2, head)[rank::2]
         keep_only(build.model, parts, tied=build.config.tied_embeddings)
         held = dict(build.model.named_parameters())
         learns = [p for p in held.values() if p.requires_grad]

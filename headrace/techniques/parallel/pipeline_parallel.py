@@ -13,10 +13,11 @@ micro-batches on, and every rank holds as many activations as 1F1B's first. It w
 summed after the last backward pass, and layers whose backward pass can be done in two parts.
 `schedule=dualpipev` lies along the same V, and does only the first and the last in two parts.
 
-Layers are split as evenly as they go. Where they do not go evenly, the stages right before the last
-get one more: the last also has the head, and the first ranks hold the activations of the most
-micro-batches. A tied embedding is held by both ends; each computes its part of the gradient, and
-the sum of both reaches both. The mechanism is parallel/pipeline.
+The last stage also has the head, whose matmul takes as long as that of some layers where the
+vocabulary is large. It gets as many layers less (`balance`), since the slowest stage sets the pace.
+The others share the rest as evenly as it goes, the later of them one more: the first ranks hold the
+activations of the most micro-batches. A tied embedding is held by both ends; each computes its part
+of the gradient, and the sum of both reaches both. The mechanism is parallel/pipeline.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +75,8 @@ WHOLE_BACKWARD = (
 """Techniques with a backward pass that is one for a block, computes again what it needs, or gives
 away what it has computed."""
 AXIS = "pipeline"
+HEAD_LAYERS = "head_layers"
+"""The size of a ledger that says how many layers take as long as the head."""
 END_LINES = ("final_norm", "logits", "head_cast", "head_gradients", "head_weight_gradient")
 
 
@@ -86,6 +89,8 @@ class PipelineParallel(Technique[Build]):
     chunks: int = Field(default=1, ge=1, le=16)
     """Stages per rank: 1 for 1f1b, 2 or more for interleaved, 2 for zbv and
     dualpipev; tuner range 1 to 4."""
+    balance: Literal["flops", "layers"] = "flops"
+    """What stages have alike: FLOPs, of which the head counts as layers, or layers alone."""
 
     room: ClassVar[str] = "parallel"
     stage: ClassVar[Stage] = Stage.PIPELINE
@@ -184,16 +189,26 @@ class PipelineParallel(Technique[Build]):
         ranks = int(ledger.sizes["pipeline_ranks"])
         if ranks == 1:
             return ledger
+        ledger = replace(ledger, sizes={**ledger.sizes, HEAD_LAYERS: self._head_layers(ledger)})
         micros = int(ledger.sizes["micro_batches"])
         idle = self._waits(ranks, micros)
         lost = ledger.flops_per_token() * idle / (1 - idle)
         one = self._on(ledger, int(ledger.sizes["pipeline_rank"]), ranks, micros)
         return one.with_flops("bubble", lost)
 
+    def _head_layers(self, ledger: Ledger) -> float:
+        """Return how many layers have the FLOPs of the head; 0 where layers alone are shared."""
+        if self.balance == "layers":
+            return 0.0
+        sizes = ledger.sizes
+        block = (sizes["block_flops"] + sizes["attention_flops"]) / sizes["layers"]
+        return 2 * sizes["dim"] * sizes["vocab"] / block
+
     def _on(self, ledger: Ledger, rank: int, ranks: int, micros: int) -> Ledger:
         """Count one rank's memory: its layers, once for each micro-batch in flight."""
         layers, last = int(ledger.sizes["layers"]), rank == (0 if self.is_v else ranks - 1)
-        stages = make_parts(tuple(map(str, range(layers))), ranks * self.chunks)
+        names, head = tuple(map(str, range(layers))), ledger.sizes.get(HEAD_LAYERS, 0.0)
+        stages = make_parts(names, ranks * self.chunks, head)
         parts = self._mine(stages, ranks, rank)
         mine = [name for part in parts for name in part.blocks or ()]
         here, visits = len(mine), most_in_flight(ranks, rank, micros, self.chunks)
@@ -262,9 +277,12 @@ class PipelineParallel(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Keep this rank's layers, connect the ranks, and fill the engine."""
+        from headrace.assemble.build import make_ledger
+
         assert build.world.mesh is not None
         ranks, rank = build.world.size("pipeline"), build.world.place("pipeline")
-        stages = make_parts(tuple(build.model.blocks), ranks * self.chunks)
+        head = make_ledger(build.plan, build.context).sizes[HEAD_LAYERS]
+        stages = make_parts(tuple(build.model.blocks), ranks * self.chunks, head)
         parts, tied = self._mine(stages, ranks, rank), build.config.tied_embeddings
         keep_only(build.model, parts, tied=tied)
         if tied and not self.is_v:
@@ -415,8 +433,13 @@ class DecoderStages:
 # --- who holds what --------------------------------------------------------------------------
 
 
-def split(layers: int, stages: int) -> list[int]:
-    """Return the layers of each stage: equal, and one more for those right before the last.
+def split(layers: int, stages: int, head: float = 0.0) -> list[int]:
+    """Return the layers of each stage, at least one; stages right before the last get what is left.
+
+    Args:
+        layers: of the model.
+        stages: of the pipeline.
+        head: layers that take as long as the head, which the last stage has too.
 
     Raises:
         ConfigError: a stage would have none.
@@ -432,14 +455,17 @@ def split(layers: int, stages: int) -> list[int]:
             if layers > 1
             else mend("mesh.pipeline=1", "-pipeline_parallel"),
         )
-    each, over = divmod(layers, stages)
-    return [each + (stages - 1 - over <= stage < stages - 1) for stage in range(stages)]
+    others = stages - 1
+    slowest = {n: max(n + head, -(-(layers - n) // others)) for n in range(1, layers - others + 1)}
+    last = min(slowest, key=lambda n: (slowest[n], -n if head else n))
+    each, over = divmod(layers - last, others)
+    return [each + (others - over <= stage) for stage in range(others)] + [last]
 
 
-def make_parts(blocks: Sequence[str], stages: int) -> list[Part]:
-    """Return the model's parts, first stage first."""
+def make_parts(blocks: Sequence[str], stages: int, head: float = 0.0) -> list[Part]:
+    """Return the model's parts, first stage first; see `split`."""
     parts, start = [], 0
-    for stage, count in enumerate(split(len(blocks), stages)):
+    for stage, count in enumerate(split(len(blocks), stages, head)):
         names = tuple(blocks[start : start + count])
         parts.append(Part(names, first=stage == 0, last=stage == stages - 1))
         start += count
