@@ -227,7 +227,9 @@ def _reading_streams(
     }
 
 
-def stored_in_bf16(name: str, piece: Work, *, adds_up: bool, master: bool) -> Work | None:
+def stored_in_bf16(
+    name: str, piece: Work, *, adds_up: bool, master: bool, widened: float = 1.0
+) -> Work | None:
     """Return a piece of work of matrices that are stored in bf16; None where it is left out.
 
     Casts of weights go, and of gradients that nothing adds up; the update shrinks.
@@ -237,6 +239,7 @@ def stored_in_bf16(name: str, piece: Work, *, adds_up: bool, master: bool) -> Wo
         piece: its work where weights are stored in fp32.
         adds_up: a step adds several gradients of one weight.
         master: the update keeps the rest of each weight.
+        widened: share of the gradients that are made fp32 before they are added up.
     """
     if name in ("weight_cast/forward", "weight_cast/forward/again", "head_cast/forward"):
         return None
@@ -244,6 +247,10 @@ def stored_in_bf16(name: str, piece: Work, *, adds_up: bool, master: bool) -> Wo
         return None
     if not isinstance(piece, Stream):
         return piece
+    if name in ("weight_cast/backward", "head_cast/backward"):
+        return piece.divided(1 / widened)
+    if name == "gradients/backward":  # of 12 bytes a number: one of the two that are added
+        return piece.with_bytes(lambda bytes: bytes * (10 + 2 * (widened == 1)) / 12)
     if name == "clip/optimizer":  # the norm alone, in bf16 as slow; the update multiplies
         return piece.whole(piece.bytes / 3)
     if name == "update/optimizer":  # of 28 bytes a number: weight, gradient, moments and the rest

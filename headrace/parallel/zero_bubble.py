@@ -328,6 +328,7 @@ def backward_weights(kept: PutOff, weights: Iterable[nn.Parameter]) -> None:
 def _add(weight: nn.Parameter, gradient: Tensor) -> None:
     """Add a gradient up as a backward pass does, in the dtype that the weight asks for."""
     if weight.grad is None:
-        weight.grad = gradient.to(getattr(weight, "grad_dtype", None) or weight.dtype)
+        kept = getattr(weight, "grad_dtype", weight.dtype)
+        weight.grad = gradient.to(kept or torch.float32)  # None is of sums that are widened
     else:
         weight.grad += gradient

@@ -78,7 +78,7 @@ DEAR = frozenset(
         "techniques/adapt/distillation:Distillation._source#2",
         "techniques/adapt/preference:Preference._check_knobs#2",
         "techniques/memory/dynamic_batch:MicroBatchSize.shrink#1",
-        "techniques/precision/bf16_parameters:Bf16AdamW.step#1",
+        "optim/bf16_adamw:Bf16AdamW.step#1",
         "train/checkpoint:Checkpoints._read_part#1",
         "train/checkpoint:Checkpoints._read_part#2",
         "train/checkpoint:Checkpoints.wait#1",

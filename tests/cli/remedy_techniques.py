@@ -132,7 +132,7 @@ TECHNIQUES = {
         before=lambda run: Path("x.txt").write_text("The mill stands by the river. " * 99),
         fills={"PATH": "x.txt goal.steps=1 --dry-run"},
     ),
-    "techniques/precision/bf16_parameters:Bf16AdamW.step#1": Case(
+    "optim/bf16_adamw:Bf16AdamW.step#1": Case(
         "train runs/own/plan.toml --resume --checkpoint step-3 goal.steps=4 name=next "
         "techniques.bf16_parameters.rounding=stochastic",
         rounded,

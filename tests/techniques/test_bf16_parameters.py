@@ -18,8 +18,9 @@ from headrace.data.loader import Micro
 from headrace.kernels.adamw import KERNEL, Noise
 from headrace.kernels.bf16_weight import joined, keys_of, places
 from headrace.kernels.launches import COUNTS
+from headrace.optim.bf16_adamw import Bf16AdamW
 from headrace.plan.technique import Context, Supported, Unsupported
-from headrace.techniques.precision.bf16_parameters import Bf16AdamW, Bf16Parameters
+from headrace.techniques.precision.bf16_parameters import Bf16Parameters
 from headrace.train.checkpoint import Saved
 from headrace.train.evaluate import evaluate
 from headrace.train.train import step

@@ -26,21 +26,20 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from headrace.assemble.sockets import Build, Route
-from headrace.core.errors import ConfigError, RefusalKind
+from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.decoder_work import stored_in_bf16
 from headrace.costs.ledger import Ledger
 from headrace.costs.slices import beside_halves
 from headrace.costs.work import CUSTOM_COMPILED, EAGER, Collective, Stream, Work
-from headrace.kernels.adamw import KERNEL, Noise, Update, adamw_, biases
-from headrace.kernels.bf16_weight import joined, keys_at, keys_of, places, round_with_noise_, split_
+from headrace.kernels.adamw import KERNEL, Noise
+from headrace.kernels.bf16_weight import keys_of, places
 from headrace.kernels.launches import COUNTS
-from headrace.optim.adamw import make_adamw
+from headrace.optim.bf16_adamw import SLICE_NUMBERS, Bf16AdamW, local_state
 from headrace.parallel.layout import is_dtensor, local_box, local_of
-from headrace.plan.plan import OptimizerConfig, Plan
+from headrace.plan.plan import Plan
 from headrace.plan.technique import (
     Card,
     Context,
@@ -62,152 +61,8 @@ there. On a GPU it is added up in fp32."""
 SLICE_LAUNCHES = 30
 """Eager kernels that the host takes as long for as for one slice's update by torch's operations.
 Without the fused kernel a step of 160m in 60 slices took 66.0 ms for 35.7 (natural.jsonl, H100)."""
-SLICE_NUMBERS = 1 << 22
-"""Numbers that are updated at once: 16 MiB of each fp32 temporary."""
 TEMPORARIES = 4
 """fp32 copies of a slice that the update in slices holds at once; measured."""
-
-
-class Bf16AdamW(torch.optim.Optimizer):
-    """Run AdamW over bf16 matrices with fp32 arithmetic and moments, masked on the device.
-
-    Args:
-        config: the baseline's optimizer.
-        named: bf16 matrices.
-        rounding: the technique's knob.
-        noise: name -> what makes a matrix's stochastic rounding its own.
-        fused: whether one kernel does all of it, or torch's operations on slices.
-    """
-
-    def __init__(
-        self,
-        config: OptimizerConfig,
-        named: Mapping[str, nn.Parameter],
-        *,
-        rounding: str,
-        noise: Callable[[str], Noise],
-        fused: bool,
-    ) -> None:
-        groups = make_adamw(config, named).param_groups
-        keys = ("params", "weight_decay", "lr", "betas", "eps")
-        super().__init__([{k: g[k] for k in keys} for g in groups], {})
-        self.found_inf: Tensor | None = None
-        self.gradient_factor: Tensor | None = None
-        self._keeps = rounding == "master"
-        self._noise = {} if self._keeps else {p: noise(name) for name, p in named.items()}
-        self._update = adamw_ if fused else in_slices_
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Update every matrix; where `found_inf` is 1, weights and states stay as they are."""
-        counts = []
-        for group in self.param_groups:
-            how = Update(
-                group["lr"],
-                group["betas"],
-                group["eps"],
-                group["weight_decay"],
-                self.gradient_factor,
-                self.found_inf,
-            )
-            moved = [p for p in group["params"] if p.grad is not None]
-            states = [_local(self.state[p] or self._start(p)) for p in moved]
-            if not moved:
-                continue
-            if any(("rest" in state) != self._keeps for state in states):
-                other = "stochastic" if self._keeps else "master"
-                raise ConfigError(
-                    "the checkpoint's weights were rounded otherwise than this plan rounds them",
-                    mend(f"techniques.bf16_parameters.rounding={other}"),
-                )
-            steps = [state["step"] for state in states]
-            counts += steps
-            corrections = biases(steps, how.betas)
-            for p, state, corrections_2 in zip(moved, states, corrections, strict=True):
-                weight = local_of(p.detach())
-                if not weight.numel():  # of slices that do not come out even
-                    continue
-                self._update(
-                    weight,
-                    state.get("rest"),
-                    self._noise.get(p),
-                    local_of(p.grad),
-                    state["exp_avg"],
-                    state["exp_avg_sq"],
-                    state["step"],
-                    corrections_2,
-                    how,
-                )
-        if counts:
-            one = torch.ones_like(counts[0]) if self.found_inf is None else 1 - self.found_inf
-            # A list: one number alone would be read by the host.
-            torch._foreach_add_(counts, [one] * len(counts))  # type: ignore[attr-defined]
-
-    def _start(self, p: nn.Parameter) -> dict[str, Tensor]:
-        """Make moments of zero; the master is the weight."""
-        state = self.state[p]
-        state["step"] = torch.zeros((), device=p.device)
-        for key in ("exp_avg", "exp_avg_sq"):
-            state[key] = torch.zeros_like(p, dtype=torch.float32)
-        if self._keeps:
-            state["rest"] = torch.zeros_like(p, dtype=torch.int16)
-        return state
-
-
-def _local(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state with the part of each tensor that this rank holds."""
-    return {key: local_of(value) for key, value in state.items()}
-
-
-def in_slices_(
-    weight: Tensor,
-    rest: Tensor | None,
-    noise: Noise | None,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: Tensor,
-    corrections_2: Tensor,
-    how: Update,
-) -> None:
-    """Do what `adamw_` does by torch's own fused update, slice by slice; see there."""
-    columns = weight.size(-1)
-    weight, grad, exp_avg, exp_avg_sq = (
-        t.reshape(-1, columns) for t in (weight, grad, exp_avg, exp_avg_sq)
-    )
-    count = max(1, SLICE_NUMBERS // columns)
-    for start in range(0, weight.size(0), count):
-        rows = slice(start, start + count)
-        left = None if rest is None else rest.view(-1, columns)[rows]
-        values, wide = joined(weight[rows], left), grad[rows].float()
-        adamw(
-            [values],
-            [wide if how.factor is None else wide * how.factor],
-            [exp_avg[rows]],
-            [exp_avg_sq[rows]],
-            [],
-            [step.clone()],
-            fused=True,
-            found_inf=how.found_inf,
-            amsgrad=False,
-            beta1=how.betas[0],
-            beta2=how.betas[1],
-            lr=how.lr,
-            weight_decay=how.weight_decay,
-            eps=how.eps,
-            maximize=False,
-        )
-        if left is not None:
-            split_(weight[rows], left, values)
-        else:  # masked values are bf16 numbers, which no noise moves
-            assert noise is not None
-            round_with_noise_(
-                weight[rows],
-                values,
-                noise.rows_R[rows],
-                noise.columns_C,
-                keys_at(noise.keys_2, step),
-            )
 
 
 class Bf16Parameters(Technique[Build]):
@@ -296,6 +151,7 @@ class Bf16Parameters(Technique[Build]):
         pairs = SUMMED_EARLY in ledger.work and sizes["shard_ranks"] == 2
         several = sizes["micro_batches"] > 1 or (sizes["shard_ranks"] > 1 and not pairs)
         adds_up = slices == 1 and several
+        widened = 1.0 if SUMMED_EARLY in ledger.work else 1 / max(1.0, sizes["micro_batches"])
         master = self.rounding == "master"
         plain = {
             n: m
@@ -319,7 +175,7 @@ class Bf16Parameters(Technique[Build]):
             ledger = ledger.with_line("head_weight_gradient", replace(line, bytes=line.bytes / 2))
         casts = [n for n in ledger.memory if n == "head_cast" or n.endswith("/weight_cast")]
         ledger = ledger.without(casts).reworked(
-            lambda n, w: stored_in_bf16(n, w, adds_up=adds_up, master=master)
+            lambda n, w: stored_in_bf16(n, w, adds_up=adds_up, master=master, widened=widened)
         )
         if slices > 1:
             ledger = beside_halves(ledger, plain)
@@ -366,9 +222,10 @@ class Bf16Parameters(Technique[Build]):
             for name, p in named.items():
                 if is_dtensor(p):
                     continue  # FSDP2 adds up in fp32, and gives the sum its slice's dtype
-                shared = build.layouts[name].partial - {"shard"}
-                if (_adds_up(build.plan) and not _adds_pairs(build.plan)) or name == tied or shared:
+                if name == tied or build.layouts[name].partial - {"shard"}:
                     p.grad_dtype = torch.float32
+                elif _adds_up(build.plan) and not _adds_pairs(build.plan):
+                    _keep_wide(p, early=_sums_early(build.plan))
             return Bf16AdamW(config, named, rounding=rounding, noise=noise, fused=fused)
 
         build.notes[self.name()] = COUNTS[KERNEL]
@@ -392,7 +249,7 @@ class Bf16Parameters(Technique[Build]):
         )
         # A block that was left out of every step so far has had no gradient.
         due = [p for p in low if p.grad is not None or state.get(p)]
-        states = {p: _local(state.get(p, {})) for p in low}
+        states = {p: local_state(state.get(p, {})) for p in low}
         rests = [states[p]["rest"] for p in due if "rest" in states[p]]
         kept = sum(int(rest.count_nonzero()) for rest in rests)
         moved = sum("exp_avg" in states[p] for p in due)
@@ -419,6 +276,23 @@ class Bf16Parameters(Technique[Build]):
 
     def _is_fused(self, context: Context) -> bool:
         return context.lacks_triton() is None if self.fused is None else self.fused
+
+
+def _keep_wide(p: nn.Parameter, *, early: bool) -> None:
+    """Keep the gradient of a bf16 matrix in fp32, to which others are added.
+
+    Autograd would widen each gradient and then add it up: 18 bytes of a number, where the sum of
+    a number in fp32 and one in bf16 moves 10. So only the first is widened, once it is there. What
+    sums gradients early reads them in hooks of its own, and has each of them widened.
+    """
+    p.grad_dtype = torch.float32 if early else None
+    if not early:
+        p.register_post_accumulate_grad_hook(_widen)
+
+
+def _widen(p: Tensor) -> None:
+    if p.grad is not None and p.grad.dtype is not torch.float32:
+        p.grad = p.grad.float()
 
 
 def _beside_sums(run: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
@@ -481,8 +355,13 @@ def _adds_pairs(plan: Plan) -> bool:
 
     The sum of two numbers in bf16 rounds to bf16 as it would from fp32.
     """
-    early = any("reduce" in technique.claims for technique in plan.techniques.values())
-    return early and plan.mesh.data * plan.mesh.context == 2 and not _adds_up_here(plan)
+    ranks = plan.mesh.data * plan.mesh.context
+    return _sums_early(plan) and ranks == 2 and not _adds_up_here(plan)
+
+
+def _sums_early(plan: Plan) -> bool:
+    """Return whether gradients are summed over ranks while the backward pass makes others."""
+    return any("reduce" in technique.claims for technique in plan.techniques.values())
 
 
 def _adds_up_here(plan: Plan) -> bool:
