@@ -37,6 +37,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 forecasts, kernel_gaps = (import_module(name) for name in ("forecasts", "kernel_gaps"))
 H200 = Machine.assumed("NVIDIA H200")
 LAYERS = 12
+ALIKE = "techniques.pipeline_parallel.balance=layers"
 TRUNK = "-torch_compile -cudnn_attention -fused_swiglu -fused_cross_entropy -bf16_parameters"
 
 
@@ -192,7 +193,7 @@ def test_single_rows_take_as_much_longer_as_a_cpu_s_steps_that_python_bounds() -
 @pytest.mark.parametrize("name", ["full_checkpoint", "selective_checkpoint"])
 def test_ranks_of_a_pipeline_run_their_own_blocks_again(name: str) -> None:
     """Check that each of two ranks recomputes its own blocks once for each micro-batch."""
-    words = (f"+{name}", "+pipeline_parallel", "mesh.pipeline=2", "batch.micro_sequences=1")
+    words = (f"+{name}", "+pipeline_parallel", "mesh.pipeline=2", "batch.micro_sequences=1", ALIKE)
     plan = plan_of(*words)
     each = make_ledgers(plan, on_h200(plan))
     assert [ledger.work[f"{name}/blocks"].count for ledger in each] == [LAYERS / 2] * 2
@@ -272,7 +273,7 @@ def test_a_budget_of_a_pipelines_rank_is_of_its_own_blocks() -> None:
     words = ("+memory_budget", "+torch_compile", "batch.micro_sequences=4")
     whole = ledger_of(*words)
     for ranks in (2, 4):
-        part = ledger_of(*words, "+pipeline_parallel", f"mesh.pipeline={ranks}")
+        part = ledger_of(*words, "+pipeline_parallel", f"mesh.pipeline={ranks}", ALIKE)
         again = [n for n, p in part.work.items() if n.endswith("/again") and p.kind == "product"]
         blocks = {part.work[name].count for name in again if "." in name.split("/")[0]}
         assert blocks and blocks <= {LAYERS / ranks}

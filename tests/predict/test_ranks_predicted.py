@@ -67,7 +67,14 @@ PARALLEL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "fsdp": (("mesh.data=4",), ("fsdp",)),
     "tensor": (("mesh.tensor=4",), ("tensor_parallel",)),
     "context": (("mesh.context=4",), ("context_parallel",)),
-    "pipeline": (("mesh.pipeline=4", "batch.micro_sequences=2"), ("pipeline_parallel",)),
+    "pipeline": (
+        (
+            "mesh.pipeline=4",
+            "batch.micro_sequences=2",
+            "techniques.pipeline_parallel.balance=layers",
+        ),
+        ("pipeline_parallel",),
+    ),
 }
 
 
@@ -233,7 +240,7 @@ def test_a_pipeline_waits_as_its_bubble_says() -> None:
             "160m",
             "mesh.pipeline=4",
             f"batch.micro_sequences={rows}",
-            f'techniques.pipeline_parallel={{schedule="{how}", chunks={chunks}}}',
+            f'techniques.pipeline_parallel={{schedule="{how}", chunks={chunks}, balance="layers"}}',
         )
         found, micros = seen(plan), plan.rows_per_step // rows
         assert found.time.step_s
