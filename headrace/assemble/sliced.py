@@ -75,7 +75,7 @@ SHARDED_LINES = ("parameters", "gradients", "optimizer")
 THROUGH: tuple[Instant, ...] = ("loss", "turn", "backward")
 """When gathered weights are held."""
 LITTLE = 0.05
-"""Share of a rank's foreseen peak that gathered weights may add before they are freed, where that
+"""Share of a rank's predicted peak that gathered weights may add before they are freed, where that
 is left open: below it a second gather costs more than its memory is worth."""
 
 

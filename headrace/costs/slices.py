@@ -172,10 +172,10 @@ def experts_work(ledger: Ledger, divided: DividedExperts) -> Iterator[tuple[str,
     assert how is not None
     gathered = divided.parameters * (0.5 if how.narrow else 1.0)
     scattered = divided.gradients * how.summed / FP32
-    among, again, apart = "expert_slices", how.freed * gathered, scattered / divided.slices
+    among, for_backward, apart = "expert_slices", how.freed * gathered, scattered / divided.slices
     calls: dict[str, tuple[Phase, str, CollectiveOperation, float, bool]] = {
         "gather_experts": ("forward", among, "all_gather", gathered, how.gathers_once),
-        "gather_experts_again": ("backward", among, "all_gather", again, False),
+        "gather_experts_again": ("backward", among, "all_gather", for_backward, False),
         "scatter_experts": ("backward", among, "reduce_scatter", scattered, not how.sends_each),
         "sum_experts": ("backward", "replicate", "all_reduce", apart, True),
     }
@@ -209,7 +209,9 @@ def beside_halves(ledger: Ledger, halves: Collection[str]) -> Ledger:
     if apart:
         own = collective(ledger.sizes, "shard", "optimizer", "all_reduce", apart)
         work["shards/apart"] = own
-    fewer = _held(how, gathered_groups(how)) - _held(how, gathered_groups(how, halves))
+    fewer = _retained_bytes(how, gathered_groups(how)) - _retained_bytes(
+        how, gathered_groups(how, halves)
+    )
     changes = {"parameters": apart, "gradients": apart, "optimizer": 2 * apart}
     changes = {name: bytes * (1 - 1 / slices) for name, bytes in changes.items()}
     for name, more in {**changes, "gathered": -fewer}.items():
@@ -218,7 +220,7 @@ def beside_halves(ledger: Ledger, halves: Collection[str]) -> Ledger:
     return replace(ledger, work={**ledger.work, **work})
 
 
-def _held(how: Slicing, gathered: GroupBytes) -> float:
+def _retained_bytes(how: Slicing, gathered: GroupBytes) -> float:
     """Return the bytes of gathered weights that a rank holds at once."""
     share = 2 / max(1.0, how.whole.sizes["layers"]) if how.freed else 1.0
     return gathered.total - (1 - share) * gathered.blocks

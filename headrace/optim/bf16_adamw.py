@@ -1,4 +1,4 @@
-"""AdamW over bf16 matrices, in fp32 arithmetic: one kernel on a GPU, else torch's on fp32 slices.
+"""Run AdamW over bf16 matrices in fp32: one kernel on a GPU, else torch's update of fp32 slices.
 
 How a weight of 16 bits keeps what an update adds is in kernels/bf16_weight. A rank that holds a
 slice of a matrix updates that. Source: arXiv 1711.05101; arXiv 2010.06192.

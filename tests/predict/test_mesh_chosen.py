@@ -23,7 +23,7 @@ def chosen(plan: Plan, ranks: int) -> ChosenMesh:
 
 
 def test_slices_are_taken_where_a_model_fits_and_what_cannot_follow_is_told() -> None:
-    """Of layouts that hide what they send, these update a slice alone."""
+    """Check that of layouts which hide what they send one is chosen that updates slices."""
     graphs = ("torch_compile", "cuda_graphs")
     plan = plan_of("160m", "mesh.auto=true", with_=graphs, without=())
     found = chosen(plan, 2)

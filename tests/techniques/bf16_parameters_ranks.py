@@ -50,7 +50,7 @@ def take(build: Build, update: int) -> None:
 
 
 def updates(ranks: int, rounding: str, corpus: str, prepared: str) -> None:
-    """By the same gradients slices become what whole matrices become, to the bit."""
+    """Check that by the same gradients slices become what whole matrices do, to the bit."""
     torch.set_num_threads(1)
     house.put_data_in(corpus, prepared)
     plan, alone = plan_of(ranks, rounding), plan_of(1, rounding)
@@ -77,7 +77,7 @@ def updates(ranks: int, rounding: str, corpus: str, prepared: str) -> None:
 
 
 def held(ranks: int, corpus: str, prepared: str) -> None:
-    """A rank holds as many bytes of weights, gradients and states as were predicted."""
+    """Check that a rank has as many bytes of weights, gradients and states as predicted."""
     house.put_data_in(corpus, prepared)
     plan = plan_of(ranks, "master")
     with open_world(plan.mesh, DEVICE) as world:

@@ -8,7 +8,7 @@ PyTorch FSDP: arXiv 2304.11277; torch.distributed.fsdp.fully_shard).
 Cost: two gathers of the weights and one scatter of the gradients a micro-batch; with several
 micro-batches gradients are kept whole until the last one and sent once. `reshard=False` keeps the
 gathered weights until the backward pass: one gather less, the weights' memory more. Left open, they
-are kept where that adds at most a twentieth to the foreseen peak.
+are kept where that adds at most a twentieth to the predicted peak.
 `mesh.replicate` slices within groups of ranks, and adds slices of the gradients up over the groups
 (HSDP): gathers stay inside a node, and a rank holds more.
 """
@@ -24,7 +24,7 @@ class Fsdp(SlicingTechnique):
 
     reshard: bool | None = None
     """Free a block's gathered weights after its forward pass. Left open: where they are more than a
-    twentieth of the foreseen peak."""
+    twentieth of the predicted peak."""
 
     symptoms: ClassVar[tuple[str, ...]] = (
         "memory capacity:parameters",

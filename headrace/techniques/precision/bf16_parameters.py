@@ -253,9 +253,9 @@ class Bf16Parameters(Technique[Build]):
         rests = [states[p]["rest"] for p in due if "rest" in states[p]]
         kept = sum(int(rest.count_nonzero()) for rest in rests)
         moved = sum("exp_avg" in states[p] for p in due)
-        held = [local_of(p) for p in taken]
-        count = sum(p.numel() for p in held)
-        bytes_per_weight = sum(p.nbytes for p in held) / max(1, count)
+        local = [local_of(p) for p in taken]
+        count = sum(p.numel() for p in local)
+        bytes_per_weight = sum(p.nbytes for p in local) / max(1, count)
         grown = sum(t.nbytes for own in states.values() for t in own.values()) / max(1, count)
         how = f"{kept} of {count} weights have bits beyond" if rests else "rounded by chance"
         whole = kept > 0 and len(rests) == len(due) if self.rounding == "master" else not rests
