@@ -91,10 +91,10 @@ def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
     ranks = ranks_of(plan.mesh)
     ranks["pipeline_rank"] = float(pipeline_rank)
     ranks["micro_batches"] = plan.rows_per_step / plan.mesh.data / plan.micro_rows
-    ranks["other_loss"] = float(any("terms" in t.composes for t in plan.techniques.values()))
-    halves = (t for t in plan.techniques.values() if "storage" in t.composes and t.halves)
-    ranks["stored_halves"] = float(any(True for _ in halves))
-    others = any("objective" in t.composes for t in plan.techniques.values())
+    on = plan.techniques.values()
+    ranks["other_loss"] = float(any("terms" in t.composes for t in on))
+    ranks["stored_halves"] = float(any("storage" in t.composes and t.halves for t in on))
+    others = any("objective" in t.composes for t in on)
     ranks["other_objective"] = float(others or bool(model.logit_cap))
     work = baseline_work(
         model,

@@ -309,11 +309,9 @@ class SlicingTechnique(Technique[Build]):
 
     def _frees(self, build: Build) -> bool:
         """Return whether blocks free their weights, as the plan's prediction has it."""
-        from headrace.assemble.build import make_ledger
-
         freed = self.frees_weights()
         if freed is None:
-            sliced = make_ledger(build.plan, build.context).sliced
+            sliced = build.predicted(build.plan).sliced
             freed = sliced is None or sliced.freed
         build.notes[FREED] = freed
         return freed

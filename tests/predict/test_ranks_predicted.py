@@ -34,13 +34,8 @@ H200 = Machine.assumed("NVIDIA H200")
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "plans"
 EXPOSED, WAIT = PART_NAMES["collective"], PART_NAMES["wait"]
 FUNCTIONS = Path(__file__).parents[1] / "probe_ranks.py"
-ALONE = (
-    "bf16_parameters",
-    "torch_compile",
-    "fused_cross_entropy",
-    "fused_swiglu",
-    "cudnn_attention",
-)
+FUSED = ("fused_cross_entropy", "fused_swiglu")
+ALONE = ("bf16_parameters", "torch_compile", *FUSED, "cudnn_attention")
 
 
 def plan_of(shape: str, *overrides: str, with_: tuple[str, ...] = (), **how: Any) -> Plan:

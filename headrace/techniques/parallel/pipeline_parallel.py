@@ -277,11 +277,9 @@ class PipelineParallel(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Keep this rank's layers, connect the ranks, and fill the engine."""
-        from headrace.assemble.build import make_ledger
-
         assert build.world.mesh is not None
         ranks, rank = build.world.size("pipeline"), build.world.place("pipeline")
-        head = make_ledger(build.plan, build.context).sizes[HEAD_LAYERS]
+        head = build.predicted(build.plan).sizes[HEAD_LAYERS]
         stages = make_parts(tuple(build.model.blocks), ranks * self.chunks, head)
         parts, tied = self._mine(stages, ranks, rank), build.config.tied_embeddings
         keep_only(build.model, parts, tied=tied)
