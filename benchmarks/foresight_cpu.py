@@ -59,9 +59,9 @@ SOUGHT_S = 40.0
 """The most seconds in which a plan's steps are timed until enough of them count."""
 SETTLING = 24
 """How often the fixed work is read at the probe."""
-REFERENCE = "step of a small decoder"
-"""The fixed work, as rows name it. Older rows have another: matmuls and additions of large arrays,
-which do not show what slows the many small operations of a step."""
+REFERENCE = "step of a small decoder that learns nothing"
+"""The fixed work, as rows name it. Older rows have others: matmuls and additions of large arrays,
+which do not show what slows the many small operations of a step, and a decoder that was fitted."""
 ENOUGH = 10
 """The least number of plans from which the spread of their errors is printed."""
 AS_FAST, WAIT_S, WAITS_S, TRIES = 0.07, 2.0, 30.0, 4
@@ -100,11 +100,15 @@ def rates(seconds: float) -> Machine:
 
 @cache
 def _small_step() -> Callable[[], None]:
-    """Return a training step of a fixed small decoder, without a trainer."""
+    """Return a training step of a fixed small decoder, without a trainer.
+
+    It learns nothing: fitted to its one batch, it would have gradients so small that a processor
+    takes ten times as long for them.
+    """
     sizes = {"embed": (2048, 128), "in": (128, 512), "out": (512, 128), "head": (128, 2048)}
     weights = {name: torch.randn(size).mul(0.02).requires_grad_() for name, size in sizes.items()}
     ids, targets = (torch.randint(0, 2048, (2048,)) for _ in range(2))
-    optimizer = torch.optim.AdamW(weights.values(), foreach=True)
+    optimizer = torch.optim.AdamW(weights.values(), lr=0.0, foreach=True)
 
     def step() -> None:
         hidden = weights["embed"][ids]

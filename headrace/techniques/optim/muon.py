@@ -197,7 +197,8 @@ class Muon(Technique[Build]):
         self, name: str, shape: tuple[int, ...], sizes: Mapping[str, float]
     ) -> MatrixCut:
         """Return how a matrix is taken apart, as `cuts_of` says of the model's."""
-        rows, heads, groups = shape[0], int(sizes["heads"]), int(sizes["kv_heads"])
+        parts = sizes.get("tensor_ranks", 1.0)  # whose heads are a rank's, and shapes the whole's
+        rows, heads, groups = shape[0], *(round(parts * sizes[n]) for n in ("heads", "kv_heads"))
         if name.endswith(f"{GATE_UP}.weight"):
             groups = gcd(groups, rows // 2)
             return MatrixCut(groups, ((2, rows // 2 // groups, 1),))
