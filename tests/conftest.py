@@ -324,6 +324,7 @@ def _environment() -> dict[str, str]:
     given = [path] if (path := os.environ.get("PYTHONPATH")) else []
     shared = os.pathsep.join([*map(str, (here, here / "contract", here / "distributed")), *given])
     tame = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    tame["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for a GPU keeps forked ranks from it else
     return {**os.environ, **tame, "PYTHONPATH": shared}
 
 

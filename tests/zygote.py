@@ -66,7 +66,6 @@ def child(request: dict) -> int:
 def main() -> None:
     """Serve requests until standard input ends."""
     torch.set_num_threads(1)
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else asking keeps children from GPUs
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may run in the background
     catalogue()
     asks = {"house"} if torch.cuda.device_count() else set()  # a context of a GPU, which it begins
