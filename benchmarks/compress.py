@@ -21,7 +21,8 @@ with `--tokens 262144`; sparse 40, prune 20; forecast 10 and files 10, which hav
 - `qat` trains the model on for `--more` steps twice, plainly and with rounding
   (`quantization_aware_training`), on the same tokens, and quantizes both in groups of `--group`.
   What rounding the plain one costs is the gap, of which the other is to recover half:
-  1 - (rounded - plain) / (quantized - plain).
+  1 - (rounded - plain) / (quantized - plain). The rate of both ends at zero, and the other rounds
+  after the share `--start` of its steps.
 - `sparse` prunes the model 2:4 (`weight_pruning`) by magnitude and by Wanda. Its bits per byte are
   told right after pruning, after `--more` steps of training on with the zeros held, and after as
   many on the words of the whole model too, beside those of a plain training on the same tokens.
@@ -75,6 +76,9 @@ STEPS = {"forecast": 2, "files": 2, "presets": 300, "qat": 1500, "sparse": 1500,
 """Steps of the first training."""
 WARMUP = 20
 """Steps over which the rate of the recipe rises; a shorter training has fewer."""
+TO_ZERO = "schedule.final_fraction=0"
+"""The word with which a rate falls to zero. At a tenth of the rate, where the recipe ends, weights
+still jump between codes in the last steps."""
 SPOKEN = 4096
 """Tokens of validation text where speed is measured and no loss."""
 SHAPE = {
@@ -198,10 +202,10 @@ def qat(args: argparse.Namespace) -> None:
     recovered, gaps, costs = [], [], []
     for seed in range(args.seeds):
         _, folder = based(args, seed)
-        on = on_from(args, folder)
-        group = f"techniques.{QAT}.group={args.group}"
+        on = [TO_ZERO, *on_from(args, folder)]
+        knobs = (f"techniques.{QAT}.group={args.group}", f"techniques.{QAT}.start={args.start}")
         plain = trained(args, f"plain-{seed}", seed, args.more, *on)
-        words = [*on, "--with", QAT, group, *(taught_by(folder) if args.taught else ())]
+        words = [*on, "--with", QAT, *knobs, *(taught_by(folder) if args.taught else ())]
         rounded = trained(args, f"rounded-{seed}", seed, args.more, *words)
         to = ("--to", PRESET, "--group", str(args.group))
         whole, stored = (report_of(args, name, *to) for name in (plain, rounded))
@@ -228,6 +232,7 @@ def qat(args: argparse.Namespace) -> None:
         seeds=[*range(args.seeds)],
         steps=[args.steps, args.more],
         rate=args.rate,
+        start=args.start,
         taught=args.taught,
         met=met,
     )
@@ -242,7 +247,7 @@ def sparse(args: argparse.Namespace) -> None:
     readings: dict[str, list[float]] = {}
     for seed in range(args.seeds):
         name, folder = based(args, seed)
-        on = on_from(args, folder)
+        on = [TO_ZERO, *on_from(args, folder)]
         runs = {"whole": name, "plain": trained(args, f"plain-{seed}", seed, args.more, *on)}
         for metric in ("magnitude", "wanda"):
             words = [*on, "--with", SPARSE, f"techniques.{SPARSE}.metric={metric}"]
@@ -415,6 +420,7 @@ def main() -> None:
     parser.add_argument("--more", type=int, default=800, help="steps of a training after it")
     parser.add_argument("--rate", type=float, default=3e-3, help="largest rate of that one")
     parser.add_argument("--group", type=int, default=32, help="numbers under one scale")
+    parser.add_argument("--start", type=float, default=0.3, help="share before qat rounds")
     parser.add_argument("--taught", action="store_true", help="qat learns from the first training")
     parser.add_argument("--by", default="30%", help="share of the weights that is pruned")
     parser.add_argument("--tokens", type=int, default=10**9, help="most of the validation text")
@@ -426,7 +432,7 @@ def main() -> None:
     facts = (
         {}
         if args.what in ("presets", "forecast", "files")
-        else {"more": args.more, "rate": args.rate, "taught": args.taught}
+        else {"more": args.more, "rate": args.rate, "start": args.start, "taught": args.taught}
     )
     receipts.claim(args.work, text=text, steps=args.steps, tokens=args.tokens, **facts)
     programs[args.what](args)

@@ -39,6 +39,8 @@ RATE = 0.2
 FORMATS = {"executorch": "model.pte", "onnx": "model.onnx"}
 """The format that a recipe ends in, and the name of its file."""
 DISTILLATION, ROUNDING = "distillation", "quantization_aware_training"
+END = "schedule.final_fraction"
+"""The key of a rate's end, which is zero where a training rounds."""
 HOPS_HEAD = ("hop", "size", "bits per byte", "logits from before", "tokens/s here", "memory")
 """What `hop_rows` holds."""
 HOPS_FILE, STUDENT = "hops.json", "student.toml"
@@ -292,6 +294,8 @@ class Chain:
         if rounds:
             words += ["--with", ROUNDING, f"techniques.{ROUNDING}.to={self.recipe.preset}"]
             words += [f"techniques.{ROUNDING}.group={GROUP}"]
+            if not any(word.startswith(f"{END}=") for word in self._rest):
+                words.append(f"{END}=0")
         return words, self.run.parent / name
 
     def _quantize(self) -> tuple[list[str], Path]:

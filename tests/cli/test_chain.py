@@ -32,6 +32,7 @@ def test_edge_distils_prunes_rounds_and_quantizes(call: Call, tmp_path: Path) ->
     assert hops["quantize"]["bits_per_byte"] == pytest.approx(loss, rel=1e-5)
     assert all(hop["tokens_per_s"] > 0 and hop["bits_per_byte"] > 0 for hop in hops.values())
     assert hops["prune"]["command"].startswith("headrace prune runs/e-distil --by 8%")
+    assert "schedule.final_fraction=0" in hops["recover"]["command"].split()
     assert read_config(out / "pruned").ffn == 32
     assert json.loads((out / "hops.json").read_text()) == made["hops"]
     again = call("compress", "demo", "--recipe", "edge", *words, code=2)

@@ -75,3 +75,15 @@ def test_refuses_a_share_of_nothing_and_groups_that_divide_no_row(
     assert isinstance(answer(plan, group=7, to="int8"), Supported), "whole rows have no groups"
     with pytest.raises(ConfigError, match="float8_linear"):
         make_tiny(*KEYS, "techniques.float8_linear.min_size=1")
+
+
+def test_doubts_a_rate_that_does_not_end_at_zero(tiny_plan: Callable[..., Plan]) -> None:
+    """Only weights of 4 bits under a rate that falls to more than a twentieth are doubted."""
+    plan = tiny_plan("schedule.kind=cosine", "schedule.final_fraction=0.1")
+    doubt = QuantizationAwareTraining(group=8).doubt(plan)
+    assert doubt is not None and "ends at 10%" in doubt.reason and not doubt.meaningless
+    key, _, value = doubt.remedy.text.partition("=")
+    assert QuantizationAwareTraining(group=8).doubt(tiny_plan(f"{key}={value}")) is None
+    assert QuantizationAwareTraining(to="int8").doubt(plan) is None
+    endless = plan.replaced(schedule={"kind": "constant"})
+    assert QuantizationAwareTraining(group=8).doubt(endless) is None
