@@ -359,6 +359,16 @@ def test_the_predicted_states_are_those_that_it_holds(
     assert predicted == held
 
 
+def test_heads_that_ranks_divide_are_predicted_by_the_whole(tiny_plan: Callable[..., Plan]) -> None:
+    """Pairs of one head a rank there are none; a matrix is taken apart as the model has it."""
+    words = ("techniques.muon.head_pairs=true", "model.heads=4", "model.kv_heads=2")
+    split = ("techniques.tensor_parallel={}", "mesh.tensor=2", "techniques.fsdp={}", "mesh.data=2")
+    whole, parts = tiny_plan(*words), tiny_plan(*words, *split)
+    works = [make_ledger(p, make_context(p, torch.device("cpu"))).work for p in (whole, parts)]
+    kinds = [{name for name in work if "muon" in name or "x" in name} for work in works]
+    assert kinds[0] and kinds[0] <= kinds[1]
+
+
 def test_evidence_wants_matrices_that_adamw_does_not_hold(
     make_tiny: Callable[..., Build], states: Callable[[Build], tuple[Any, Any]]
 ) -> None:
