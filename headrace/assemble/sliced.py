@@ -375,7 +375,7 @@ class SlicingTechnique(Technique[Build]):
         sharded = [p for p in build.model.parameters() if is_dtensor(p)]
         here = sum(p.to_local().nbytes for p in sharded)
         whole = sum(p.nbytes for p in sharded)
-        left, apart = _left_whole(build), build.notes[APART]
+        left, apart = _left_whole(build), build.notes.get(APART, set())
         loose = [
             name
             for name, p in build.model.named_parameters()
@@ -383,7 +383,7 @@ class SlicingTechnique(Technique[Build]):
         ]
         ranks, kept = build.world.size("slices"), build.notes.get(KEPT)
         own = "" if kept is None else f"; {'all' if kept else 'not all'} kept within a step"
-        if kept is None and not build.notes[FREED]:
+        if kept is None and not build.notes.get(FREED, True):
             own = "; blocks keep gathered weights for the backward pass"
         groups = {p.device_mesh.size() // p.device_mesh.size(-1) for p in sharded}
         wanted = build.world.size("replicate")

@@ -30,7 +30,8 @@ def test_it_computes_the_logits_of_the_quantized_model(family: str) -> None:
         install(other, rounding, lambda is_on=is_on: is_on[0])
         assert [*dict(other.named_parameters())] == [*dict(model.named_parameters())]
         found = logits_on(other, ids_BT)
-        assert float((found - wanted).abs().max()) < 1e-6, name
+        largest = float(wanted.abs().max())  # sums of fp32 are off by its share of them
+        assert float((found - wanted).abs().max()) < 1e-6 * max(1.0, largest), name
         is_on[0] = False
         assert torch.equal(logits_on(other, ids_BT), whole)
 

@@ -31,7 +31,9 @@ def count(corpus: str, prepared: str, micro_rows: Sequence[int], layers: int) ->
     world = join(MeshConfig(**mesh), torch.device("cpu"))
     found: dict[int, dict[str, int]] = {}
     for rows in micro_rows:
-        plan = Composition("count", mesh, {"fsdp": {}}, layers=layers, micro_rows=rows).plan()
+        plan = Composition(
+            "count", mesh, {"fsdp": {"reshard": True}}, layers=layers, micro_rows=rows
+        ).plan()
         build = make_build(plan, prepare(plan), world, torch.device("cpu"))
         batch = batches(build.config.vocab, plan.data.sequence_length)[0]
         step(build, micros_of(build, batch), 0)  # the first one also prepares

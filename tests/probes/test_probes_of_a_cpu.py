@@ -35,6 +35,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Readings]:
     """Nothing measured yet, of decoders that are as small as can be."""
     monkeypatch.setattr(host, "SIZES", (LEAST,))
     monkeypatch.setattr(host, "STEPS", (LEAST,) * 3)
+    monkeypatch.setattr(host, "bf16_units", lambda: False)  # whose steps are others
     monkeypatch.setattr(host, "LINEARS", ((8, 6, 4),))
     before = torch.get_num_threads()
     yield Readings(Counted(), torch.Generator().manual_seed(0))

@@ -197,8 +197,8 @@ class Muon(Technique[Build]):
         self, name: str, shape: tuple[int, ...], sizes: Mapping[str, float]
     ) -> MatrixCut:
         """Return how a matrix is taken apart, as `cuts_of` says of the model's."""
-        parts = sizes.get("tensor_ranks", 1.0)  # whose heads are a rank's, and shapes the whole's
-        rows, heads, groups = shape[0], *(round(parts * sizes[n]) for n in ("heads", "kv_heads"))
+        parts, rows = sizes.get("tensor_ranks", 1.0), shape[0]  # heads are a rank's, shapes whole
+        heads, groups = (round(parts * sizes[name]) for name in ("heads", "kv_heads"))
         if name.endswith(f"{GATE_UP}.weight"):
             groups = gcd(groups, rows // 2)
             return MatrixCut(groups, ((2, rows // 2 // groups, 1),))
@@ -229,8 +229,7 @@ class Muon(Technique[Build]):
     def apply(self, build: Build) -> None:
         """Route the matrices of blocks here."""
         cuts, context = cuts_of(build.config, self.head_pairs), build.context
-        compiled = self.compiled
-        if compiled is None:
+        if (compiled := self.compiled) is None:
             compiled = context.device == "cuda" and context.has_triton
         if self.momentum_warmup_steps:
             build.values[VALUE] = self.momentum_at
