@@ -16,6 +16,7 @@ from headrace.plan.plan import Plan
 EXACT = "-bf16_parameters "
 """Weights in fp32, for what refuses matrices in bf16; products are in bf16 by autocast."""
 CAST = f"{EXACT}+fsdp techniques.fsdp.gather=bf16 "
+"""Slices in fp32 that are cast for each gather, for what needs such weights."""
 FSDP = "+fsdp "
 FSDP8 = "+fsdp techniques.fsdp.gather=fp8 "
 FP8 = "+float8_linear "

@@ -23,7 +23,6 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from headrace.assemble.mesh_sizes import ranks_of
 from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
@@ -190,10 +189,8 @@ class SlicingTechnique(Technique[Build]):
         ledger = ledger.with_line("gathered", Line(outside + two, through))
         freed = self.frees_weights()
         if freed is None:
-            halved = (
-                0.5 if ledger.sizes.get("stored_halves") and not self._is_narrow(whole) else 1.0
-            )
-            freed = halved * (inside - two) > LITTLE * ledger.peak()[1]
+            halved = ledger.sizes.get("stored_halves") and not self._is_narrow(whole)
+            freed = (inside - two) / (2 if halved else 1) > LITTLE * ledger.peak()[1]
         if not freed:
             ledger = ledger.with_line("gathered", Line(outside + inside, through))
         slicing = self._slicing(whole, freed=freed)
@@ -348,11 +345,10 @@ class SlicingTechnique(Technique[Build]):
         gather = self.gather
         if gather == "fp8":
             gather = "bf16" if build.dtype is torch.bfloat16 else "fp32"
-        plan, sizes = build.plan, ranks_of(build.plan.mesh)
-        sizes["micro_batches"] = plan.rows_per_step / plan.mesh.data / plan.micro_rows
+        sliced = build.predicted(build.plan).sliced
         return MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if gather == "bf16" else None,
-            reduce_dtype=None if self._adds_pairs(sizes) else DTYPES[self.reduce],
+            reduce_dtype=None if sliced and sliced.pairs else DTYPES[self.reduce],
             cast_forward_inputs=False,
         )
 

@@ -291,10 +291,11 @@ def _converters(draft: Draft, key: str) -> None:
 
 
 def _reshard(draft: Draft, key: str) -> None:
-    if draft.value(key) == "never" and "fsdp" in draft.tables.get("techniques", {}):
-        draft.carry(key, *draft.add("fsdp", reshard=False))
+    frees = {"always": True, "never": False}.get(str(draft.value(key)))
+    if frees is not None and "fsdp" in draft.tables.get("techniques", {}):
+        draft.carry(key, *draft.add("fsdp", reshard=frees))
     else:
-        draft.idle(key, "weights are freed after the forward pass, as fsdp does")
+        draft.idle(key, "fsdp frees weights after the forward pass where they are much memory")
 
 
 def _asynchronous(draft: Draft, key: str) -> None:

@@ -54,6 +54,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         ),
     ),
 }
+NARROW = ("techniques.bf16_parameters={}",)
 MIXTURE = ("techniques.mixture_of_experts.experts=5",)
 MODEL = (
     "model.layers=3",
@@ -146,15 +147,38 @@ def test_divided_experts_move(zygote: Any, home: Path, way: tuple[str, ...]) -> 
     assert_the_same_run(home / "runs/mixture", home / "runs" / name)
 
 
-@pytest.mark.slow
-def test_divided_experts_resume_to_the_bit(zygote: Any, home: Path) -> None:
-    train(zygote, home, "straight", "experts x fsdp", 12, *MIXTURE)
+@pytest.mark.parametrize(
+    ("layout", "keys"),
+    [
+        ("fsdp", NARROW),
+        pytest.param("experts x fsdp", MIXTURE, marks=pytest.mark.slow),
+    ],
+    ids=["matrices in bf16", "divided experts"],
+)
+def test_slices_resume_to_the_bit(
+    zygote: Any, home: Path, layout: str, keys: tuple[str, ...]
+) -> None:
+    names = [f"{how}-{layout.replace(' ', '-')}" for how in ("straight", "broken")]
+    train(zygote, home, names[0], layout, 12, *keys)
     for steps, more in ((6, ()), (12, ("--resume",))):
-        train(zygote, home, "broken", "experts x fsdp", steps, *MIXTURE, *more)
-    one, two = home / "runs/straight", home / "runs/broken"
+        train(zygote, home, names[1], layout, steps, *keys, *more)
+    one, two = (home / "runs" / name for name in names)
     assert torch.equal(losses(one), losses(two))
     first, second = (tensors(run / "checkpoints" / "latest") for run in (one, two))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_matrices_in_bf16_move(zygote: Any, home: Path) -> None:
+    """Check that slices begin where whole matrices ended, and end where they began at no rate."""
+    train(zygote, home, "narrow", "alone", 6, *NARROW)
+    before = tensors(home / "runs/narrow/checkpoints/latest")
+    still = ("--resume", "--checkpoint", "step-6", "optimizer.lr=1e-30")
+    train(zygote, home, "narrow", "fsdp", 8, *NARROW, *still)
+    (began,) = [run for run in (home / "runs").iterdir() if run.name.startswith("narrow-")]
+    after = tensors(began / "checkpoints/latest")
+    kept = [n for n in before if n.startswith("model/") or n.endswith("/rest")]
+    assert any(before[name].any() for name in kept if name.endswith("/rest"))
+    assert all(torch.equal(before[name], after[name]) for name in kept)
 
 
 @pytest.mark.parametrize(

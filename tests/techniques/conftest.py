@@ -1,8 +1,10 @@
 """Build tiny plans with techniques, and make batches for them."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import house
 import pytest
 import torch
 
@@ -15,6 +17,14 @@ from headrace.plan.plan import Plan
 from headrace.train.train import step
 
 STATE_LINES = ("parameters", "gradients", "optimizer")
+
+
+@pytest.fixture(scope="module")
+def data(corpus: Path, prepared_folder: Path) -> dict[str, str]:
+    """Where the tests' text lies, prepared once before several ranks want it."""
+    house.put_data_in(str(corpus), str(prepared_folder))
+    house.prepare(house.make_plan())
+    return {"corpus": str(corpus), "prepared": str(prepared_folder)}
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import house
 import pytest
 import torch
 from torch import nn
@@ -30,14 +29,6 @@ ON = "techniques.bf16_parameters.rounding={}"
 ONE = "batch.micro_sequences=0"
 ROUNDINGS = ["master", "stochastic"]
 FUNCTIONS = Path(__file__).with_name("bf16_parameters_ranks.py")
-
-
-@pytest.fixture(scope="module")
-def data(corpus: Path, prepared_folder: Path) -> dict[str, str]:
-    """Where the tests' text lies, prepared once before several ranks want it."""
-    house.put_data_in(str(corpus), str(prepared_folder))
-    house.prepare(house.make_plan())
-    return {"corpus": str(corpus), "prepared": str(prepared_folder)}
 
 
 def optimizer_of(build: Build, p: nn.Parameter, rounding: str, *, fused: bool = False) -> Bf16AdamW:

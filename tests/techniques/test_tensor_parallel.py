@@ -32,14 +32,6 @@ def compiled(scope: str) -> Case:
     return {"torch_compile": {"backend": "aot_eager", "scope": scope}}
 
 
-@pytest.fixture(scope="module")
-def data(corpus: Path, prepared_folder: Path) -> dict[str, str]:
-    """Where the tests' text lies, prepared once before several ranks want it."""
-    house.put_data_in(str(corpus), str(prepared_folder))
-    house.prepare(house.make_plan())
-    return {"corpus": str(corpus), "prepared": str(prepared_folder)}
-
-
 SHAPES = ("grouped", "tied", "gpt2", "biased")
 
 
