@@ -28,11 +28,12 @@ from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.core.units import divisors
 from headrace.costs.count import FP32
-from headrace.costs.float8 import FP8, fp8_slices, is_fp8, without_weight_casts
+from headrace.costs.float8 import fp8_slices, is_fp8, without_weight_casts
 from headrace.costs.ledger import Instant, Ledger, Line, Slicing
 from headrace.costs.slices import (
     DividedExperts,
     experts_work,
+    retained_bytes,
     sliced_work,
 )
 from headrace.costs.work import Work
@@ -184,34 +185,18 @@ class SlicingTechnique(Technique[Build]):
             summed = gradients.bytes * (0.5 if self.reduce == "bf16" else 1.0)
             more = max(0.0, summed - ledger.memory["gradients"].bytes)
             ledger = ledger.with_line("whole_gradients", Line(more, through))
-        outside, inside = self._gathered(whole, divided)
-        two = 2 * inside / max(1.0, ledger.sizes["layers"])
-        ledger = ledger.with_line("gathered", Line(outside + two, through))
+        few, every = (retained_bytes(self._slicing(whole, freed=f)) for f in (True, False))
+        ledger = ledger.with_line("gathered", Line(few, through))
         freed = self.frees_weights()
         if freed is None:
             halved = ledger.sizes.get("stored_halves") and not self._is_narrow(whole)
-            freed = (inside - two) / (2 if halved else 1) > LITTLE * ledger.peak()[1]
+            freed = (every - few) / (2 if halved else 1) > LITTLE * ledger.peak()[1]
         if not freed:
-            ledger = ledger.with_line("gathered", Line(outside + inside, through))
+            ledger = ledger.with_line("gathered", Line(every, through))
         slicing = self._slicing(whole, freed=freed)
         work = dict(self._worked(replace(whole, sliced=slicing)))
         sizes = {**ledger.sizes, "slices": ranks}
         return replace(ledger, sizes=sizes, work=work, sliced=slicing)
-
-    def _gathered(self, whole: Ledger, divided: DividedExperts) -> tuple[float, float]:
-        """Return the bytes of gathered weights outside of the blocks, and of all blocks."""
-        bytes = whole.memory["parameters"].bytes
-        matrices = {n: m for n, m in whole.matrices.items() if n.startswith("blocks.")}
-        if divided.slices == 1:  # nobody shares these experts, and none is gathered
-            matrices = {n: m for n, m in matrices.items() if len(m.shape) < 3}
-            bytes -= divided.parameters
-        fp8, narrower = self.gather == "fp8", 0.5 if self._is_narrow(whole) else 1.0
-        outside = narrower * (bytes - sum(m.stored * m.numbers for m in matrices.values()))
-        inside = sum(
-            (FP8 if fp8 and is_fp8(whole, n) else narrower * m.stored) * m.numbers
-            for n, m in matrices.items()
-        )
-        return outside, inside
 
     def _is_narrow(self, ledger: Ledger) -> bool:
         """Return whether what is not gathered in fp8 is gathered in bf16."""

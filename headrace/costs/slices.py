@@ -209,9 +209,7 @@ def beside_halves(ledger: Ledger, halves: Collection[str]) -> Ledger:
     if apart:
         own = collective(ledger.sizes, "shard", "optimizer", "all_reduce", apart)
         work["shards/apart"] = own
-    fewer = _retained_bytes(how, gathered_groups(how)) - _retained_bytes(
-        how, gathered_groups(how, halves)
-    )
+    fewer = retained_bytes(how) - retained_bytes(how, halves)
     changes = {"parameters": apart, "gradients": apart, "optimizer": 2 * apart}
     changes = {name: bytes * (1 - 1 / slices) for name, bytes in changes.items()}
     for name, more in {**changes, "gathered": -fewer}.items():
@@ -220,10 +218,15 @@ def beside_halves(ledger: Ledger, halves: Collection[str]) -> Ledger:
     return replace(ledger, work={**ledger.work, **work})
 
 
-def _retained_bytes(how: Slicing, gathered: GroupBytes) -> float:
-    """Return the bytes of gathered weights that a rank holds at once."""
+def retained_bytes(how: Slicing, halves: Collection[str] = ()) -> float:
+    """Return the bytes of gathered weights that a rank holds at once; see `gathered_groups`.
+
+    These are all, or those outside of blocks and of two blocks; of experts that ranks share too.
+    """
     share = 2 / max(1.0, how.whole.sizes["layers"]) if how.freed else 1.0
-    return gathered.total - (1 - share) * gathered.blocks
+    divided, groups = DividedExperts.of(how.whole), gathered_groups(how, halves)
+    experts = divided.parameters * (0.5 if how.narrow else 1.0) * (divided.slices > 1)
+    return groups.total - groups.blocks + share * (groups.blocks + experts)
 
 
 def _apart(whole: Ledger, halves: Collection[str]) -> frozenset[str]:
