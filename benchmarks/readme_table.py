@@ -41,7 +41,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "numbers.md")
 """Pages that have markers, between which numbers are written."""
 POINTS = ("tune", "search", "reading")
 """Kinds of rows that are one point of a sweep or a search, or one reading of several."""
-BY_KIND = ("learning", "data", "finetune", "scaling", "reliability")
+BY_KIND = ("learning", "data", "finetune", "scaling", "reliability", "compress")
 """Topics whose kinds of rows measure different things: each kind has a table of its own."""
 PLACES = ("data.sources", "data.directory", "directory")
 """Keys of a plan that hold a place of this machine, which tables leave out."""
