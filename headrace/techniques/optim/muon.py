@@ -63,8 +63,6 @@ MOMENTUM, SCALED, WRITTEN, SCALARS = (40, 7), (12, 6), (20, 1), 8
 """Bytes of a number and kernels of a chunk where no compiler sees it: stacked, masked, momentum and
 direction; norm and quotient; and the weight, beside one kernel a matrix. The last is the kernels
 that make a step's scalars. Counted in optim/muon."""
-WIDENED = 6
-"""Kernels that add to the diagonals of squares, where X X^T is iterated on; counted."""
 FUSED_MOMENTUM, FUSED_SCALED, FUSED_WRITTEN = (22, 3), (6, 3), (10, 1)
 """What these are where a compiler fuses them: the direction is bf16 then."""
 
@@ -449,10 +447,11 @@ class _Batch:
             )
             for what, shape in shapes.items()
         }
-        sums = often["squared"] * narrow**2 + (0 if wide else STEPS * narrow * long)
-        copies = often["squared"] + (0 if wide else STEPS) if self.on_gpu else 0  # within matmuls
-        kernels = ceil(self.count / self.chunk) * (copies + wide * WIDENED)
-        pieces_of_work[f"{name}/sums"] = self._stream(2 * low * many * sums, kernels)
+        added = STEPS if wide else 2 * STEPS  # to diagonals, in place
+        copied = STEPS if wide else 0  # by the matmuls that add a matrix to their own
+        numbers = copied * narrow**2 + added * narrow
+        kernels = ceil(self.count / self.chunk) * (added + copied * self.on_gpu)
+        pieces_of_work[f"{name}/sums"] = self._stream(2 * low * many * numbers, kernels)
         return pieces_of_work
 
     def _sent(self, low: int) -> dict[str, Work]:
