@@ -2,6 +2,8 @@
 
     python benchmarks/learning.py search --data DIR --side adamw --runs 12 --minutes 9
     python benchmarks/learning.py search --data DIR --side ours --runs 12 --minutes 9
+    python benchmarks/learning.py search --data DIR --shape "d768 L12 h12 V16384 T1024" \
+        --set model.dim=768 model.layers=12 model.heads=12 --start 1 32 0.6 0.6
     python benchmarks/learning.py final --data DIR
     python benchmarks/learning.py techniques --data DIR --minutes 9 [--part 1/3]
 
@@ -127,7 +129,7 @@ def searched(args: argparse.Namespace, side: str) -> list[tuple[Point, float]]:
 def search(args: argparse.Namespace, runs: Runs) -> None:
     """Try points of one side until it has had its runs, or the minutes are over."""
     while len(tried := searched(args, args.side)) < args.runs and not args.over():
-        point = proposed(SIDES[args.side].start, tried)
+        point = proposed(args.start or SIDES[args.side].start, tried)
         best = min((value for _, value in tried), default=math.inf)
         limit_s = PATIENCE * best if best < 1e6 else math.inf
         reading = runs.run(runs.plan(args.side, point), limit_s=limit_s)
@@ -305,6 +307,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with train and val")
     parser.add_argument("--side", choices=[*SIDES], default="ours", help="of search")
     parser.add_argument("--runs", type=int, default=12, help="of a side's search")
+    parser.add_argument(
+        "--start",
+        type=float,
+        nargs=4,
+        metavar=("FACTOR", "ROWS", "EPOCHS", "DECAY"),
+        help="where a search of another shape begins",
+    )
     parser.add_argument("--seeds", type=int, help="5 of final, 3 of techniques")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after them")
     parser.add_argument("--part", default="1/1", help="K/N: every N-th technique from the K-th")
@@ -318,6 +327,9 @@ def main() -> None:
     parser.add_argument("--commit", help=receipts.COMMIT_HELP)
     args = parser.parse_args()
     receipts.given_commit = args.commit
+    if args.start:
+        factor, rows, epochs, decay = args.start
+        args.start = Point(factor, int(rows), epochs, decay)
     args.seeds = args.seeds or (5 if args.what == "final" else 3)
     ends = time.perf_counter() + 60 * args.minutes
     args.over = lambda more_s=0.0: time.perf_counter() + more_s > ends
