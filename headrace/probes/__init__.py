@@ -7,15 +7,15 @@ eagerly and as a captured graph, and the link to the host's pinned memory in bot
 also measure the memory of CUDA's context. `headrace.costs.machine` predicts times of any shape from
 these points.
 
-A time is a median; on a CPU short probes run twice, and the faster time counts. On a GPU it is read
-from CUDA events, after a kernel that empties the L2 cache and one that waits until the host has
-queued everything. A kernel shorter than `clock.MIN_SINGLE_S` is timed over many calls in a row
-instead. Its operands then stay in the cache, as results do that are used at once. What timing one
-kernel alone adds to it is subtracted. On a CPU the host's clock is read. Operands of matmuls and of
-attention are random, because zeros draw less power and run faster. A GPU's matmul that takes more
-than `HOT_S` is not kept as a point: timing it a few times in a row lowers the clock more than steps
-do. For the same reason no sustained load is probed: six seconds of nothing but matmuls took 1.18
-and 1.19 times as long on two H200s whose steps agreed with their single matmuls.
+A time is a median; on a CPU short probes run twice. On a GPU it is read from CUDA events, after a
+kernel that empties the L2 cache and one that waits until the host has queued everything. A kernel
+shorter than `clock.MIN_SINGLE_S` is timed over many calls in a row instead. Its operands then stay
+in the cache, as results do that are used at once. What timing one kernel alone adds to it is
+subtracted. On a CPU the host's clock is read. Operands of matmuls and of attention are random,
+because zeros draw less power and run faster. A GPU's matmul that takes more than `HOT_S` is not
+kept as a point: timing it a few times in a row lowers the clock more than steps do. For the same
+reason no sustained load is probed: six seconds of nothing but matmuls took 1.18 and 1.19 times as
+long on two H200s whose steps agreed with their single matmuls.
 
 Probes run in order of importance. A probe that would not end in time, judged by the earlier ones of
 its group, is left out and listed in `Machine.skipped`. What the device or its libraries refuse is
@@ -38,6 +38,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -83,6 +84,9 @@ matmuls on an H200 those above ran at 630 to 800 TFLOP/s, their shorter neighbou
 nine in a row reach the limit of its power."""
 TWICE = ("linears'", "steps", "attention")
 """How groups of probes begin that a CPU runs twice; none of them compiles."""
+DISTURBED = 1.1
+"""The factor above the faster reading from which the slower one does not count. Where the faster
+always counted, steps were predicted too fast: they have their share of small disturbances."""
 
 # --- where it is kept -------------------------------------------------------------------------
 
@@ -293,7 +297,7 @@ def _work_through(readings: Readings, probes: list[Probe], progress: Progress) -
 
 
 def _reread(readings: Readings, ran: list[Probe]) -> None:
-    """Run the short probes of a CPU once more, and keep the faster reading of each point.
+    """Run the short probes of a CPU once more, and make one point of both readings of each.
 
     A probe lasts some milliseconds. What else runs on the host for as long slows all of its
     readings, and is over by the second time.
@@ -301,20 +305,21 @@ def _reread(readings: Readings, ran: list[Probe]) -> None:
     for probe in ran:
         if probe.group.startswith(TWICE):
             probe.run()
-    readings.linears = {key: _fastest(points) for key, points in readings.linears.items()}
-    readings.pieces = {key: _fastest(points) for key, points in readings.pieces.items()}
-    readings.attention = {key: _fastest(points) for key, points in readings.attention.items()}
-    readings.steps = _fastest(readings.steps)
+    readings.linears = {key: _settled(points) for key, points in readings.linears.items()}
+    readings.pieces = {key: _settled(points) for key, points in readings.pieces.items()}
+    readings.attention = {key: _settled(points) for key, points in readings.attention.items()}
+    readings.steps = _settled(readings.steps)
 
 
-def _fastest(points: Iterable[Point]) -> list[Point]:
-    """Return the fastest reading of each point, in the order of the first ones."""
-    best = dict[Any, Point]()
+def _settled(points: Iterable[Point]) -> list[Point]:
+    """Return each point once: with the mean of its readings, without those that were disturbed."""
+    times = dict[Any, list[float]]()
     for point in points:
-        what = replace(point, seconds=0.0)
-        if what not in best or point.seconds < best[what].seconds:
-            best[what] = point
-    return [*best.values()]
+        times.setdefault(replace(point, seconds=0.0), []).append(point.seconds)
+    return [
+        replace(what, seconds=fmean(s for s in seconds if s <= DISTURBED * min(seconds)))
+        for what, seconds in times.items()
+    ]
 
 
 def _lacks_memory(readings: Readings, probe: Probe) -> bool:

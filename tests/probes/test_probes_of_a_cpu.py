@@ -50,15 +50,15 @@ def run(readings: Readings) -> Readings:
     return readings
 
 
-def test_the_faster_of_two_readings_counts(readings: Readings) -> None:
+def test_a_disturbed_reading_does_not_count(readings: Readings) -> None:
     """What else runs during a probe slows all that it times, and is over by the second time."""
-    disturbed = iter([5e-3, 1e-3, 2e-3, 1e-3, 4e-3, 3e-3])
+    disturbed = iter([5e-3, 1e-3, 2.05e-3, 1e-3, 4e-3, 1.95e-3])
     readings.clock.seconds = lambda call: next(disturbed)  # type: ignore[method-assign]
     ran = list(host.linear_probes(readings, 8, 6, 4))
     for probe in ran:
         probe.run()
     probes._reread(readings, ran)
-    assert {key: [p.seconds for p in of] for key, of in readings.linears.items()} == {
+    assert {key: [round(p.seconds, 6) for p in of] for key, of in readings.linears.items()} == {
         ("result", "fp32"): [1e-3],
         ("input", "fp32"): [1e-3],
         ("weight", "fp32"): [2e-3],
