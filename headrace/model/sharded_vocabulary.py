@@ -107,7 +107,8 @@ class ShardedVocabulary(Vocabulary):
 class _Nll(torch.autograd.Function):
     """logsumexp - pick, holding two tensors [N, v] where autograd would hold four.
 
-    Smoothed, `smoothing` of the pick is replaced by `each` of every logit.
+    Smoothed, `smoothing` of the pick is replaced by `each` of every logit. The backward pass writes
+    the gradient over the probabilities, and can be run once.
     """
 
     @staticmethod
@@ -138,9 +139,9 @@ class _Nll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        p_NV, place_N, elsewhere_N = ctx.saved_tensors
+        grad_NV, place_N, elsewhere_N = ctx.saved_tensors
         target_N = (ctx.smoothing - 1) * grad_N.masked_fill(elsewhere_N, 0.0)
-        grad_NV = p_NV * grad_N[:, None]
+        grad_NV.mul_(grad_N[:, None])  # torch refuses to read what was saved once more
         if ctx.smoothing:
             grad_NV -= ctx.each * grad_N[:, None]
         grad_NV.scatter_add_(-1, place_N[:, None], target_N[:, None])

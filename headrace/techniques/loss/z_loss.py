@@ -83,8 +83,8 @@ class ZLoss(Technique[Build]):
         """Keep logits and their second gradient: two more fp32 tensors of the logits' size.
 
         Scaling the line that it finds, it is right for a chunk and for a slice of them too. A chunk
-        whose logits are fp32 and not capped keeps them already. Kernels that make the loss make it
-        in passing.
+        of all columns whose logits are fp32 and not capped keeps them already. Kernels that make
+        the loss make it in passing.
         """
         if ledger.sizes.get("loss_by_kernels"):
             return ledger
@@ -96,9 +96,10 @@ class ZLoss(Technique[Build]):
             return ledger.scaled(lambda name: name == "logits", 2)
         if sizes.get("logits_kept"):  # by another term, whose own gradients are more
             return ledger
-        own, leaf = sizes["vocab"] / sizes.get("tensor_ranks", 1), sizes.get("logits_leaf", 0.0)
-        kept = sizes["logits_per_token"] + leaf  # without it
-        more = FP32 * own * (1 if leaf >= FP32 * own and not sizes["capped"] else 2)
+        parts, leaf = sizes.get("tensor_ranks", 1), sizes.get("logits_leaf", 0.0)
+        own, kept = sizes["vocab"] / parts, sizes["logits_per_token"] + leaf  # without it
+        keeps = parts == 1 and leaf >= FP32 * own and not sizes["capped"]
+        more = FP32 * own * (1 if keeps else 2)
         return ledger.scaled(lambda name: name == "logits", 1 + more / kept)
 
     def _worked(self, ledger: Ledger) -> Ledger:

@@ -251,9 +251,11 @@ class TensorParallel(Technique[Build]):
             1 / ranks,
         )
         if "logits" in ledger.memory and "logits_per_token" in sizes:
-            # Reduced in parts, logits are held once less (model/sharded_vocabulary).
-            less = FP32 * sizes["vocab"]
-            bytes_per_token = sizes["logits_per_token"] + sizes.get("logits_leaf", 0.0)
+            # Reduced in parts, logits are held once less (model/sharded_vocabulary), and a chunk's
+            # gradient, which is written over its probabilities, is no third tensor of fp32.
+            leaf, one = sizes.get("logits_leaf", 0.0), FP32 * sizes["vocab"]
+            less = one * (2 if leaf >= one and not sizes["capped"] else 1)
+            bytes_per_token = sizes["logits_per_token"] + leaf
             ledger = ledger.scaled(lambda name: name == "logits", 1 - less / bytes_per_token)
             sizes["logits_per_token"] -= less
         stream = sizes["residual"]
