@@ -2,7 +2,8 @@
 
 The plan's own step is taken for a hundred or two batches while the learning rate grows
 exponentially. The loss falls slowly, then fast, then no more, and rises where the rate is too high.
-The suggestion is where it has made somewhat more than half of its fall.
+The suggestion is where it has made somewhat more than half of its fall, less where the run is
+longer than the test: the best rate falls with the horizon (arXiv 2409.19913).
 The factor grows for all parameter groups alike, so that several optimizers keep the ratios of their
 rates, and the answer names each. The run is a scratch one (tuner/scratch.py).
 """
@@ -36,6 +37,8 @@ FALLEN = 0.55
 """Share of its whole fall that the smoothed loss has made at the suggestion, chosen by sweeps of
 two tiny decoders. Measured after (learning.jsonl, one seed), the loss at the suggestion is 0.6%
 below, 1.1% above (with Muon) and 1.2% above the best of a ladder of powers of two."""
+HORIZON = -0.32
+"""Power of a run's length with which its best rate varies, all else equal (arXiv 2409.19913)."""
 RISEN, NOISE = 0.5, 0.2
 """Share of its fall that the smoothed loss may rise again before the test ends, and how many nats
 it may in any case."""
@@ -58,9 +61,14 @@ class RangeTest:
     parameters: int
 
     @property
+    def growth(self) -> float:
+        """Return the decades that the rate grows by from one step to the next."""
+        return math.log10(self.rates[1] / self.rates[0])
+
+    @property
     def smoothed(self) -> list[float]:
         """Return the smoothed losses, [N]."""
-        return smooth(self.losses, math.log10(self.rates[1] / self.rates[0]))
+        return smooth(self.losses, self.growth)
 
     @property
     def fall(self) -> float:
@@ -68,9 +76,21 @@ class RangeTest:
         return self.smoothed[0] - min(filter(math.isfinite, self.smoothed))
 
     @property
-    def pick(self) -> float:
-        """Return the suggested learning rate of AdamW."""
+    def fallen(self) -> float:
+        """Return the learning rate of AdamW at which the loss had made `FALLEN` of its fall."""
         return fallen(self.rates, self.smoothed)
+
+    @property
+    def pick(self) -> float:
+        """Return the suggested learning rate of AdamW: `fallen`, for as many steps as the run has.
+
+        The test's own steps are those of all decades, whether it diverged before or not.
+        """
+        steps = self.plan.horizon_steps
+        if steps is None:
+            return self.fallen
+        own_steps = math.log10(HIGHEST / LOWEST) / self.growth
+        return self.fallen * (steps / own_steps) ** HORIZON
 
     @property
     def tokens(self) -> int | None:
@@ -112,6 +132,7 @@ class RangeTest:
         return {
             "name": self.plan.name,
             "lr": self.pick,
+            "fallen": self.fallen,
             "overrides": self.words,
             "step_law_lr": law,
             "step_law_extrapolated": None if law is None else not swept,
@@ -208,11 +229,17 @@ def format_test(test: RangeTest) -> str:
     """Return the suggestion as text for a reader."""
     planned, law, end = test.plan.optimizer.lr, test.step_law, test.diverged_at
     lines = [
-        f"learning rate {test.pick:.3g}: where the loss had made {FALLEN:.0%} of its fall of "
-        f"{test.fall:.2f} nats, in {len(test.rates)} steps from {test.rates[0]:.0e} to "
-        f"{test.rates[-1]:.2g}",
+        f"learning rate {test.pick:.3g}: at {test.fallen:.3g} the loss had made {FALLEN:.0%} of "
+        f"its fall of {test.fall:.2f} nats, in {len(test.rates)} steps from {test.rates[0]:.0e} "
+        f"to {test.rates[-1]:.2g}",
         f"the plan says {planned:g}",
     ]
+    if test.pick != test.fallen:
+        lines.insert(
+            1,
+            f"{format_count(test.plan.horizon_steps or 0)} steps of the run take "
+            f"{test.pick / test.fallen:.2f} of that (arXiv 2409.19913)",
+        )
     if law is not None and test.tokens is not None:
         fits = "" if is_swept(test.parameters, test.tokens) else ", extrapolated"
         lines.append(
@@ -262,5 +289,5 @@ def _chart(test: RangeTest) -> Safe:
         axis=ChartAxis("learning rate", lambda place: f"{first * 10**place:.1e}"),
         y_label="nats per token",
         top=high + 0.1 * (high - low),
-        limit=math.log10(test.pick / first),
+        limit=max(0.0, math.log10(test.pick / first)),
     )

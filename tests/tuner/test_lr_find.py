@@ -86,6 +86,21 @@ def test_it_suggests_every_optimizers_rate_by_one_factor(
     assert kept["lr"] == test.pick and len(kept["losses"]) == len(kept["rates"])
 
 
+def test_a_longer_run_gets_a_lower_rate(tested: tuple[Plan, RangeTest, Any, Any]) -> None:
+    plan, test, *_ = tested
+    own_steps = 5 * 23 / math.log10(30 / 1e-5)  # of five decades at the test's pace
+    assert test.pick == pytest.approx(test.fallen * (40 / own_steps) ** -0.32)
+    text = format_test(test)
+    assert f"at {test.fallen:.3g} the loss" in text and "40 steps of the run take 0.77" in text
+
+    def over(*overrides: str) -> RangeTest:
+        other = Plan.read(plan.to_toml(), catalogue(), overrides=overrides)
+        return RangeTest(other, test.rates, test.losses, test.parameters)
+
+    longer = over("goal.steps=400", "schedule.steps=400")
+    assert longer.pick == pytest.approx(test.pick * 10**-0.32)
+
+
 def test_the_verb_leaves_a_run_as_it_is(plan_file: Path, tmp_path: Path) -> None:
     folder, runs = tmp_path / "runs" / "tiny", f"directory={tmp_path / 'runs'}"
     run = CliRunner().invoke(app, ["train", str(plan_file), runs, "goal.steps=2"])
