@@ -26,11 +26,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from headrace.kernels.symmetric_product import is_served, reference, symmetric_product
+
+Coefficients = tuple[tuple[float, float, float], ...]
+"""(a, b, c) of each iteration."""
+
 
 class Polynomials(NamedTuple):
     """Hold (a, b, c) of each iteration, and what the norm is multiplied by before the first."""
 
-    coefficients: tuple[tuple[float, float, float], ...]
+    coefficients: Coefficients
     margin: float = 1.0
 
 
@@ -66,7 +71,11 @@ def is_wide(rows: int, columns: int) -> bool:
 
 
 def orthogonalize(
-    matrices: Tensor, name: Name = "polar_express", dtype: torch.dtype | None = None
+    matrices: Tensor,
+    name: Name = "polar_express",
+    dtype: torch.dtype | None = None,
+    *,
+    symmetric: bool = False,
 ) -> Tensor:
     """Orthogonalise each matrix of a batch.
 
@@ -74,6 +83,8 @@ def orthogonalize(
         matrices: [batch, rows, columns], or one [rows, columns]; left as they are.
         name: which polynomials.
         dtype: in which to iterate; by default bf16 on a GPU and fp32 elsewhere.
+        symmetric: compute half of each symmetric product alone, where that is worth it; on a GPU
+            with Triton and in half precision.
 
     Returns:
         Matrices of the same shape in that dtype.
@@ -81,11 +92,12 @@ def orthogonalize(
     if dtype is None:
         dtype = torch.bfloat16 if matrices.is_cuda else torch.float32
     if matrices.ndim == 2:
-        return orthogonalize(matrices[None], name, dtype)[0]
+        return orthogonalize(matrices[None], name, dtype, symmetric=symmetric)[0]
     coefficients, margin = POLYNOMIALS[name]
     tall = matrices.size(-2) > matrices.size(-1)
     steps = iterate_wide if is_wide(matrices.size(-2), matrices.size(-1)) else iterate
-    x = steps(_normalized(matrices.mT if tall else matrices, margin, dtype), coefficients)
+    x = _normalized(matrices.mT if tall else matrices, margin, dtype)
+    x = steps(x, coefficients, symmetric)
     return x.mT if tall else x
 
 
@@ -96,54 +108,52 @@ def _normalized(matrices: Tensor, margin: float, dtype: torch.dtype) -> Tensor:
     return (x * (1.0 / (norm * margin + 1e-7))).to(dtype)
 
 
-def iterate(x: Tensor, coefficients: tuple[tuple[float, float, float], ...]) -> Tensor:
+def iterate(x: Tensor, coefficients: Coefficients, symmetric: bool = False) -> Tensor:
     """Return the polynomials of x [batch, shorter, longer], three matmuls an iteration.
 
     With G = x x^T, a + b G + c G^2 is c (G + b / 2c)^2 + a - b^2 / 4c, so that numbers are added to
     diagonals alone: a matmul that adds a matrix copies it first.
     """
     for a, b, c in coefficients:
-        gram = _shifted(torch.bmm(x, x.mT), b / (2 * c))
-        squared = torch.baddbmm(gram, gram, gram, beta=0, alpha=c)
-        x = torch.bmm(_shifted(squared, a - b * b / (4 * c)), x)
+        gram = _product(x, x, symmetric, diagonal=b / (2 * c))
+        squared = _product(gram, gram, symmetric, scale=c, diagonal=a - b * b / (4 * c))
+        x = torch.bmm(squared, x)
     return x
 
 
-def iterate_wide(x: Tensor, coefficients: tuple[tuple[float, float, float], ...]) -> Tensor:
+def iterate_wide(x: Tensor, coefficients: Coefficients, symmetric: bool = False) -> Tensor:
     """Return the same by iterating on x x^T, with fewer FLOPs where x is wide."""
     left = list(coefficients)
     for count in SEGMENTS:
-        gram, factor = torch.bmm(x, x.mT), None
+        gram, factor = _product(x, x, symmetric), None
         for index in range(count):
-            a, b, c = left.pop(0)
-            squared = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # small values stay exact
-            polynomial = _shifted(squared, a)
-            factor = polynomial if factor is None else torch.bmm(polynomial, factor)
+            a, b, c = left.pop(0)  # small values of G stay exact where G itself is added
+            polynomial = _product(gram, gram, symmetric, gram, scale=c, share=b, diagonal=a)
+            factor = polynomial if factor is None else _product(polynomial, factor, symmetric)
             if index < count - 1:
-                gram = torch.bmm(torch.bmm(polynomial, gram), polynomial)
+                gram = _product(_product(polynomial, gram, symmetric), polynomial, symmetric)
         assert factor is not None
         x = torch.bmm(factor, x)
     return x
 
 
-@torch.library.custom_op("headrace::add_to_diagonals_", mutates_args=("squares",))
-def add_to_diagonals_(squares: Tensor, value: float) -> None:
-    """Add a number to the diagonals of squares [batch, n, n], in place.
+def _product(
+    left: Tensor,
+    right: Tensor,
+    symmetric: bool,
+    added: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    share: float = 0.0,
+    diagonal: float = 0.0,
+) -> Tensor:
+    """Return scale x left right^T + share x added + diagonal x identity, which is symmetric.
 
-    A compiler that saw the view of a diagonal would write whole squares anew.
+    All matrices here but x are polynomials of one symmetric matrix, and so are their products.
     """
-    squares.diagonal(dim1=-2, dim2=-1).add_(value)
-
-
-@add_to_diagonals_.register_fake
-def _(squares: Tensor, value: float) -> None:
-    return None
-
-
-def _shifted(squares: Tensor, value: float) -> Tensor:
-    """Return the squares themselves, with a number added to their diagonals."""
-    add_to_diagonals_(squares, value)
-    return squares
+    half = symmetric and is_served(left.size(-2), left.size(-1))
+    multiply = symmetric_product if half else reference
+    return multiply(left, right, added, scale, share, diagonal)
 
 
 def reference_orthogonalize(matrix: Tensor) -> Tensor:

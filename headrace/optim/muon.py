@@ -87,6 +87,7 @@ class MuonRule:
     nesterov: bool = True
     cautious: bool = False
     rows: bool = False
+    symmetric: bool = False
 
 
 @dataclass
@@ -130,7 +131,10 @@ def polar_(
     """
     if not cut.runs:
         cut = MatrixCut(1, ((1, directions.size(1), 1),))
-    batches = [_long(orthogonalize(batch, rule.name)) for batch in cut.apart(directions)]
+    batches = [
+        _long(orthogonalize(batch, rule.name, symmetric=rule.symmetric))
+        for batch in cut.apart(directions)
+    ]
     if rows is not None:
         squares = cut.apart(rows.unsqueeze(-1))
         both = [_normalized(b, s, keep) for b, s in zip(batches, squares, strict=True)]

@@ -15,8 +15,8 @@ Source: Keller Jordan, "Muon" (2024); arXiv 2502.16982.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import ceil, gcd, prod
+from dataclasses import replace
+from math import gcd
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -26,19 +26,20 @@ from headrace.core.errors import RefusalKind
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
 from headrace.costs.ledger import DERIVED, Ledger
-from headrace.costs.work import COMPILED, EAGER, Matmul, Stream, Work, collective
-from headrace.kernels.orthogonalize import SEGMENTS, SQUARED, STEPS, Name, is_wide
+from headrace.costs.work import Stream
+from headrace.kernels.launches import COUNTS, since
+from headrace.kernels.orthogonalize import Name
+from headrace.kernels.symmetric_product import CAPABILITY, LEAST_ROWS, is_served
 from headrace.model.fusion import fusions
 from headrace.optim.compiled import lacks_compiler
 from headrace.optim.muon import (
-    CHUNK_MATRICES,
-    CHUNK_NUMBERS,
     WHOLE,
     MatrixCut,
     MuonOptimizer,
     MuonRule,
     cut_of,
 )
+from headrace.optim.muon_work import SCALARS, MuonWork
 from headrace.parallel.layout import local_of
 from headrace.parallel.team import Team
 from headrace.plan.plan import Plan
@@ -56,15 +57,6 @@ FP32, BF16 = 4, 2
 QKV, GATE_UP = "mixer.qkv", "mlp.gate_up"
 VALUE = "muon_momentum"
 """Name of the momentum among the numbers that vary in time."""
-ITERATED, ITERATED_WIDE = (2, 2), ((1, 5), (2, 4))
-"""Batches, and batches of squares [shorter, shorter], that an iteration holds at once; on X X^T
-either of two."""
-MOMENTUM, SCALED, WRITTEN, SCALARS = (40, 7), (12, 6), (20, 1), 8
-"""Bytes of a number and kernels of a chunk where no compiler sees it: stacked, masked, momentum and
-direction; norm and quotient; and the weight, beside one kernel a matrix. The last is the kernels
-that make a step's scalars. Counted in optim/muon."""
-FUSED_MOMENTUM, FUSED_SCALED, FUSED_WRITTEN = (22, 3), (6, 3), (10, 1)
-"""What these are where a compiler fuses them: the direction is bf16 then."""
 
 
 class Muon(Technique[Build]):
@@ -94,6 +86,9 @@ class Muon(Technique[Build]):
     polynomials: Name = "polar_express"
     """How singular values are brought to 1: by Polar Express (arXiv 2505.16932), or by Jordan's
     one polynomial, which leaves them twice as far from it."""
+    symmetric_products: bool = False
+    """Compute half of each product that is symmetric, of matrices with 768 rows and columns or more
+    (kernels/symmetric_product); on GPUs from Hopper on, with Triton."""
     compiled: bool | None = None
     """Whether the update is compiled, for seconds at the first step. Left open: on a GPU that has
     Triton, not on a CPU."""
@@ -132,7 +127,28 @@ class Muon(Technique[Build]):
             )
         if self.compiled and (why := lacks_compiler(context, self.name())):
             return why
+        if self.symmetric_products and (refused := self._refuse_symmetric(context)):
+            return refused
         return self._wrong(context.plan) or Supported()
+
+    def _refuse_symmetric(self, context: Context) -> Unsupported | None:
+        """Return why half of a product cannot be computed alone here, or would nowhere be."""
+        plain = mend(f"techniques.{self.name()}.symmetric_products=false")
+        if lacks_compiler(context, self.name()) or (context.capability or (0, 0)) < CAPABILITY:
+            return Unsupported(
+                "symmetric_products = true needs Triton and a GPU of compute capability 9.0 or "
+                f"later, and {context.device_name} has {context.capability_text}",
+                plain,
+                RefusalKind.DEVICE,
+            )
+        dim = context.plan.model.dim if context.plan else LEAST_ROWS
+        if not is_served(dim, dim):
+            return Unsupported(
+                f"symmetric_products = true takes matrices from {LEAST_ROWS} rows and columns on, "
+                f"by eights, and model.dim = {dim}",
+                plain,
+            )
+        return None
 
     def _wrong(self, plan: Plan | None) -> Unsupported | None:
         """Return why knobs contradict each other, the model or the length of the run."""
@@ -207,16 +223,17 @@ class Muon(Technique[Build]):
 
     def _batch(
         self, ledger: Ledger, how: tuple[tuple[int, ...], MatrixCut], count: int
-    ) -> "_Batch":
+    ) -> MuonWork:
         sizes = ledger.sizes
         on_gpu, slices = bool(sizes["on_gpu"]), sizes.get("slices", 1.0)
-        return _Batch(
+        return MuonWork(
             shape=how[0],
             cut=how[1],
             count=count,
             compiled=on_gpu if self.compiled is None else self.compiled,
             on_gpu=on_gpu,
             rows=self.normalize_rows,
+            symmetric=self.symmetric_products,
             ahead=self.nesterov,
             slices=slices,
             axis=(axis := "slices" if slices > 1 else "shard"),
@@ -229,6 +246,7 @@ class Muon(Technique[Build]):
         cuts, context = cuts_of(build.config, self.head_pairs), build.context
         if (compiled := self.compiled) is None:
             compiled = context.device == "cuda" and context.has_triton
+        build.notes[self.name()] = dict(COUNTS)
         if self.momentum_warmup_steps:
             build.values[VALUE] = self.momentum_at
 
@@ -248,7 +266,11 @@ class Muon(Technique[Build]):
                     momentum=self.momentum,
                     weight_decay=self.weight_decay,
                     rule=MuonRule(
-                        self.polynomials, self.nesterov, self.cautious_decay, self.normalize_rows
+                        self.polynomials,
+                        self.nesterov,
+                        self.cautious_decay,
+                        self.normalize_rows,
+                        self.symmetric_products,
                     ),
                     now=lambda: build.now.get(VALUE),
                     team=team,
@@ -286,8 +308,10 @@ class Muon(Technique[Build]):
         gradients = (local_of(p.grad) for p in taken.values() if p.grad is not None)
         # Behind a head of zeros no gradient comes in the first step.
         uneven = self.normalize_rows and not rows and any(bool(g.any()) for g in gradients)
+        halves = since(build.notes[self.name()], "symmetric_product").get("symmetric_product", 0)
         right = (
             done > 0
+            and (halves > 0) == self.symmetric_products
             and done % max(1, pieces) == 0
             and not shared
             and (graphs > 0) == optimizer.compiled
@@ -300,178 +324,17 @@ class Muon(Technique[Build]):
             detail=f"orthogonalised {done} matrices of {len(taken)} parameters, {pieces} a step, "
             f"with momentum {momentum:.4g}"
             + (f", by {graphs} compiled functions" if optimizer.compiled else "")
-            + (f"; {rows} parameters have even rows" if self.normalize_rows else ""),
+            + (f"; {rows} parameters have even rows" if self.normalize_rows else "")
+            + (f"; {halves} products were computed by half" if halves else ""),
             numbers={
                 "orthogonalized": done,
                 "parameters": len(taken),
                 "momentum": momentum,
                 "graphs": graphs,
                 "normalized": rows,
+                "halves": halves,
             },
         )
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Predict what the update of all matrices of one shape holds and does.
-
-    Args:
-        shape: of each.
-        cut: how each is taken apart.
-        count: how many there are.
-        compiled: whether a compiler makes the update.
-        on_gpu: whether it iterates in bf16.
-        rows: whether rows are normalised.
-        ahead: whether a direction is more than the momentum.
-        slices: ranks of which each holds a slice.
-        axis: the axis of the mesh whose `ranks`, with those of tensors, share the matrices.
-        sizes: the ledger's.
-    """
-
-    shape: tuple[int, ...]
-    cut: MatrixCut
-    count: int
-    compiled: bool
-    on_gpu: bool
-    rows: bool
-    ahead: bool
-    slices: float
-    axis: str
-    ranks: int
-    sizes: Mapping[str, float]
-
-    @property
-    def chunk(self) -> int:
-        """Return how many matrices are updated at once (optim/muon)."""
-        most = max(self.ranks, CHUNK_NUMBERS // prod(self.shape))
-        return min(self.count, CHUNK_MATRICES, most)
-
-    @property
-    def own(self) -> int:
-        """Return how many matrices of all this rank orthogonalises: the most that any does."""
-        whole, rest = divmod(self.count, self.chunk)
-        return whole * ceil(self.chunk / self.ranks) + ceil(rest / self.ranks)
-
-    def runs(self) -> list[tuple[int, int, int]]:
-        """Return (pieces, rows, columns) of each kind of piece of one matrix."""
-        height, columns = self.shape
-        if not self.cut.runs:
-            return [(1, height, columns)]
-        groups = self.cut.groups
-        return [(n * blocks, groups * rows // blocks, columns) for n, rows, blocks in self.cut.runs]
-
-    def peak_bytes(self) -> float:
-        """Return the most bytes that an update of one chunk makes."""
-        mine = ceil(self.chunk / self.ranks)
-        low = BF16 if self.on_gpu else FP32
-        directions = self.ahead * FP32 * self.chunk * prod(self.shape) / self.slices
-        whole = low * mine * prod(self.shape)
-        sent = 0.0 if self.ranks == 1 else low * self.chunk * prod(self.shape) / self.slices
-        most = 0.0
-        for pieces, rows, columns in self.runs():
-            numbers, squares = pieces * rows * columns, pieces * min(rows, columns) ** 2
-            shapes = ITERATED_WIDE if is_wide(rows, columns) else (ITERATED,)
-            iterated = max(b * numbers + s * squares for b, s in shapes)
-            most = max(most, low * mine * iterated)
-        if self.compiled:  # fused: directions are made in bf16, and pieces where they are used
-            return max(directions + whole, whole + most) + sent
-        copied = len(self.runs()) > 1 or self.cut.groups > 1
-        apart = whole * copied
-        before = directions + (whole if self.ranks > 1 else 0.0)
-        normalized = 3 * whole * self.rows
-        last = sent + 2 * FP32 * self.chunk * prod(self.shape) / self.slices
-        done = self._done_bytes(low * mine)
-        return max(before + apart + done + most, before + (1 + copied) * whole + normalized, last)
-
-    def _done_bytes(self, each: float) -> float:
-        """Return the bytes of the pieces that are done while the last kind iterates."""
-        return each * sum(n * rows * columns for n, rows, columns in self.runs()[:-1])
-
-    def work(self) -> dict[str, Work]:
-        """Return the pieces of work of one update, by name."""
-        chunks, numbers = ceil(self.count / self.chunk), self.count * prod(self.shape)
-        share = self.own / self.count
-        streams = (MOMENTUM, SCALED, WRITTEN)
-        if self.compiled:
-            streams = (FUSED_MOMENTUM, FUSED_SCALED, FUSED_WRITTEN)
-        momentum, scaled, written = streams
-        name, low = "x".join(map(str, self.shape)), BF16 if self.on_gpu else FP32
-        run_count = len(self.runs())
-        pieces_of_work: dict[str, Work] = {
-            "momentum": self._stream(momentum[0] * numbers / self.slices, momentum[1] * chunks),
-            "scaled": self._stream(scaled[0] * share * numbers, scaled[1] * chunks * run_count),
-            "written": self._stream(
-                written[0] * numbers / self.slices,
-                chunks * written[1] if self.compiled else chunks * written[1] + self.count,
-            ),
-        }
-        if self.cut.runs and (run_count > 1 or self.cut.groups > 1):
-            pieces_of_work["apart"] = self._stream(
-                4 * low * share * numbers, chunks * (run_count + 1)
-            )
-        if self.rows:
-            pieces_of_work["rows"] = self._stream(
-                4 * low * share * numbers, 12 * chunks * run_count
-            )
-        for pieces, rows, columns in self.runs():
-            pieces_of_work |= self._matmuls(self.own * pieces, rows, columns)
-        pieces_of_work |= self._sent(low)
-        return {
-            f"update/muon_{name}{_suffix(self.cut)}/{what}": w for what, w in pieces_of_work.items()
-        }
-
-    def _stream(self, bytes: float, kernels: float) -> Stream:
-        """Return a stream of the update."""
-        launch = COMPILED if self.compiled else EAGER
-        return Stream("optimizer", 1, bytes, max(1.0, kernels), launch=launch)
-
-    def _matmuls(self, many: int, rows: int, columns: int) -> dict[str, Work]:
-        """Return the matmuls of all iterations of so many pieces, and the sums that they add to.
-
-        A batch of matrices has the tiles of one matmul as long as all of them.
-        """
-        narrow, long = min(rows, columns), max(rows, columns)
-        wide, name = is_wide(rows, columns), f"{rows}x{columns}"
-        often = {"gram": STEPS, "squared": STEPS, "product": STEPS}
-        if wide:
-            often = {"gram": len(SEGMENTS), "squared": SQUARED, "product": len(SEGMENTS)}
-        low = BF16 if self.on_gpu else FP32
-        shapes = {"gram": (narrow, long), "squared": (narrow, narrow), "product": (long, narrow)}
-        pieces_of_work: dict[str, Work] = {
-            f"{name}/{what}": Matmul(
-                "optimizer",
-                often[what],
-                (many * narrow, *shape),
-                "bf16" if self.on_gpu else "fp32",
-                launch=COMPILED if self.compiled else EAGER,
-            )
-            for what, shape in shapes.items()
-        }
-        added = STEPS if wide else 2 * STEPS  # to diagonals, in place
-        copied = STEPS if wide else 0  # by the matmuls that add a matrix to their own
-        numbers = copied * narrow**2 + added * narrow
-        kernels = ceil(self.count / self.chunk) * (added + copied * self.on_gpu)
-        pieces_of_work[f"{name}/sums"] = self._stream(2 * low * many * numbers, kernels)
-        return pieces_of_work
-
-    def _sent(self, low: int) -> dict[str, Work]:
-        """Return what ranks send each other: matrices to their ranks, and results to all."""
-        if self.ranks == 1:
-            return {}
-        whole, chunks = float(low * self.count * prod(self.shape)), ceil(self.count / self.chunk)
-        if self.slices == 1:
-            return {"gather": self._collective("all_gather", whole, chunks)}
-        operation = "all_to_all" if self.on_gpu else "all_gather"  # gloo has no other
-        each = whole / self.slices if self.on_gpu else whole
-        return {"gather": self._collective(operation, 2 * each, 2 * chunks)}
-
-    def _collective(self, operation: Any, bytes: float, kernels: float) -> Work:
-        return collective(self.sizes, self.axis, "optimizer", operation, bytes, kernels=kernels)
-
-
-def _suffix(cut: MatrixCut) -> str:
-    """Return what tells matrices of one shape apart that are taken apart differently."""
-    return "/".join(f"_{n}x{rows}" for n, rows, _ in cut.runs)
 
 
 def cuts_of(config: ModelConfig, head_pairs: bool = False) -> dict[str, MatrixCut]:

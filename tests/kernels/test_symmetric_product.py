@@ -1,0 +1,92 @@
+"""Half of a symmetric product, written twice, is the whole product with what is added to it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.kernels.launches import COUNTS
+from headrace.kernels.orthogonalize import orthogonalize
+from headrace.kernels.symmetric_product import is_served, reference, symmetric_product
+
+TERMS = [(1.0, 0.0, 0.0), (0.5, -2.0, 3.0), (-1.5, 0.25, 0.0), (2.0, 0.0, -1.0)]
+"""Factors of the product and of what is added, and the number on the diagonals."""
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(7)) / shape[-1] ** 0.5
+
+
+def plainly(
+    left: Tensor, right: Tensor, added: Tensor | None, scale: float, share: float, diagonal: float
+) -> Tensor:
+    """Compute it in fp64, term by term."""
+    whole = scale * (left.double() @ right.double().mT)
+    if added is not None:
+        whole = whole + share * added.double()
+    return whole + diagonal * torch.eye(left.size(-2), dtype=torch.float64, device=left.device)
+
+
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("shape", [(2, 9, 9), (3, 5, 12), (1, 7, 3)])
+def test_the_reference_is_what_is_written(
+    shape: tuple[int, int, int], terms: tuple[float, float, float]
+) -> None:
+    x, (scale, share, diagonal) = draw(*shape), terms
+    gram = x @ x.mT
+    for left, right in ((x, x), (gram, gram)):
+        for added in (None, gram) if share else (None,):
+            before = [t.clone() for t in (left, right, gram)]
+            found = reference(left, right, added, scale, share, diagonal)
+            wanted = plainly(left, right, added, scale, share, diagonal)
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+            assert all(map(torch.equal, (left, right, gram), before))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "served"),
+    [(768, 768, True), (2048, 8192, True), (512, 2048, False), (772, 772, False), (768, 3, False)],
+)
+def test_small_or_odd_matrices_are_multiplied_whole(rows: int, columns: int, served: bool) -> None:
+    assert is_served(rows, columns) is served
+
+
+def test_a_compiler_is_told_the_shape_alone() -> None:
+    with torch.device("meta"):
+        x = torch.empty(3, 768, 1024, dtype=torch.bfloat16)
+    found = symmetric_product(x, x)
+    assert found.shape == (3, 768, 768) and found.dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("shape", [(3, 768, 768), (2, 776, 1032), (1, 2048, 1024), (2, 904, 72)])
+def test_the_kernel_is_the_product(
+    shape: tuple[int, int, int], terms: tuple[float, float, float]
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    scale, share, diagonal = terms
+    x = draw(*shape).cuda().bfloat16()
+    gram = symmetric_product(x, x)
+    assert torch.equal(gram, gram.mT)
+    for left, right, added in ((x, x, None), (gram, gram, gram if share else None)):
+        found = symmetric_product(left, right, added, scale, share, diagonal)
+        wanted = plainly(left, right, added, scale, share, diagonal)
+        assert torch.equal(found, found.mT)
+        assert float((found.double() - wanted).norm() / wanted.norm()) < 4e-3  # one rounding
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 768, 768), (2, 768, 2048), (1, 2304, 768)])
+def test_muons_iteration_by_halves_is_as_near_as_by_whole_products(
+    shape: tuple[int, int, int],
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    matrices = draw(*shape)
+    right = orthogonalize(matrices)
+    before = COUNTS["symmetric_product"]
+    whole, half = (orthogonalize(matrices.cuda(), symmetric=s).cpu() for s in (False, True))
+    assert COUNTS["symmetric_product"] > before
+    far = [float((x.float() - right).norm() / right.norm()) for x in (whole, half)]
+    assert far[1] < max(1.2 * far[0], 0.05), far
