@@ -15,12 +15,11 @@ Where a matrix is wide, iterating on X X^T instead of X takes fewer FLOPs ("Gram
 Zhang, Amsel, Chen and Dao, 2026): with G = X X^T and the polynomial P = a + b G + c G^2, the next X
 is P X and the next G is P G P, so X itself is multiplied only at the end. In bf16 the errors of G
 grow without a limit over five iterations (to singular values of 10^7 where they fall as 1/n). So X
-is multiplied after the first two iterations and G begins anew: then either answer is 2% to 5% off
-fp64's, and this one 9% for 768 rows whose values fall as 1/n. bf16 suffices on GPUs; a CPU iterates
-in fp32.
+is multiplied after the first two iterations and G begins anew: then either answer is within 6% of
+fp64's for the matrices of its tests. bf16 suffices on GPUs; a CPU iterates in fp32.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -30,6 +29,8 @@ from headrace.kernels.symmetric_product import is_served, reference, symmetric_p
 
 Coefficients = tuple[tuple[float, float, float], ...]
 """(a, b, c) of each iteration."""
+Multiply = Callable[..., Tensor]
+"""`reference` or `symmetric_product`, whose arguments are the same."""
 
 
 class Polynomials(NamedTuple):
@@ -97,7 +98,8 @@ def orthogonalize(
     tall = matrices.size(-2) > matrices.size(-1)
     steps = iterate_wide if is_wide(matrices.size(-2), matrices.size(-1)) else iterate
     x = _normalized(matrices.mT if tall else matrices, margin, dtype)
-    x = steps(x, coefficients, symmetric)
+    half = symmetric and is_served(x.size(-2), x.size(-1))
+    x = steps(x, coefficients, symmetric_product if half else reference)
     return x.mT if tall else x
 
 
@@ -108,52 +110,36 @@ def _normalized(matrices: Tensor, margin: float, dtype: torch.dtype) -> Tensor:
     return (x * (1.0 / (norm * margin + 1e-7))).to(dtype)
 
 
-def iterate(x: Tensor, coefficients: Coefficients, symmetric: bool = False) -> Tensor:
+def iterate(x: Tensor, coefficients: Coefficients, multiply: Multiply = reference) -> Tensor:
     """Return the polynomials of x [batch, shorter, longer], three matmuls an iteration.
 
     With G = x x^T, a + b G + c G^2 is c (G + b / 2c)^2 + a - b^2 / 4c, so that numbers are added to
     diagonals alone: a matmul that adds a matrix copies it first.
     """
     for a, b, c in coefficients:
-        gram = _product(x, x, symmetric, diagonal=b / (2 * c))
-        squared = _product(gram, gram, symmetric, scale=c, diagonal=a - b * b / (4 * c))
+        gram = multiply(x, x, diagonal=b / (2 * c))
+        squared = multiply(gram, gram, scale=c, diagonal=a - b * b / (4 * c))
         x = torch.bmm(squared, x)
     return x
 
 
-def iterate_wide(x: Tensor, coefficients: Coefficients, symmetric: bool = False) -> Tensor:
-    """Return the same by iterating on x x^T, with fewer FLOPs where x is wide."""
+def iterate_wide(x: Tensor, coefficients: Coefficients, multiply: Multiply = reference) -> Tensor:
+    """Return the same by iterating on x x^T, with fewer FLOPs where x is wide.
+
+    All matrices but x are polynomials of one symmetric matrix, and so are their products.
+    """
     left = list(coefficients)
     for count in SEGMENTS:
-        gram, factor = _product(x, x, symmetric), None
+        gram, factor = multiply(x, x), None
         for index in range(count):
             a, b, c = left.pop(0)  # small values of G stay exact where G itself is added
-            polynomial = _product(gram, gram, symmetric, gram, scale=c, share=b, diagonal=a)
-            factor = polynomial if factor is None else _product(polynomial, factor, symmetric)
+            polynomial = multiply(gram, gram, gram, scale=c, share=b, diagonal=a)
+            factor = polynomial if factor is None else multiply(polynomial, factor)
             if index < count - 1:
-                gram = _product(_product(polynomial, gram, symmetric), polynomial, symmetric)
+                gram = multiply(multiply(polynomial, gram), polynomial)
         assert factor is not None
         x = torch.bmm(factor, x)
     return x
-
-
-def _product(
-    left: Tensor,
-    right: Tensor,
-    symmetric: bool,
-    added: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    share: float = 0.0,
-    diagonal: float = 0.0,
-) -> Tensor:
-    """Return scale x left right^T + share x added + diagonal x identity, which is symmetric.
-
-    All matrices here but x are polynomials of one symmetric matrix, and so are their products.
-    """
-    half = symmetric and is_served(left.size(-2), left.size(-1))
-    multiply = symmetric_product if half else reference
-    return multiply(left, right, added, scale, share, diagonal)
 
 
 def reference_orthogonalize(matrix: Tensor) -> Tensor:

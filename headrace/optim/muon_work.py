@@ -154,7 +154,7 @@ class MuonWork:
         if wide:
             often = {"gram": len(SEGMENTS), "squared": SQUARED, "product": len(SEGMENTS)}
         low = BF16 if self.on_gpu else FP32
-        halved = self.symmetric and self.on_gpu and is_served(narrow, narrow)
+        halved = self.symmetric and self.on_gpu and is_served(narrow, long)
         across = round(HALF * narrow) if halved else narrow
         shapes = {"gram": (across, long), "squared": (across, narrow), "product": (long, narrow)}
         pieces_of_work: dict[str, Work] = {

@@ -29,6 +29,8 @@ from headrace.probes import cached, keep, measured, name_of
 QUICK_S = {"cuda": 40.0, "cpu": 20.0}
 """Seconds after which no further probe begins, by type of device; the most important probes come
 first. A compiler's first start, which a probe may wait for, comes on top: 50 s on two cores."""
+SECOND_READINGS_S = 10.0
+"""About the seconds after these in which a CPU's short probes run once more."""
 WITH_HALVES = 1.75
 """The factor on `QUICK_S` of a CPU that multiplies bf16, because steps in bf16 are timed there
 too."""
@@ -102,10 +104,11 @@ def _measured_now(device: torch.device, progress: Progress, known: str) -> Machi
     budget_s = QUICK_S[device.type]
     if device.type == "cpu" and bf16_units():
         budget_s *= WITH_HALVES
+    about_s = budget_s + (SECOND_READINGS_S if device.type == "cpu" else 0.0)
     name = "this processor" if device.type == "cpu" else name_of(device)
     try:
         progress.note(
-            f"{known} is known of {name} yet: it is measured now, once, in about {budget_s:.0f} s"
+            f"{known} is known of {name} yet: it is measured now, once, in about {about_s:.0f} s"
         )
         machine = measured(device, budget_s=budget_s, progress=progress)
         try:

@@ -1,9 +1,13 @@
-"""Half of a symmetric product, written twice, is the whole product with what is added to it."""
+"""Half of a symmetric product, written twice, is the whole product with what is added to it.
+
+On a host the kernel runs in Triton's interpreter, in fp32; on a GPU as it is used, in bf16.
+"""
 
 import pytest
 import torch
 from torch import Tensor
 
+from headrace.kernels import symmetric_product as kernels
 from headrace.kernels.launches import COUNTS
 from headrace.kernels.orthogonalize import orthogonalize
 from headrace.kernels.symmetric_product import is_served, reference, symmetric_product
@@ -53,27 +57,58 @@ def test_small_or_odd_matrices_are_multiplied_whole(rows: int, columns: int, ser
 def test_a_compiler_is_told_the_shape_alone() -> None:
     with torch.device("meta"):
         x = torch.empty(3, 768, 1024, dtype=torch.bfloat16)
-    found = symmetric_product(x, x)
-    assert found.shape == (3, 768, 768) and found.dtype == torch.bfloat16
+    gram = symmetric_product(x, x)
+    for found in (gram, symmetric_product(gram, gram, gram, scale=2.0, share=0.5, diagonal=1.0)):
+        assert found.shape == (3, 768, 768) and found.dtype == torch.bfloat16
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("terms", TERMS)
-@pytest.mark.parametrize("shape", [(3, 768, 768), (2, 776, 1032), (1, 2048, 1024), (2, 904, 72)])
-def test_the_kernel_is_the_product(
-    shape: tuple[int, int, int], terms: tuple[float, float, float]
-) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+def check_kernel(x: Tensor, terms: tuple[float, float, float], most: float) -> None:
+    """Compare the kernel with fp64: a matrix by its transpose, and squares that others add to."""
     scale, share, diagonal = terms
-    x = draw(*shape).cuda().bfloat16()
+    before = COUNTS["symmetric_product"]
     gram = symmetric_product(x, x)
     assert torch.equal(gram, gram.mT)
     for left, right, added in ((x, x, None), (gram, gram, gram if share else None)):
         found = symmetric_product(left, right, added, scale, share, diagonal)
         wanted = plainly(left, right, added, scale, share, diagonal)
         assert torch.equal(found, found.mT)
-        assert float((found.double() - wanted).norm() / wanted.norm()) < 4e-3  # one rounding
+        assert float((found.double() - wanted).norm() / wanted.norm()) < most
+    assert COUNTS["symmetric_product"] == before + 3
+
+
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("shape", [(2, 136, 72), (1, 264, 264), (2, 128, 64), (1, 392, 40)])
+def test_the_kernel_is_the_product(
+    shape: tuple[int, int, int], terms: tuple[float, float, float]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    check_kernel(draw(*shape), terms, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("shape", [(3, 768, 768), (2, 776, 1032), (1, 2048, 1024), (2, 904, 72)])
+def test_on_a_gpu_the_kernel_is_the_product_in_bf16(
+    shape: tuple[int, int, int], terms: tuple[float, float, float]
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    check_kernel(draw(*shape).cuda().bfloat16(), terms, 4e-3)  # one rounding
+
+
+def test_muons_iteration_by_halves_is_that_by_whole_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In fp32, where the kernel serves small matrices for once."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    monkeypatch.setattr(kernels, "LEAST_ROWS", 16)
+    for shape in ((2, 136, 136), (2, 136, 264), (1, 264, 136)):
+        matrices, before = draw(*shape), COUNTS["symmetric_product"]
+        half, whole = (orthogonalize(matrices, symmetric=s) for s in (True, False))
+        assert COUNTS["symmetric_product"] > before
+        torch.testing.assert_close(half, whole, rtol=0, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import torch
 
 from headrace import probes
 from headrace.core.model_config import ModelConfig
+from headrace.core.progress import Progress
 from headrace.costs.decoder_work import baseline_work
 from headrace.costs.rates import MatmulPoint
 from headrace.probes import host
@@ -57,7 +58,7 @@ def test_a_disturbed_reading_does_not_count(readings: Readings) -> None:
     ran = list(host.linear_probes(readings, 8, 6, 4))
     for probe in ran:
         probe.run()
-    probes._reread(readings, ran)
+    probes._reread(readings, ran, Progress())
     assert {key: [round(p.seconds, 6) for p in of] for key, of in readings.linears.items()} == {
         ("result", "fp32"): [1e-3],
         ("input", "fp32"): [1e-3],
@@ -65,11 +66,27 @@ def test_a_disturbed_reading_does_not_count(readings: Readings) -> None:
     }
 
 
+def test_what_fails_a_second_time_keeps_its_first_reading(readings: Readings) -> None:
+    times = iter([1e-3, 2e-3, 3e-3])
+
+    def seconds(call: Callable[[], Any]) -> float:
+        if (taken := next(times, None)) is None:
+            raise RuntimeError("DefaultCPUAllocator: not enough memory")
+        return taken
+
+    readings.clock.seconds = seconds  # type: ignore[method-assign]
+    ran = list(host.linear_probes(readings, 8, 6, 4))
+    for probe in ran:
+        probe.run()
+    probes._reread(readings, ran, Progress())
+    assert [of[0].seconds for of in readings.linears.values()] == [1e-3, 2e-3, 3e-3]
+
+
 def test_what_compiles_or_copies_is_read_once(readings: Readings) -> None:
     for group in ("compiled steps", "copies", "products in fp32"):
         calls: list[int] = []
         probe = Probe(group, "one", 1.0, 0.0, lambda calls=calls: calls.append(1))
-        probes._reread(readings, [probe])
+        probes._reread(readings, [probe], Progress())
         assert not calls, group
 
 

@@ -311,7 +311,7 @@ class Muon(Technique[Build]):
         halves = since(build.notes[self.name()], "symmetric_product").get("symmetric_product", 0)
         right = (
             done > 0
-            and (halves > 0) == self.symmetric_products
+            and (halves > 0 or not self.symmetric_products)
             and done % max(1, pieces) == 0
             and not shared
             and (graphs > 0) == optimizer.compiled

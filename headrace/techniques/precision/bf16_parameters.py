@@ -37,7 +37,6 @@ from headrace.costs.work import CUSTOM_COMPILED, EAGER, Collective, Stream, Work
 from headrace.kernels.adamw import KERNEL, Noise
 from headrace.kernels.bf16_weight import keys_of, places
 from headrace.kernels.launches import COUNTS
-from headrace.kernels.wide_sum import WideSum
 from headrace.optim.bf16_adamw import SLICE_NUMBERS, Bf16AdamW, local_state
 from headrace.parallel.layout import is_dtensor, local_box, local_of
 from headrace.plan.plan import Plan
@@ -220,17 +219,13 @@ class Bf16Parameters(Technique[Build]):
 
         def make(named: Mapping[str, nn.Parameter]) -> Bf16AdamW:
             tied = "embed.weight" if build.config.tied_embeddings else ""
-            by_kernel = build.context.lacks_triton() is None
             for name, p in named.items():
                 if is_dtensor(p):
                     continue  # FSDP2 adds up in fp32, and gives the sum its slice's dtype
                 if name == tied or build.layouts[name].partial - {"shard"}:
                     p.grad_dtype = torch.float32
                 elif _adds_up(build.plan) and not _adds_pairs(build.plan):
-                    if _sums_early(build.plan):  # by hooks that read each gradient
-                        p.grad_dtype = torch.float32
-                    else:
-                        WideSum(p, fused=by_kernel)
+                    _keep_wide(p, early=_sums_early(build.plan))
             return Bf16AdamW(config, named, rounding=rounding, noise=noise, fused=fused)
 
         build.notes[self.name()] = COUNTS[KERNEL]
@@ -281,6 +276,23 @@ class Bf16Parameters(Technique[Build]):
 
     def _is_fused(self, context: Context) -> bool:
         return context.lacks_triton() is None if self.fused is None else self.fused
+
+
+def _keep_wide(p: nn.Parameter, *, early: bool) -> None:
+    """Keep the gradient of a bf16 matrix in fp32, to which others are added.
+
+    Autograd would widen each gradient and then add it up: 18 bytes of a number, where the sum of
+    a number in fp32 and one in bf16 moves 10. So only the first is widened, once it is there. What
+    sums gradients early reads them in hooks of its own, and has each of them widened.
+    """
+    p.grad_dtype = torch.float32 if early else None
+    if not early:
+        p.register_post_accumulate_grad_hook(_widen)
+
+
+def _widen(p: Tensor) -> None:
+    if p.grad is not None and p.grad.dtype is not torch.float32:
+        p.grad = p.grad.float()
 
 
 def _beside_sums(run: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
