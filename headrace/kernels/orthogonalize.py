@@ -25,12 +25,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.kernels.symmetric_product import is_served, reference, symmetric_product
+from headrace.kernels.symmetric_matmul import is_served, reference, symmetric_matmul
 
 Coefficients = tuple[tuple[float, float, float], ...]
 """(a, b, c) of each iteration."""
 Multiply = Callable[..., Tensor]
-"""`reference` or `symmetric_product`, whose arguments are the same."""
+"""`reference` or `symmetric_matmul`, whose arguments are the same."""
 
 
 class Polynomials(NamedTuple):
@@ -84,7 +84,7 @@ def orthogonalize(
         matrices: [batch, rows, columns], or one [rows, columns]; left as they are.
         name: which polynomials.
         dtype: in which to iterate; by default bf16 on a GPU and fp32 elsewhere.
-        symmetric: compute half of each symmetric product alone, where that is worth it; on a GPU
+        symmetric: compute half of each symmetric matmul alone, where that is worth it; on a GPU
             with Triton and in half precision.
 
     Returns:
@@ -99,7 +99,7 @@ def orthogonalize(
     steps = iterate_wide if is_wide(matrices.size(-2), matrices.size(-1)) else iterate
     x = _normalized(matrices.mT if tall else matrices, margin, dtype)
     half = symmetric and is_served(x.size(-2), x.size(-1))
-    x = steps(x, coefficients, symmetric_product if half else reference)
+    x = steps(x, coefficients, symmetric_matmul if half else reference)
     return x.mT if tall else x
 
 

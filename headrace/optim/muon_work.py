@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.costs.work import COMPILED, EAGER, Matmul, Stream, Work, collective
 from headrace.kernels.orthogonalize import SEGMENTS, SQUARED, STEPS, is_wide
-from headrace.kernels.symmetric_product import is_served
+from headrace.kernels.symmetric_matmul import is_served
 from headrace.optim.muon import CHUNK_MATRICES, CHUNK_NUMBERS, MatrixCut
 
 FP32, BF16 = 4, 2
@@ -38,7 +38,7 @@ class MuonWork:
         compiled: whether a compiler makes the update.
         on_gpu: whether it iterates in bf16.
         rows: whether rows are normalised.
-        symmetric: whether half of symmetric products is computed alone.
+        symmetric: whether half of symmetric matmuls is computed alone.
         ahead: whether a direction is more than the momentum.
         slices: ranks of which each holds a slice.
         axis: the axis of the mesh whose `ranks`, with those of tensors, share the matrices.

@@ -298,16 +298,16 @@ def _work_through(readings: Readings, probes: list[Probe], progress: Progress) -
 
 
 def _reread(readings: Readings, ran: list[Probe], progress: Progress) -> None:
-    """Run the short probes of a CPU once more, and make one point of both readings of each.
+    """Run the brief probes of a CPU once more, and make one point of both readings of each.
 
     A probe lasts some milliseconds. What else runs on the host for as long slows all of its
     readings, and is over by the second time. What fails now keeps its first reading.
     """
-    short = [probe for probe in ran if probe.group.startswith(TWICE)]
-    for index, probe in enumerate(short):
+    brief = [probe for probe in ran if probe.group.startswith(TWICE)]
+    for index, probe in enumerate(brief):
         with suppress(RuntimeError):
             probe.run()
-        progress.task("second readings", index + 1, len(short))
+        progress.task("second readings", index + 1, len(brief))
     readings.linears = {key: _settled(points) for key, points in readings.linears.items()}
     readings.pieces = {key: _settled(points) for key, points in readings.pieces.items()}
     readings.attention = {key: _settled(points) for key, points in readings.attention.items()}

@@ -107,10 +107,10 @@ LEARNING: dict[str, Asked] = {
     ),
     "techniques/optim/muon:Muon.supports#1": Asked((), ("lora", "muon", "adamw")),
     "techniques/optim/muon:Muon._refuse_symmetric#1": Asked(
-        ("techniques.muon.symmetric_products=true",), ("muon",), "cpu"
+        ("techniques.muon.symmetric_matmuls=true",), ("muon",), "cpu"
     ),
     "techniques/optim/muon:Muon._refuse_symmetric#2": Asked(
-        ("techniques.muon.symmetric_products=true",), ("muon",), "H200"
+        ("techniques.muon.symmetric_matmuls=true",), ("muon",), "H200"
     ),
     "optim/compiled:lacks_compiler#1": Asked(
         ("techniques.muon.compiled=true",), ("muon",), "bare H200"

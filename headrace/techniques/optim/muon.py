@@ -29,7 +29,7 @@ from headrace.costs.ledger import DERIVED, Ledger
 from headrace.costs.work import Stream
 from headrace.kernels.launches import COUNTS, since
 from headrace.kernels.orthogonalize import Name
-from headrace.kernels.symmetric_product import CAPABILITY, LEAST_ROWS, is_served
+from headrace.kernels.symmetric_matmul import CAPABILITY, LEAST_ROWS, is_served
 from headrace.model.fusion import fusions
 from headrace.optim.compiled import lacks_compiler
 from headrace.optim.muon import (
@@ -86,9 +86,9 @@ class Muon(Technique[Build]):
     polynomials: Name = "polar_express"
     """How singular values are brought to 1: by Polar Express (arXiv 2505.16932), or by Jordan's
     one polynomial, which leaves them twice as far from it."""
-    symmetric_products: bool = False
+    symmetric_matmuls: bool = False
     """Compute half of each product that is symmetric, of matrices with 768 rows and columns or more
-    (kernels/symmetric_product); on GPUs from Hopper on, with Triton."""
+    (kernels/symmetric_matmul); on GPUs from Hopper on, with Triton."""
     compiled: bool | None = None
     """Whether the update is compiled, for seconds at the first step. Left open: on a GPU that has
     Triton, not on a CPU."""
@@ -127,16 +127,16 @@ class Muon(Technique[Build]):
             )
         if self.compiled and (why := lacks_compiler(context, self.name())):
             return why
-        if self.symmetric_products and (refused := self._refuse_symmetric(context)):
+        if self.symmetric_matmuls and (refused := self._refuse_symmetric(context)):
             return refused
         return self._wrong(context.plan) or Supported()
 
     def _refuse_symmetric(self, context: Context) -> Unsupported | None:
         """Return why half of a product cannot be computed alone here, or would nowhere be."""
-        plain = mend(f"techniques.{self.name()}.symmetric_products=false")
+        plain = mend(f"techniques.{self.name()}.symmetric_matmuls=false")
         if lacks_compiler(context, self.name()) or (context.capability or (0, 0)) < CAPABILITY:
             return Unsupported(
-                "symmetric_products = true needs Triton and a GPU of compute capability 9.0 or "
+                "symmetric_matmuls = true needs Triton and a GPU of compute capability 9.0 or "
                 f"later, and {context.device_name} has {context.capability_text}",
                 plain,
                 RefusalKind.DEVICE,
@@ -144,7 +144,7 @@ class Muon(Technique[Build]):
         dim = context.plan.model.dim if context.plan else LEAST_ROWS
         if not is_served(dim, dim):
             return Unsupported(
-                f"symmetric_products = true takes matrices from {LEAST_ROWS} rows and columns on, "
+                f"symmetric_matmuls = true takes matrices from {LEAST_ROWS} rows and columns on, "
                 f"by eights, and model.dim = {dim}",
                 plain,
             )
@@ -233,7 +233,7 @@ class Muon(Technique[Build]):
             compiled=on_gpu if self.compiled is None else self.compiled,
             on_gpu=on_gpu,
             rows=self.normalize_rows,
-            symmetric=self.symmetric_products,
+            symmetric=self.symmetric_matmuls,
             ahead=self.nesterov,
             slices=slices,
             axis=(axis := "slices" if slices > 1 else "shard"),
@@ -270,7 +270,7 @@ class Muon(Technique[Build]):
                         self.nesterov,
                         self.cautious_decay,
                         self.normalize_rows,
-                        self.symmetric_products,
+                        self.symmetric_matmuls,
                     ),
                     now=lambda: build.now.get(VALUE),
                     team=team,
@@ -308,10 +308,10 @@ class Muon(Technique[Build]):
         gradients = (local_of(p.grad) for p in taken.values() if p.grad is not None)
         # Behind a head of zeros no gradient comes in the first step.
         uneven = self.normalize_rows and not rows and any(bool(g.any()) for g in gradients)
-        halves = since(build.notes[self.name()], "symmetric_product").get("symmetric_product", 0)
+        halves = since(build.notes[self.name()], "symmetric_matmul").get("symmetric_matmul", 0)
         right = (
             done > 0
-            and (halves > 0 or not self.symmetric_products)
+            and (halves > 0 or not self.symmetric_matmuls)
             and done % max(1, pieces) == 0
             and not shared
             and (graphs > 0) == optimizer.compiled

@@ -1,4 +1,4 @@
-"""This module holds the Triton kernel of symmetric_product.py; its first launch imports it.
+"""This module holds the Triton kernel of symmetric_matmul.py; its first launch imports it.
 
 Shapes: B matrices; M rows; K columns that are summed over; a program does one tile of BLOCK rows
 and BLOCK columns, STEP of the summed columns at a time.
@@ -33,7 +33,10 @@ def symmetric_tile(
     block: tl.constexpr,
     step: tl.constexpr,
 ):
-    """Write one tile on or below the diagonal, and its mirror image."""
+    """Write what of one tile is on or below the diagonal, and its mirror image.
+
+    The two halves of a tile on the diagonal may be rounded apart, so the lower one is used alone.
+    """
     # Tiles are counted row by row, and row i begins at i (i + 1) / 2. Roots may be a little off.
     tile, matrix = tl.program_id(0), tl.program_id(1)
     i = ((tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
@@ -49,17 +52,16 @@ def symmetric_tile(
     down, across = i * block + tl.arange(0, block), j * block + tl.arange(0, block)
     first = matrix.to(tl.int64) * rows * rows
     at = first + down[:, None] * rows + across[None, :]
-    inside = (down[:, None] < rows) & (across[None, :] < rows)
+    inside = (down[:, None] < rows) & (across[None, :] <= down[:, None])
     sums = sums * scale
     if adds:
         sums += share * tl.load(added_ptr + at, mask=inside, other=0.0).to(tl.float32)
     sums = tl.where(down[:, None] == across[None, :], sums + diagonal, sums)
     out = sums.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, out, mask=inside)
-    if i != j:
-        back = first + across[:, None] * rows + down[None, :]
-        mirrored = (across[:, None] < rows) & (down[None, :] < rows)
-        tl.store(out_ptr + back, tl.trans(out), mask=mirrored)
+    back = first + across[:, None] * rows + down[None, :]
+    above = (down[None, :] < rows) & (across[:, None] < down[None, :])
+    tl.store(out_ptr + back, tl.trans(out), mask=above)
 
 
 def launch(

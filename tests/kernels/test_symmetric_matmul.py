@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.kernels import symmetric_product as kernels
+from headrace.kernels import symmetric_matmul as kernels
 from headrace.kernels.launches import COUNTS
 from headrace.kernels.orthogonalize import orthogonalize
-from headrace.kernels.symmetric_product import is_served, reference, symmetric_product
+from headrace.kernels.symmetric_matmul import is_served, reference, symmetric_matmul
 
 TERMS = [(1.0, 0.0, 0.0), (0.5, -2.0, 3.0), (-1.5, 0.25, 0.0), (2.0, 0.0, -1.0)]
 """Factors of the product and of what is added, and the number on the diagonals."""
@@ -57,23 +57,23 @@ def test_small_or_odd_matrices_are_multiplied_whole(rows: int, columns: int, ser
 def test_a_compiler_is_told_the_shape_alone() -> None:
     with torch.device("meta"):
         x = torch.empty(3, 768, 1024, dtype=torch.bfloat16)
-    gram = symmetric_product(x, x)
-    for found in (gram, symmetric_product(gram, gram, gram, scale=2.0, share=0.5, diagonal=1.0)):
+    gram = symmetric_matmul(x, x)
+    for found in (gram, symmetric_matmul(gram, gram, gram, scale=2.0, share=0.5, diagonal=1.0)):
         assert found.shape == (3, 768, 768) and found.dtype == torch.bfloat16
 
 
 def check_kernel(x: Tensor, terms: tuple[float, float, float], most: float) -> None:
     """Compare the kernel with fp64: a matrix by its transpose, and squares that others add to."""
     scale, share, diagonal = terms
-    before = COUNTS["symmetric_product"]
-    gram = symmetric_product(x, x)
+    before = COUNTS["symmetric_matmul"]
+    gram = symmetric_matmul(x, x)
     assert torch.equal(gram, gram.mT)
     for left, right, added in ((x, x, None), (gram, gram, gram if share else None)):
-        found = symmetric_product(left, right, added, scale, share, diagonal)
+        found = symmetric_matmul(left, right, added, scale, share, diagonal)
         wanted = plainly(left, right, added, scale, share, diagonal)
         assert torch.equal(found, found.mT)
         assert float((found.double() - wanted).norm() / wanted.norm()) < most
-    assert COUNTS["symmetric_product"] == before + 3
+    assert COUNTS["symmetric_matmul"] == before + 3
 
 
 @pytest.mark.parametrize("terms", TERMS)
@@ -105,9 +105,9 @@ def test_muons_iteration_by_halves_is_that_by_whole_products(
         pytest.skip("the interpreter is for machines without a GPU")
     monkeypatch.setattr(kernels, "LEAST_ROWS", 16)
     for shape in ((2, 136, 136), (2, 136, 264), (1, 264, 136)):
-        matrices, before = draw(*shape), COUNTS["symmetric_product"]
+        matrices, before = draw(*shape), COUNTS["symmetric_matmul"]
         half, whole = (orthogonalize(matrices, symmetric=s) for s in (True, False))
-        assert COUNTS["symmetric_product"] > before
+        assert COUNTS["symmetric_matmul"] > before
         torch.testing.assert_close(half, whole, rtol=0, atol=1e-4)
 
 
@@ -120,8 +120,8 @@ def test_muons_iteration_by_halves_is_as_near_as_by_whole_products(
         pytest.skip("needs a CUDA device")
     matrices = draw(*shape)
     right = orthogonalize(matrices)
-    before = COUNTS["symmetric_product"]
+    before = COUNTS["symmetric_matmul"]
     whole, half = (orthogonalize(matrices.cuda(), symmetric=s).cpu() for s in (False, True))
-    assert COUNTS["symmetric_product"] > before
+    assert COUNTS["symmetric_matmul"] > before
     far = [float((x.float() - right).norm() / right.norm()) for x in (whole, half)]
     assert far[1] < max(1.2 * far[0], 0.05), far

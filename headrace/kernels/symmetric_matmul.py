@@ -44,7 +44,7 @@ def reference(
     share: float = 0.0,
     diagonal: float = 0.0,
 ) -> Tensor:
-    """Compute what `symmetric_product` equals by torch's own operations, rounding as they do."""
+    """Compute what `symmetric_matmul` equals by torch's own operations, rounding as they do."""
     if added is not None:
         out = torch.baddbmm(added, left, right.mT, beta=share, alpha=scale)
     elif scale != 1 and left.size(-1) == left.size(-2):
@@ -70,8 +70,8 @@ def _(squares: Tensor, value: float) -> None:
     return None
 
 
-@torch.library.custom_op("headrace::symmetric_product", mutates_args=())
-def symmetric_product(
+@torch.library.custom_op("headrace::symmetric_matmul", mutates_args=())
+def symmetric_matmul(
     left: Tensor,
     right: Tensor,
     added: Tensor | None = None,
@@ -89,12 +89,12 @@ def symmetric_product(
         share: factor of `added`.
         diagonal: added to each diagonal.
     """
-    from headrace.kernels import symmetric_product_triton
+    from headrace.kernels import symmetric_matmul_triton
 
-    COUNTS["symmetric_product"] += 1
-    return symmetric_product_triton.launch(left, right, added, scale, share, diagonal)
+    COUNTS["symmetric_matmul"] += 1
+    return symmetric_matmul_triton.launch(left, right, added, scale, share, diagonal)
 
 
-@symmetric_product.register_fake
+@symmetric_matmul.register_fake
 def _(left: Tensor, *rest: Any) -> Tensor:
     return left.new_empty(left.size(0), left.size(1), left.size(1))
