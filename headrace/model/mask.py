@@ -185,12 +185,13 @@ def slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     """Return how much a score falls per token of distance, fp32 [H] (arXiv 2108.12409, section 3).
 
     A geometric series from 2^(-8/n) to 2^-8 for n heads. Where n is no power of two, the series of
-    the power below, then every other number of the one above, as the authors' code has it.
+    the power below, then every other number of the one above, as the authors' code has it. They
+    are made on the device: a copy from the host would wait for it in every step.
     """
     below = 1 << (heads.bit_length() - 1)
-    whole = [2 ** (-8 * i / below) for i in range(1, below + 1)]
-    between = [2 ** (-4 * i / below) for i in range(1, 2 * (heads - below), 2)]
-    return torch.tensor(whole + between, device=device)
+    whole = torch.arange(1, below + 1, device=device) * (-8 / below)
+    between = (2 * torch.arange(heads - below, device=device) + 1) * (-4 / below)
+    return torch.exp2(torch.cat((whole, between)))
 
 
 def bias(spec: MaskSpec, length: int, device: torch.device | str = "cpu") -> Tensor:
