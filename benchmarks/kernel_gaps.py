@@ -81,6 +81,8 @@ SINCE = (
     ("mesh", "compare_every_steps"),
     ("mesh", "expert"),
     ("checkpoint", "memory_every_steps"),
+    ("model", "bigram_multiple"),
+    ("model", "embedding_smear"),
 )
 """Keys that plans got after rows had been written, the newest last. An older fingerprint is without
 them, and at their defaults they change no kernel."""

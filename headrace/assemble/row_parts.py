@@ -45,7 +45,16 @@ class RowPartTechnique(Technique[Build]):
                     mend(f"-{name}"),
                     RefusalKind.COMBINATION,
                 )
-        if shape_of(plan.model).rope_scaling.kind == "dynamic":
+        model = shape_of(plan.model)
+        for key in ("bigram_multiple", "embedding_smear"):
+            if value := getattr(model, key):
+                return Unsupported(
+                    f"tokens read the token before by model.{key} = {value!r}, and mesh.context = "
+                    f"{ranks} puts some of them on another rank",
+                    context.whole(AXIS),
+                    RefusalKind.COMBINATION,
+                )
+        if model.rope_scaling.kind == "dynamic":
             return Unsupported(
                 "model.rope_scaling.kind = 'dynamic' turns by the length of a whole document, and "
                 f"a rank of mesh.context = {ranks} has a part of it",

@@ -250,6 +250,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("final_logit_softcap", "logit_softcap", "softcap"), ("logit_cap",)),
     **dict.fromkeys(("mobilellm", "deep_and_thin"), ("deep_thin",)),
     **dict.fromkeys(("value_residual", "value_embeds"), ("value_embeddings",)),
+    **dict.fromkeys(("bigram_hash", "engram", "ngram_embeddings"), ("bigram_embeddings",)),
+    **dict.fromkeys(("smear", "token_shift"), ("embedding_smear",)),
     **dict.fromkeys(("x0_lambdas", "embedding_skip"), ("embedding_residual",)),
     **dict.fromkeys(
         ("zero_init", "kaiming", "he_init", "orthogonal_init", "init"), ("weight_init",)

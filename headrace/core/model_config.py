@@ -94,6 +94,12 @@ class ModelConfig(Strict):
     """Embedding tables that are mixed into attention's values by learned factors, 0.5 each at
     first: table i in block i, and in the block as far before the last ones' end (modded-nanogpt).
     At most half of the layers, rounded up."""
+    bigram_multiple: int = Field(default=0, ge=0, le=100_000)
+    """Rows of a table for pairs of a token and the one before it, in multiples of `vocab`; pairs
+    share them by a hash. A pair's row is added to the token's embedding; 0 is no such table."""
+    embedding_smear: bool = False
+    """A token's embedding gets a learned share of each feature of that of the token before, 0 at
+    first (modded-nanogpt)."""
     embedding_scale: float = Field(default=1.0, gt=0, le=1e6)
     """What the first block reads is the embedding times this; sqrt(dim) in Gemma."""
     post_norms: bool = False
@@ -182,6 +188,11 @@ class ModelConfig(Strict):
         tables, layers = self.value_embeddings, self.layers
         last = {layers - tables + table: table for table in range(tables)}
         return {**last, **{table: table for table in range(tables)}}
+
+    @property
+    def bigram_rows(self) -> int:
+        """Return the rows of the table for pairs of tokens; 0 where there is none."""
+        return self.bigram_multiple * self.vocab
 
     @property
     def gated(self) -> bool:

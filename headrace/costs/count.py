@@ -10,6 +10,8 @@ from headrace.core.model_config import ModelConfig
 from headrace.costs.ledger import Instant, Ledger, Line, Matrix
 
 FP32 = 4
+PLACE = 8
+"""Bytes of a row's number in a table."""
 
 
 def linear_parameters(config: ModelConfig) -> int:
@@ -41,6 +43,8 @@ def matrices_of(config: ModelConfig) -> dict[str, Matrix]:
     matrices = {"embed.weight": Matrix((config.vocab, config.dim))}
     rows = Matrix((config.vocab, config.resolved_kv_heads * config.resolved_head_dim))
     matrices |= {f"value_embed.{n}.weight": rows for n in range(config.value_embeddings)}
+    if config.bigram_rows:
+        matrices["pairs.embed.weight"] = Matrix((config.bigram_rows, config.dim))
     if config.position == "learned":
         matrices["position.weight"] = Matrix((config.context, config.dim))
     for layer in range(config.layers):
@@ -58,8 +62,8 @@ def total_parameters(config: ModelConfig) -> int:
         count += config.dim * config.vocab
     if config.position == "learned":
         count += config.context * config.dim
-    count += _norm_numbers(config) * config.norms + _value_numbers(config)
-    count += _qk_norm_numbers(config) + _factors(config)
+    count += _norm_numbers(config) * config.norms + _further_tables(config)
+    count += _qk_norm_numbers(config) + _factors(config) + _smear_numbers(config)
     if config.bias:
         heads = config.heads + 2 * config.resolved_kv_heads
         gates = 2 if config.gated else 1
@@ -74,7 +78,7 @@ def total_parameters(config: ModelConfig) -> int:
 def parameters_in_blocks(config: ModelConfig) -> int:
     """Return the count of all trained numbers but the tables that have a row for each token."""
     tables = (1 if config.tied_embeddings else 2) * config.vocab * config.dim
-    return total_parameters(config) - tables - _value_numbers(config)
+    return total_parameters(config) - tables - _further_tables(config)
 
 
 def _norm_numbers(config: ModelConfig) -> int:
@@ -88,10 +92,15 @@ def _qk_norm_numbers(config: ModelConfig) -> int:
     return 2 * config.layers * config.resolved_head_dim if learns else 0
 
 
-def _value_numbers(config: ModelConfig) -> int:
-    """Return the numbers of all value embeddings."""
+def _further_tables(config: ModelConfig) -> int:
+    """Return the numbers of all value embeddings, and of the table for pairs of tokens."""
     values = config.resolved_kv_heads * config.resolved_head_dim
-    return config.value_embeddings * config.vocab * values
+    return config.value_embeddings * config.vocab * values + config.bigram_rows * config.dim
+
+
+def _smear_numbers(config: ModelConfig) -> int:
+    """Return the shares that a token's embedding has of the one before."""
+    return config.dim * config.embedding_smear
 
 
 def _factors(config: ModelConfig) -> int:
@@ -176,9 +185,13 @@ def baseline_ledger(
 
 
 def _from_embedding(config: ModelConfig, tokens: int, size: int) -> dict[str, Line]:
-    """Return what is kept of the embedding for all blocks: its norm's input, and rows of values."""
+    """Return what is kept of what the first block reads, and of rows of values."""
     kept: tuple[Instant, ...] = ("loss", "turn", "backward")
     lines: dict[str, Line] = {}
+    if config.bigram_rows:
+        lines["pairs"] = Line(PLACE * tokens, kept)
+    if config.embedding_smear:
+        lines["embedding_smear"] = Line(FP32 * tokens * config.dim, kept)
     if config.embedding_norm:
         lines["embedding_norm"] = Line(FP32 * tokens * config.dim, kept)
     if config.value_embeddings:
@@ -219,8 +232,9 @@ def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) 
         "activation_bytes": size,
         "embedding": config.dim * config.vocab,
         "tables": config.dim * (config.vocab + (config.context if learned else 0))
-        + _value_numbers(config),
-        "value_tables": _value_numbers(config),
+        + _further_tables(config),
+        "pairs": config.bigram_rows * config.dim,
+        "entering": _smear_numbers(config) + (config.context * config.dim if learned else 0),
         "unsplit": _unsplit_parameters(config),
         "final_norm": _norm_numbers(config),
         "tied": float(config.tied_embeddings),
@@ -244,7 +258,7 @@ def _unsplit_parameters(config: ModelConfig) -> int:
     """
     count = _norm_numbers(config) * config.norms
     count += config.context * config.dim if config.position == "learned" else 0
-    count += _qk_norm_numbers(config) + _factors(config)
+    count += _qk_norm_numbers(config) + _factors(config) + _smear_numbers(config)
     return count + (2 * config.layers * config.dim if config.bias else 0)
 
 

@@ -29,7 +29,14 @@ from headrace.costs.work import (
     collective,
 )
 
-FROZEN = ("weight_cast/backward", "head_cast/backward", "embedding/backward")
+FROZEN = (
+    "weight_cast/backward",
+    "head_cast/backward",
+    "embedding/backward",
+    "embedding_values/backward",
+    "embedding_pairs/backward",
+    "embedding_smear/backward",
+)
 """Pieces that frozen weights do not need, beside their gradients' matmuls and sums."""
 LEARNED = ("gradients/", "clip/", "update/", "reduce/")
 """How the names of pieces begin whose bytes are those of trained parameters."""
@@ -195,7 +202,7 @@ def _streams(
 def _reading_streams(
     config: ModelConfig, x: float, wide: float, cast_bytes: float
 ) -> dict[str, tuple[float, StreamTraffic, StreamTraffic]]:
-    """Return what blocks read and write that read the embedding again, and its norm.
+    """Return what blocks read and write that read the embedding again, and what is added to it.
 
     Args:
         config: the decoder.
@@ -223,6 +230,18 @@ def _reading_streams(
             config.value_embeddings,
             (2 * wide * G + cast_bytes * G, 2, None),
             (FP32 * G * V + wide * G + cast_bytes * G, 2, None),
+        ),
+        # The row's number, the row and its sum with the token's.
+        "embedding_pairs": (
+            int(config.bigram_rows > 0),
+            (5 * wide * D, 8, None),
+            (FP32 * D * config.bigram_rows + wide * D, 2, None),
+        ),
+        # The tokens before, their share and its sum with the token's; then all their gradients.
+        "embedding_smear": (
+            int(config.embedding_smear),
+            (9 * wide * D, 4, 3 * wide * D),
+            (16 * wide * D, 9, 4 * wide * D),
         ),
     }
 

@@ -39,10 +39,22 @@ BETWEEN = ("norms", "residual", "residual_out", "stream")
 """Pieces of the stream, which may be cut along the sequence."""
 ROUTED = ("router", "order", "routed", "mixed", "unsorted", "experts", "experts_joined")
 """Pieces of a mixture of experts that go by whole rows."""
-WHOLE = ("embedding", "embedding_norm", "mlp_pieces", "count", "head", *ROUTED)
+WHOLE = (
+    "embedding",
+    "embedding_norm",
+    "embedding_pairs",
+    "embedding_smear",
+    "mlp_pieces",
+    "count",
+    "head",
+    *ROUTED,
+)
 """Pieces that every rank has whole, apart from the exceptions in `_part`."""
 OF_EXPERTS = ("experts/gradients", "experts/copy")
 """Pieces that sum the gradients of experts, all of which are cut."""
+CUT_TABLES = {"embedding/backward": "embedding", "embedding_pairs/backward": "pairs"}
+"""Piece that makes the gradient of a table that is cut by rows -> the size that counts its
+numbers."""
 RESULT, INPUT, WEIGHT = (1, 2), (2, 1), (0, 1)
 """Place of the size of a linear's matmul that is cut: (where its outputs are cut, where its inputs
 are), for its result, for the gradient of what it reads, and for its weight's."""
@@ -96,8 +108,8 @@ def _part(name: str, piece: Work, sizes: Mapping[str, float], sequence: bool, ke
         return piece.divided(ranks)
     if what in INSIDE or part == "sum" or (sequence and what in BETWEEN):
         return piece.divided(ranks)
-    if name == "embedding/backward":  # whose table is cut along the vocabulary
-        gone = FP32 * sizes["embedding"] * (1 - 1 / ranks)
+    if name in CUT_TABLES:
+        gone = FP32 * sizes[CUT_TABLES[name]] * (1 - 1 / ranks)
         return piece.with_bytes(lambda bytes: bytes - gone)
     if what in BETWEEN + WHOLE:
         return piece
@@ -124,6 +136,8 @@ def _sends(ledger: Ledger, sequence: bool) -> dict[str, Work]:
 
     entered = FP32 * tokens * sizes["dim"]
     add("embedding/sum", "forward", "all_reduce", entered)
+    if sizes["pairs"]:
+        add("embedding_pairs/sum", "forward", "all_reduce", entered)
     if sequence:
         gathered = sizes["stream_bytes"] / sizes["activation_bytes"] * stream
         add("parts/gather", "forward", "all_gather", stream, 2 * layers)
@@ -154,9 +168,7 @@ def _partial(ledger: Ledger, sequence: bool) -> float:
     The rank saw its tokens, or its heads.
     """
     sizes = ledger.sizes
-    vectors = FP32 * (
-        sizes["unsplit"] - (sizes["tables"] - sizes["embedding"] - sizes["value_tables"])
-    )
+    vectors = FP32 * (sizes["unsplit"] - sizes["entering"])
     if not sequence:
         normed = any(name.endswith("/qk_norm") for name in ledger.memory)
         vectors = 2 * FP32 * sizes["layers"] * sizes["head_dim"] * normed

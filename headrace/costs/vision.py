@@ -17,7 +17,7 @@ FP32 = 4
 NOT_HERE = (
     *("layers", "composed_norms", "norm_products", "qk_norm_products", "residual", "dim"),
     *("head_gradients", "capped", "heads", "kv_heads", "head_dim", "ffn", "embedding", "tables"),
-    *("value_tables", "unsplit", "final_norm", "tied", "block_flops", "down_flops", "mask"),
+    *("pairs", "entering", "unsplit", "final_norm", "tied", "block_flops", "down_flops", "mask"),
     *("attention_flops", "mask_copy"),
 )
 """Sizes of a decoder that techniques read, and that are 0 of a network of images."""

@@ -245,6 +245,8 @@ class KVCache:
         self.values: dict[int, Tensor] = {}
         self.states: dict[int, Tensor] = {}
         """What a mixer without keys keeps instead, by layer."""
+        self.before: dict[str, Tensor] = {}
+        """What the next token reads of the last one, by what it is (model/token_before)."""
 
     def extend(self, layer: int, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Append one layer's new keys and values; returns all of them so far."""

@@ -32,6 +32,7 @@ from headrace.model.mask import MaskSpec, Rows
 from headrace.model.mlp import MLPS, PlainMLP
 from headrace.model.norm import NORMS, UnitRMSNorm, add_then
 from headrace.model.position import POSITIONS, LocalRotaryPosition
+from headrace.model.token_before import NoPairs, NoSmear, PairEmbedding, Smear
 
 
 @dataclass
@@ -120,6 +121,9 @@ class Decoder(nn.Module):
         check_mask(config, parts.attend, mask)
         self.config, self.mask, self.attend = config, mask, parts.attend
         self.embed = nn.Embedding(config.vocab, config.dim)
+        rows = config.bigram_rows
+        self.pairs = PairEmbedding(rows, config.dim, config.vocab) if rows else NoPairs()
+        self.smear = Smear(config.dim) if config.embedding_smear else NoSmear()
         scale = config.embedding_scale
         self.embed_scale = ConstantFactor(scale) if scale != 1 else nn.Identity()
         self.embed_norm = (
@@ -202,7 +206,8 @@ class Decoder(nn.Module):
 
     def enter(self, ids_BT: Tensor, shared: Shared) -> Tensor:
         """Return what the first block reads, [B, T, D]."""
-        x_BTD = self.position.embed(self.embed(ids_BT), shared.positions_BT)
+        x_BTD = self.smear(self.pairs(self.embed(ids_BT), ids_BT, shared), shared)
+        x_BTD = self.position.embed(x_BTD, shared.positions_BT)
         return self.embed_norm(self.embed_scale(x_BTD)).to(self.residual_dtype)
 
     def carry(self, ids_BT: Tensor, x_BTD: Tensor, shared: Shared) -> Shared:

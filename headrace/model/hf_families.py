@@ -75,6 +75,8 @@ _OURS_ALONE: dict[str, tuple[Any, ...]] = {
     "embedding_norm": (False,),
     "embedding_residual": (False,),
     "value_embeddings": (0,),
+    "bigram_multiple": (0,),
+    "embedding_smear": (False,),
 }
 """Keys that no architecture has, and the value at which they do nothing."""
 _PLAIN: dict[str, tuple[Any, ...]] = {

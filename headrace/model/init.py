@@ -36,6 +36,8 @@ PIECE_NUMBERS = 1 << 18
 RESIDUAL_WRITERS = (".mixer.out.weight", ".mlp.down.weight", ".mlp.down")
 EXPERTS = (".mlp.gate_up", ".mlp.up", ".mlp.down")
 """Ends of names of matrices that experts stack, [experts, out, in]."""
+BEFORE = ("pairs.embed.weight", "smear.weight")
+"""Names of what reads the token before, which starts as zeros."""
 FACTORS = {".stream.weight": RESIDUAL_FACTORS, ".mixer.value.weight": VALUE_FACTORS}
 """End of a name -> the learned factors that a block starts with."""
 
@@ -46,7 +48,7 @@ def random_source(config: ModelConfig, seed: int) -> Source:
     def source(name: str, shape: torch.Size) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(shape)
-        if name.endswith((".bias", ".lora_b")):
+        if name.endswith((".bias", ".lora_b")) or name in BEFORE:
             return torch.zeros(shape)
         for end, factors in FACTORS.items():
             if name.endswith(end):

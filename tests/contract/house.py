@@ -101,6 +101,7 @@ BASELINE = {"adamw", "quantization_aware_training", "weight_pruning"}
 what a model keeps or saves when it is stored, which no run shows."""
 TINY: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("activation_offload", "any"): {"min_bytes": 1},
+    ("bigram_embeddings", "any"): {"multiple": 2},
     ("batch_ramp", "any"): {"divide": 2, "until": 2.0},
     ("chunked_cross_entropy", "any"): {"chunk_tokens": 7},
     ("chunked_mlp", "any"): {"chunk_tokens": 7},

@@ -82,6 +82,8 @@ TRUNKS: dict[str, dict[str, Any]] = {
         "embedding_norm": True,
         "embedding_residual": True,
         "value_embeddings": 1,
+        "bigram_multiple": 3,
+        "embedding_smear": True,
     },
 }
 CPU_VARIANTS = [

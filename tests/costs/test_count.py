@@ -24,8 +24,9 @@ def test_learned_positions_are_as_many_as_a_row_has_tokens() -> None:
 
 
 def test_what_is_in_blocks_has_no_table_of_tokens() -> None:
-    """Value embeddings have a row for each token as the embedding and the output matrix have."""
+    """Further tables have a row for each token or pair, as the embedding and the output have."""
     changes: list[dict[str, Any]] = [{}, {"tied_embeddings": True}, {"value_embeddings": 1}]
+    changes += [{"bigram_multiple": 1}]
     for words in changes:
         config = ModelConfig(vocab=311, dim=16, heads=2, layers=2, ffn=24, **words)
         with torch.device("meta"):

@@ -58,6 +58,8 @@ SPEEDRUN: dict[str, Any] = {
     "weight_init": {"kind": "orthogonal", "zero_head": True},
 }
 """The recipe of modded-nanogpt's records, but for its optimizer."""
+BEFORE: dict[str, Any] = {"bigram_embeddings": {"multiple": 2}, "embedding_smear": {}}
+"""What reads the token before, which ranks that share rows do not have."""
 THREE: dict[str, Any] = {"layers": 3}
 """Blocks that two tables of value embeddings serve."""
 ROLES: dict[str, Any] = {
@@ -425,6 +427,7 @@ COMPOSITIONS = [
     case(
         "speedrun-tp-fsdp",
         SPEEDRUN,
+        BEFORE,
         TP,
         FSDP,
         SAC,
@@ -437,12 +440,14 @@ COMPOSITIONS = [
     case(
         "speedrun-tp-no-sequence",
         SPEEDRUN,
+        BEFORE,
         {"tensor_parallel": {"sequence": False}},
         tensor=2,
         slow=True,
         **THREE,
     ),
     case("speedrun-cp-fsdp", SPEEDRUN, CP, FSDP, context=2, data=2, length=12, slow=True, **THREE),
+    case("before-pp-fsdp", BEFORE, PP, FSDP, pipeline=2, data=2, packing=True),
     # Eight ranks.
     case("pp-tp-fsdp", PP, TP, FSDP, pipeline=2, tensor=2, data=2, slow=True),
     case(

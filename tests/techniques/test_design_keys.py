@@ -33,6 +33,8 @@ RECIPE = {
     "techniques.embedding_residual={}": {"embedding_residual": True, "embedding_norm": True},
     "techniques.embedding_norm={}": {"embedding_norm": True},
     "techniques.value_embeddings.tables=1": {"value_embeddings": 1},
+    "techniques.bigram_embeddings.multiple=3": {"bigram_multiple": 3},
+    "techniques.embedding_smear={}": {"embedding_smear": True},
     "techniques.weight_init.zero_head=true": {
         "matrix_init": "normal",
         "output_init": "zero",
@@ -48,6 +50,8 @@ OTHER = {
     "embedding_residual": "false",
     "embedding_norm": "false",
     "value_embeddings": "2",
+    "bigram_multiple": "2",
+    "embedding_smear": "false",
     "matrix_init": "he",
 }
 """Values of keys that no technique here gives them."""
@@ -70,7 +74,8 @@ def test_the_recipe_is_a_plan(make_tiny: Callable[..., Build]) -> None:
     start = dict(build.model.named_parameters())
     assert not [name for name in start if name.endswith("norm.weight")]
     zero = {name for name, p in start.items() if not p.any()}
-    ends = ("mixer.out.weight", "mlp.down.weight", "head.weight")
+    ends = ("mixer.out.weight", "mlp.down.weight", "head.weight", "pairs.embed.weight")
+    ends += ("smear.weight",)
     assert zero == {name for name in start if name.endswith(ends)}
     assert start["blocks.1.stream.weight"].tolist() == [1.0, 0.0]
     assert start["blocks.1.mixer.value.weight"].tolist() == [0.5, 0.5]
@@ -178,11 +183,10 @@ def test_embeddings_are_no_matrices_of_blocks(make_tiny: Callable[..., Build]) -
     """Muon takes blocks' matrices alone; factors have no weight decay."""
     build = make_tiny("techniques.muon={}", *RECIPE)
     muon = build.routed["muon"]
-    assert not [name for name in muon if name.startswith(("value_embed", "embed", "head"))]
-    assert not [name for name in muon if name.endswith(("stream.weight", "value.weight"))]
+    ends = ("stream.weight", "value.weight", "smear.weight")
+    assert not [name for name in muon if name.endswith(ends)]
+    assert not [name for name in muon if name.startswith(("value_embed", "embed", "pairs", "head"))]
     groups = build.optimizers["adamw"].param_groups
     still = {id(p) for group in groups if not group["weight_decay"] for p in group["params"]}
     named = dict(build.model.named_parameters())
-    assert {
-        id(p) for n, p in named.items() if n.endswith(("stream.weight", "value.weight"))
-    } <= still
+    assert {id(p) for n, p in named.items() if n.endswith(ends)} <= still

@@ -37,8 +37,10 @@ from headrace.costs.decoder_work import LEARNED
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.costs.links import COMMUNICATORS
 from headrace.costs.work import IDLE, Work, collective
+from headrace.model.adapter import shape_of
 from headrace.model.decoder import Decoder, Part
 from headrace.model.head import Objective
+from headrace.model.token_before import NoPairs, NoSmear
 from headrace.parallel import pipeline, zero_bubble
 from headrace.plan.technique import (
     Card,
@@ -122,8 +124,9 @@ class PipelineParallel(Technique[Build]):
                 "a pipeline needs several ranks",
                 mend("mesh.pipeline=2", text="mesh.pipeline=2 under torchrun"),
             )
+        model = shape_of(plan.model)
         for key in ("embedding_residual", "value_embeddings"):
-            if value := getattr(plan.model, key):
+            if value := getattr(model, key):
                 return Unsupported(
                     f"blocks of every rank would read what model.{key} = {value!r} makes of the "
                     "embedding, which the first rank alone has",
@@ -271,7 +274,7 @@ class PipelineParallel(Technique[Build]):
     ) -> dict[str, Matrix]:
         """Return the matrices of one rank's part."""
         here = tuple(f"blocks.{name}." for name in mine)
-        here += ("embed.", "position.") * first + ("head.",) * last
+        here += ("embed.", "pairs.", "smear.", "position.") * first + ("head.",) * last
         here += ("embed.",) * (last and bool(ledger.sizes["tied"]))
         return {name: m for name, m in ledger.matrices.items() if name.startswith(here)}
 
@@ -481,6 +484,8 @@ def keep_only(model: Decoder, parts: Sequence[Part], *, tied: bool) -> None:
             model.position.register_parameter(name, None)
     if not (first or (last and tied)):
         model.embed = None  # type: ignore[assignment]
+    if not first:
+        model.pairs, model.smear = NoPairs(), NoSmear()
     if not last:
         model.norm = model.head = None  # type: ignore[assignment]
 

@@ -43,6 +43,7 @@ from headrace.costs.split_work import split_work
 from headrace.kernels.launches import COUNTS, since
 from headrace.model.lora import DoraLinear, LoraLinear
 from headrace.model.sharded_vocabulary import ShardedVocabulary
+from headrace.model.token_before import PairEmbedding
 from headrace.parallel.layout import share
 from headrace.parallel.micro_pipeline import GATHERS, PREFIX, SCATTERS, compiling, share_memory
 from headrace.parallel.tensor import (
@@ -331,17 +332,23 @@ class TensorParallel(Technique[Build]):
         model, vocab = build.model, build.config.vocab
         offset, count = share(vocab, peers.ranks, peers.place)
         model.embed.forward = _embed(model.embed, offset, count, peers)  # type: ignore[method-assign]
+        if isinstance(model.pairs, PairEmbedding):
+            table, (first, rows) = (
+                model.pairs.embed,
+                share(model.pairs.rows, peers.ranks, peers.place),
+            )
+            table.forward = _embed(table, first, rows, peers)  # type: ignore[method-assign]
         model.head.vocabulary = ShardedVocabulary(offset, count, vocab, peers)
         for name, _ in model.named_parameters():
             place = name.split(".")
-            if name in ("embed.weight", "head.weight"):
+            if name in ("embed.weight", "head.weight", "pairs.embed.weight"):
                 _split(build, name, 0)
             elif place[0] == "value_embed":  # each rank has the values of its heads
                 _split(build, name, 1)
             elif place[0] == "norm" or (place[0] == "blocks" and place[2] not in ("mixer", "mlp")):
                 if self.sequence:
                     _partial(build, name)
-            elif place[0] not in ("position", "blocks"):
+            elif place[0] not in ("smear", "position", "blocks"):
                 raise ConfigError(
                     f"{self.name()} does not know how the parameter {name!r} is used",
                     WHOLE,

@@ -1,0 +1,91 @@
+"""Let a token's embedding read the token before it: a table of pairs, and a share of its features.
+
+Much of what a small model learns first is which token follows which two. Attention finds the token
+before at the cost of a layer. Here what the first block reads has it already, from a table with a
+row for each pair of tokens (`PairEmbedding`), and as a learned share of its features (`Smear`).
+Both start as zeros, so that at first nothing is changed.
+
+A table has far fewer rows than there are pairs, so pairs share rows. Row (before x STRIDE + token)
+mod rows is another one for each token behind the same token before it, and, where the stride and
+the rows share no factor, for each token before the same token.
+
+The first token of a row, or of a document where documents are masked, has no token before it: its
+position is 0. While sampling, the cache keeps what the next token will read. A model without either
+part has modules of the same signature that pass on what they get.
+
+Sources: github.com/KellerJordan/modded-nanogpt; arXiv 1709.03933 (hash embeddings); 2601.07372
+(Engram). Shapes: B rows, T tokens, D features.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+STRIDE = 1_000_003
+"""Rows between those of the same token behind two tokens that are neighbours in the vocabulary: a
+prime, larger than the tables of most models."""
+
+
+def token_before(x: Tensor, shared: Any, name: str, nothing: float) -> Tensor:
+    """Return of each token what the token before it has, [B, T] or [B, T, D].
+
+    Args:
+        x: of each token.
+        shared: what all layers share, whose cache keeps the last token's under `name`.
+        name: of what is read.
+        nothing: the value for a token without one before it.
+    """
+    first, cache = x[:, :1], shared.cache
+    if cache is not None:
+        first, cache.before[name] = cache.before.get(name, first), x[:, -1:]
+    begins = shared.positions_BT == 0
+    before = torch.cat((first, x[:, :-1]), 1)
+    return before.masked_fill(begins[..., None] if x.dim() > 2 else begins, nothing)
+
+
+class NoPairs(nn.Module):
+    """What a token's embedding gives has no part of the token before it."""
+
+    def forward(self, x_BTD: Tensor, ids_BT: Tensor, shared: Any) -> Tensor:
+        """Return `x_BTD`."""
+        return x_BTD
+
+
+class PairEmbedding(nn.Module):
+    """Add a row of a further table for each pair of a token and the token before it."""
+
+    def __init__(self, rows: int, features: int, vocab: int) -> None:
+        super().__init__()
+        self.rows, self.vocab = rows, vocab
+        self.embed = nn.Embedding(rows, features)
+
+    def places(self, ids_BT: Tensor, shared: Any) -> Tensor:
+        """Return the row of each token, [B, T]; a token without one before it has its own."""
+        before_BT = token_before(ids_BT, shared, "ids", self.vocab)
+        return (before_BT * STRIDE + ids_BT) % self.rows
+
+    def forward(self, x_BTD: Tensor, ids_BT: Tensor, shared: Any) -> Tensor:
+        """Return the sum of `x_BTD` and the rows."""
+        return x_BTD + self.embed(self.places(ids_BT, shared))
+
+
+class NoSmear(nn.Module):
+    """What a token's embedding gives is its own alone."""
+
+    def forward(self, x_BTD: Tensor, shared: Any) -> Tensor:
+        """Return `x_BTD`."""
+        return x_BTD
+
+
+class Smear(nn.Module):
+    """Add a learned share of each feature of the token before."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(features))
+
+    def forward(self, x_BTD: Tensor, shared: Any) -> Tensor:
+        """Return the sum, in the dtype of the embedding."""
+        before_BTD = token_before(x_BTD, shared, "embedded", 0.0)
+        return x_BTD + self.weight.to(x_BTD.dtype) * before_BTD
