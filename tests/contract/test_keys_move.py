@@ -63,6 +63,10 @@ ASKED: Mapping[str, Mapping[str, Any]] = {
     "curriculum.start": {"start": 1.0},
     "curriculum.until": {"until": 2.0},
     "cosine.final_fraction": {"final_fraction": 0.25},
+    "deep_thin.base_dim": {"base_dim": 64},
+    "deep_thin.base_ffn": {"base_ffn": 128},
+    "deep_thin.base_heads": {"base_heads": 8},
+    "deep_thin.base_kv_heads": {"base_kv_heads": 2},
     "dora.ranks": {"targets": ("mlp.down",), "ranks": (3,)},
     "dora.targets": {"targets": ("mlp.down",)},
     "dora.train_also": {"train_also": ("head",)},
@@ -125,24 +129,43 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
     "muon.head_pairs": {"model": {"kv_heads": 2}},
     "selective_checkpoint.wide_every": {"model": {"ffn": 80}},
     "short_convolution.between": {"model": {"layers": 3}},
+    "value_embeddings.tables": {"model": {"layers": 3}},
     "sophia.share": {"micro_rows": 1},
     "weight_pruning.pattern": {"model": {"ffn": 24}},
 }
 """Keys of the plan that both sides have."""
 GPU, RUN = "needs a GPU", "what it changes is not in a step"
 ELSEWHERE: Mapping[str, tuple[str, str]] = {
-    "bf16_parameters.fused": (GPU, "test_bf16_parameters"),
-    "chunked_cross_entropy.fused": (GPU, "test_chunked_cross_entropy"),
-    "compile_cache.directory": (RUN, "test_compile_cache"),
-    "cpu_threads.bind": (RUN, "test_cpu_runs"),
-    "distillation.teacher": (RUN, "test_distillation"),
-    "distillation.top_k": (RUN, "test_distillation"),
-    "dynamic_batch.headroom": (RUN, "test_dynamic_batch"),
-    "fp16_loss_scaling.patience": (RUN, "test_fp16_loss_scaling"),
-    "linear_attention.kernels": (GPU, "test_linear_attention_fla"),
-    "batch_ramp.divide": (RUN, "test_batch_ramp"),
+    "bf16_parameters.fused": (GPU, "techniques/test_bf16_parameters"),
+    "chunked_cross_entropy.fused": (GPU, "techniques/test_chunked_cross_entropy"),
+    "compile_cache.directory": (RUN, "techniques/test_compile_cache"),
+    "cpu_threads.bind": (RUN, "techniques/test_cpu_runs"),
+    "distillation.teacher": (RUN, "techniques/test_distillation"),
+    "distillation.top_k": (RUN, "techniques/test_distillation"),
+    "dynamic_batch.headroom": (RUN, "techniques/test_dynamic_batch"),
+    "fp16_loss_scaling.patience": (RUN, "techniques/test_fp16_loss_scaling"),
+    "linear_attention.kernels": (GPU, "techniques/test_linear_attention_fla"),
+    "batch_ramp.divide": (RUN, "techniques/test_batch_ramp"),
+    "curriculum.until": (RUN, "techniques/test_curriculum"),
+    "deduplication.method": (RUN, "techniques/test_deduplication"),
+    "deduplication.scope": (RUN, "data/quality/test_near_duplicates"),
+    "deduplication.keep": (RUN, "data/quality/test_near_duplicates"),
+    "deduplication.threshold": (RUN, "data/quality/test_near_duplicates"),
+    "deduplication.recall": (RUN, "data/quality/test_near_duplicates"),
+    "deduplication.false_positive_rate": (RUN, "data/quality/test_bloom"),
+    "loader_workers.side_copy": (GPU, "techniques/test_loader_workers"),
+    "muon.symmetric_matmuls": (GPU, "techniques/test_muon"),
+    "spike_rewind.every": (RUN, "techniques/test_spike_rewind"),
+    "spike_rewind.most": (RUN, "techniques/test_spike_rewind"),
+    "spike_rewind.patience": (RUN, "techniques/test_spike_rewind"),
+    "spike_rewind.skip": (RUN, "techniques/test_spike_rewind"),
+    "spike_rewind.states": (RUN, "techniques/test_spike_rewind"),
+    "spike_rewind.within": (RUN, "techniques/test_spike_rewind"),
+    "weight_averaging.decay": (RUN, "techniques/test_weight_averaging"),
+    "weight_averaging.every": (RUN, "techniques/test_weight_averaging"),
+    "weight_averaging.keep": (RUN, "techniques/test_weight_averaging"),
 }
-"""Knobs that three steps of a CPU cannot show -> why, and the tests of its technique that do."""
+"""Knobs that three steps of a CPU cannot show -> why, and the file of the tests that do."""
 
 
 class Operations(TorchDispatchMode):
@@ -270,8 +293,8 @@ def test_every_knob_moves_something(knob: str) -> None:
 
 
 @pytest.mark.parametrize("knob", ELSEWHERE)
-def test_what_no_step_shows_is_tested_by_name_beside_its_technique(knob: str) -> None:
+def test_what_no_step_shows_is_tested_by_name(knob: str) -> None:
     name, key = knob.split(".")
     assert key in house.CATALOGUE.find(name).model_fields
-    beside = Path(__file__).parent.parent / "techniques" / f"{ELSEWHERE[knob][1]}.py"
-    assert key in beside.read_text()
+    tests = Path(__file__).parent.parent / f"{ELSEWHERE[knob][1]}.py"
+    assert key in tests.read_text()

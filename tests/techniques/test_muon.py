@@ -469,3 +469,21 @@ FREE = {
     torch.ops.aten._unsafe_view.default,
     torch.ops.aten.empty_like.default,
 }
+
+
+@pytest.mark.gpu
+def test_a_step_of_muon_multiplies_halves(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Any]]
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    shape = ("model.dim=768", "model.heads=12", "model.ffn=1024", "model.layers=1")
+    muon = "techniques.muon.symmetric_matmuls"
+    builds = [make_tiny("device=cuda", *shape, f"{muon}={on}") for on in ("true", "false")]
+    for build, halved in zip(builds, (True, False), strict=True):
+        step(build, batch(build), 0)
+        (technique,) = (t for t in build.techniques if t.name() == "muon")
+        evidence = technique.active(build)
+        assert evidence.active and (evidence.numbers["halves"] > 0) is halved
+    for half, whole in zip(*(b.model.parameters() for b in builds), strict=True):
+        torch.testing.assert_close(half, whole, rtol=0, atol=2e-3)

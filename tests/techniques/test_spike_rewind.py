@@ -20,6 +20,7 @@ from headrace.core.errors import Diverged
 from headrace.costs.footprint import KEPT_STATES
 from headrace.data.loader import Micro
 from headrace.optim.stability import Band
+from headrace.techniques.stability.spike_rewind import SpikeRewind, SpikeWatch
 from headrace.train import state
 from headrace.train import train as trainer
 
@@ -248,6 +249,32 @@ def test_the_newest_sound_state_stays(make_tiny: Callable[..., Build]) -> None:
     assert [state.step for state in kept.states] == [1, 3]
     kept.restore(build, kept.states[0])
     assert bool((weight == 1).all()) and [state.step for state in kept.states] == [1]
+
+
+def watched(build: Build, *refused: int, **knobs: int) -> SpikeWatch:
+    """What a watch did in 40 steps, the refused ones of which left the band."""
+    watch = SpikeWatch(SpikeRewind(**knobs), build, every=1)
+    for step in range(1, 41):
+        build.now["step"] = step - 1
+        watch.before_step(build)
+        if step in refused:
+            watch.flagged[step] = 9.0, 9.0
+    return watch
+
+
+def test_how_many_steps_and_rewinds_it_takes(make_tiny: Callable[..., Build]) -> None:
+    """`patience` steps in a row lead back; `most` rewinds `within` so many steps are the last."""
+    build = make_tiny("goal.steps=999", "eval.every_steps=999", "checkpoint.every_steps=0")
+    two, later = (10, 11), (20, 21)
+    assert watched(build, *two, patience=2).rewinds == [11]
+    assert watched(build, *two, patience=3).rewinds == []
+    assert watched(build, *two, 12, patience=3).rewinds == [12]
+    both = watched(build, *two, *later, patience=2, most=2)
+    assert both.rewinds == [11, 21] and not both.hopeless
+    last = watched(build, *two, *later, patience=2, most=1)
+    assert last.rewinds == [11] and last.hopeless
+    apart = watched(build, *two, *later, patience=2, most=1, within=10)
+    assert apart.rewinds == [21] and not apart.hopeless
 
 
 def test_what_is_held_is_predicted(

@@ -10,6 +10,8 @@ from headrace.core.errors import ConfigError
 from headrace.data.quality import bloom
 from headrace.data.quality.bands import bloom_rate
 from headrace.data.quality.bloom import RepeatedPassages, bits_per_ngram, count_ngrams, filter_bytes
+from headrace.data.quality.methods import make_deduplicator
+from headrace.plan.cleaning import DeduplicationConfig
 
 
 def test_the_rate_of_false_positives_is_the_one_asked_for() -> None:
@@ -45,6 +47,16 @@ def test_fewer_false_positives_take_more_bits() -> None:
         size = bits_per_ngram(rate)
         assert bloom_rate(size) <= rate < bloom_rate(size - 1)
         assert size >= 1.44 * -np.log2(rate)  # no Bloom filter has fewer
+
+
+def test_the_plans_rate_is_the_filters() -> None:
+    sizes = []
+    for rate in (0.1, 0.001):
+        config = DeduplicationConfig(method="bloom", false_positive_rate=rate)
+        cleaner = make_deduplicator(config, lambda: ["one two three"] * 1000)
+        assert isinstance(cleaner, RepeatedPassages)
+        sizes.append(cleaner._blocks.nbytes)
+    assert sizes[0] < sizes[1]
 
 
 def test_repeated_paragraphs_fall_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
