@@ -46,12 +46,12 @@ class RowPartTechnique(Technique[Build]):
                     RefusalKind.COMBINATION,
                 )
         model = shape_of(plan.model)
-        for key in ("bigram_multiple", "embedding_smear"):
+        for key, idle in (("bigram_multiple", "0"), ("embedding_smear", "false")):
             if value := getattr(model, key):
                 return Unsupported(
                     f"tokens read the token before by model.{key} = {value!r}, and mesh.context = "
                     f"{ranks} puts some of them on another rank",
-                    context.whole(AXIS),
+                    context.whole(AXIS) | mend(*plan.undoing(f"model.{key}={idle}")),
                     RefusalKind.COMBINATION,
                 )
         if model.rope_scaling.kind == "dynamic":

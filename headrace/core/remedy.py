@@ -36,8 +36,13 @@ class Remedy:
         return Remedy(self.changes + other.changes, " or ".join(texts))
 
     def otherwise(self, other: "Remedy | str") -> "Remedy":
-        """Return a remedy that offers the other one as the last resort, in brackets."""
+        """Return a remedy that offers the other one as the last resort, in brackets.
+
+        Nothing is offered twice.
+        """
         other = as_remedy(other)
+        if other.changes and {*other.changes} <= {*self.changes}:
+            return self
         return Remedy(self.changes + other.changes, f"{self.text} (or {other.text})")
 
     @property

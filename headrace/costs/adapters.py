@@ -277,7 +277,7 @@ def _adapted_work(ledger: Ledger, adapters: AdapterSizes, share: float) -> Ledge
 
     tables = adapters.tables(tied=sizes["tied"] > 0)
     has_embedding = TABLES["embedding"] in tables
-    kept = {"embedding/backward"} if has_embedding else set[str]()
+    kept = {"embedding/backward", "embedding_smear/backward"} if has_embedding else set[str]()
     if _has_head(tables, sizes):
         kept |= {"head/weight", "head_cast/backward"}
 

@@ -8,6 +8,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.command import rerun_with, train_command
 from headrace.core.errors import ConfigError, UnsupportedError, nearest
 from headrace.core.files import shell
+from headrace.core.remedy import typed
 from headrace.data.chat.record import TEMPLATE_FILE
 from headrace.export.gguf import BLOCK, Origin, Quantized, gguf_package, write_gguf
 from headrace.export.gguf_graph import graph_of
@@ -125,7 +126,9 @@ def refuse_parts(build: Build, to: str, run: Path) -> None:
     try:
         architecture(config)
     except UnsupportedError as error:
-        command = train_command(run, f"name={build.plan.name}-{to}", error.remedy.text)
+        (wanted,) = error.remedy.changes
+        words = typed(*build.plan.undoing(*wanted))
+        command = train_command(run, f"name={build.plan.name}-{to}", words)
         raise UnsupportedError(error.message, command) from None
 
 

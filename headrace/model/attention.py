@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
-from headrace.model.from_embedding import MixedValues, OwnValues
+from headrace.model.from_embedding import MixedValues, PassedOn
 from headrace.model.mask import MaskSpec, Rows, dense
 from headrace.model.norm import RMSNorm, UnitRMSNorm
 from headrace.model.position import Rotation, rotate
@@ -328,7 +328,7 @@ class SelfAttention(nn.Module):
         self.scale = (
             ConstantFactor(config.query_scale) if config.query_scale != 1 else nn.Identity()
         )
-        self.value = MixedValues() if layer in config.table_of_layer else OwnValues()
+        self.value = MixedValues() if layer in config.table_of_layer else PassedOn()
         self.q_norm = norm(self.head_dim, config.norm_eps) if norm else nn.Identity()
         self.k_norm = norm(self.head_dim, config.norm_eps) if norm else nn.Identity()
 

@@ -26,13 +26,13 @@ from headrace.model.attention import (
     Shared,
     check_mask,
 )
-from headrace.model.from_embedding import MixedValues, PlainStream, ResidualFromEmbedding
+from headrace.model.from_embedding import MixedValues, PassedOn, ResidualFromEmbedding
 from headrace.model.head import Head, Objective
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.mlp import MLPS, PlainMLP
 from headrace.model.norm import NORMS, UnitRMSNorm, add_then
 from headrace.model.position import POSITIONS, LocalRotaryPosition
-from headrace.model.token_before import NoPairs, NoSmear, PairEmbedding, Smear
+from headrace.model.token_before import PairEmbedding, Smear
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, parts: Parts) -> None:
         super().__init__()
-        self.stream = ResidualFromEmbedding() if config.embedding_residual else PlainStream()
+        self.stream = ResidualFromEmbedding() if config.embedding_residual else PassedOn()
         self.mixer_norm = parts.norm(config)
         self.mixer = parts.mixer(config, layer, parts.attend)
         self.mlp_norm = parts.norm(config)
@@ -122,8 +122,8 @@ class Decoder(nn.Module):
         self.config, self.mask, self.attend = config, mask, parts.attend
         self.embed = nn.Embedding(config.vocab, config.dim)
         rows = config.bigram_rows
-        self.pairs = PairEmbedding(rows, config.dim, config.vocab) if rows else NoPairs()
-        self.smear = Smear(config.dim) if config.embedding_smear else NoSmear()
+        self.pairs = PairEmbedding(rows, config.dim, config.vocab) if rows else PassedOn()
+        self.smear = Smear(config.dim) if config.embedding_smear else PassedOn()
         scale = config.embedding_scale
         self.embed_scale = ConstantFactor(scale) if scale != 1 else nn.Identity()
         self.embed_norm = (

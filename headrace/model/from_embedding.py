@@ -1,7 +1,7 @@
 """Let blocks read the embedding again: the residual from it, and embeddings of values.
 
-A block without either has a module of the same signature that passes on what it gets, so that no
-block has a branch. What blocks read is made once, after the embedding, and handed on in `Shared`.
+A block without either has `PassedOn` in its place, so that no block has a branch. What blocks read
+is made once, after the embedding, and handed on in `Shared`.
 
 `ResidualFromEmbedding` begins a block with a x + b x0, where x0 is what the first block reads.
 `MixedValues` makes attention's values v into a v + b e, where e is a token's row of a table of its
@@ -23,12 +23,12 @@ VALUE_FACTORS = (0.5, 0.5)
 """Factors of attention's own values and of the table's that a block starts with."""
 
 
-class PlainStream(nn.Module):
-    """A block begins with the residual stream as it is."""
+class PassedOn(nn.Module):
+    """A module in the place of one that reads more: it returns its first argument."""
 
-    def forward(self, x_BTD: Tensor, shared: Any) -> Tensor:
-        """Return `x_BTD`."""
-        return x_BTD
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        """Return `x`."""
+        return x
 
 
 class ResidualFromEmbedding(nn.Module):
@@ -42,14 +42,6 @@ class ResidualFromEmbedding(nn.Module):
         """Return the sum, in the stream's dtype."""
         assert shared.embedded_BTD is not None
         return self.weight[0] * x_BTD + self.weight[1] * shared.embedded_BTD
-
-
-class OwnValues(nn.Module):
-    """Attention mixes the values that its matrix made."""
-
-    def forward(self, v_BTGK: Tensor, shared: Any) -> Tensor:
-        """Return `v_BTGK`."""
-        return v_BTGK
 
 
 class MixedValues(nn.Module):

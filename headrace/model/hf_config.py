@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.core.errors import ConfigError, UnsupportedError, interpreting, nearest
 from headrace.core.model_config import ModelConfig
+from headrace.core.remedy import mend
 from headrace.core.strict import read_table
 from headrace.model.hf_families import (
     ARCHITECTURES,
@@ -50,11 +51,11 @@ def architecture(config: ModelConfig, prefer: str = "") -> Architecture:
     if not gaps[best]:
         return ARCHITECTURES[best]
     gap_values = ", ".join(f"model.{key} = {_value(config, key)!r}" for key in gaps[best])
-    wanted = " ".join(f"model.{key}={_toml(value)}" for key, value in gaps[best].items())
+    wanted = [f"model.{key}={_toml(value)}" for key, value in gaps[best].items()]
     raise UnsupportedError(
         f"no architecture of transformers matches this model: {gap_values} has no counterpart in "
         f"{best}, the nearest of {', '.join(ARCHITECTURES)}",
-        wanted,
+        mend(*wanted),
     )
 
 

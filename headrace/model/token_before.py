@@ -5,26 +5,33 @@ before at the cost of a layer. Here what the first block reads has it already, f
 row for each pair of tokens (`PairEmbedding`), and as a learned share of its features (`Smear`).
 Both start as zeros, so that at first nothing is changed.
 
-A table has far fewer rows than there are pairs, so pairs share rows. Row (before x STRIDE + token)
-mod rows is another one for each token behind the same token before it, and, where the stride and
-the rows share no factor, for each token before the same token.
+A table has far fewer rows than there are pairs, so pairs share rows. Row (before x stride + token)
+mod rows is another one for each token behind the same token before it, and for each token before
+the same token, since stride and rows share no factor. The stride is near the golden ratio of the
+rows, so that steps of it spread evenly over them (Knuth, vol. 3, section 6.4).
 
 The first token of a row, or of a document where documents are masked, has no token before it: its
-position is 0. While sampling, the cache keeps what the next token will read. A model without either
-part has modules of the same signature that pass on what they get.
+position is 0, and it has the row of a pair with an entry behind the vocabulary. While sampling, the
+cache keeps what the next token will read.
 
 Sources: github.com/KellerJordan/modded-nanogpt; arXiv 1709.03933 (hash embeddings); 2601.07372
 (Engram). Shapes: B rows, T tokens, D features.
 """
 
+from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-STRIDE = 1_000_003
-"""Rows between those of the same token behind two tokens that are neighbours in the vocabulary: a
-prime, larger than the tables of most models."""
+GOLDEN = (5**0.5 - 1) / 2
+"""The golden ratio, of which every multiple lies far from all before it."""
+
+
+def stride_of(rows: int) -> int:
+    """Return how far apart a token's rows are behind two neighbours of the vocabulary."""
+    near = round(GOLDEN * rows)
+    return next(n for n in range(near, near + rows + 1) if gcd(n, rows) == 1)
 
 
 def token_before(x: Tensor, shared: Any, name: str, nothing: float) -> Tensor:
@@ -44,38 +51,25 @@ def token_before(x: Tensor, shared: Any, name: str, nothing: float) -> Tensor:
     return before.masked_fill(begins[..., None] if x.dim() > 2 else begins, nothing)
 
 
-class NoPairs(nn.Module):
-    """What a token's embedding gives has no part of the token before it."""
-
-    def forward(self, x_BTD: Tensor, ids_BT: Tensor, shared: Any) -> Tensor:
-        """Return `x_BTD`."""
-        return x_BTD
-
-
 class PairEmbedding(nn.Module):
     """Add a row of a further table for each pair of a token and the token before it."""
 
     def __init__(self, rows: int, features: int, vocab: int) -> None:
         super().__init__()
-        self.rows, self.vocab = rows, vocab
+        self.rows, self.vocab, self.stride = rows, vocab, stride_of(rows)
+        self.read = 0
+        """tokens of the last forward pass"""
         self.embed = nn.Embedding(rows, features)
 
     def places(self, ids_BT: Tensor, shared: Any) -> Tensor:
-        """Return the row of each token, [B, T]; a token without one before it has its own."""
+        """Return the row of each token, [B, T]."""
         before_BT = token_before(ids_BT, shared, "ids", self.vocab)
-        return (before_BT * STRIDE + ids_BT) % self.rows
+        return (before_BT * self.stride + ids_BT) % self.rows
 
     def forward(self, x_BTD: Tensor, ids_BT: Tensor, shared: Any) -> Tensor:
         """Return the sum of `x_BTD` and the rows."""
+        self.read = ids_BT.numel()
         return x_BTD + self.embed(self.places(ids_BT, shared))
-
-
-class NoSmear(nn.Module):
-    """What a token's embedding gives is its own alone."""
-
-    def forward(self, x_BTD: Tensor, shared: Any) -> Tensor:
-        """Return `x_BTD`."""
-        return x_BTD
 
 
 class Smear(nn.Module):
@@ -83,9 +77,12 @@ class Smear(nn.Module):
 
     def __init__(self, features: int) -> None:
         super().__init__()
+        self.read = 0
+        """tokens of the last forward pass"""
         self.weight = nn.Parameter(torch.empty(features))
 
     def forward(self, x_BTD: Tensor, shared: Any) -> Tensor:
         """Return the sum, in the dtype of the embedding."""
+        self.read = x_BTD.size(0) * x_BTD.size(1)
         before_BTD = token_before(x_BTD, shared, "embedded", 0.0)
         return x_BTD + self.weight.to(x_BTD.dtype) * before_BTD

@@ -383,6 +383,14 @@ class Plan(Strict):
         """Return technique -> the keys that it rewrites, with their new values."""
         return {name: technique.keys(self) for name, technique in self.techniques.items()}
 
+    def undoing(self, *words: str) -> tuple[str, ...]:
+        """Return `key=value` words behind a `-technique` for each that rewrites one of the keys.
+
+        A run's own plan holds the keys that its techniques wrote, so either alone changes nothing.
+        """
+        keys = {word.partition("=")[0] for word in words}
+        return (*(f"-{name}" for name, made in self.made().items() if keys & {*made}), *words)
+
     def with_keys(
         self, given: Mapping[str, Any], with_: Iterable[str] = (), typed: Iterable[str] = ()
     ) -> "Plan":

@@ -161,7 +161,7 @@ FILES = {
     ),
     "export/run:refuse_parts#3": Case(
         "export other --to hf",
-        trained("model.logit_cap=30 name=other"),
+        trained("model.logit_cap=30 --with embedding_smear --with bigram_embeddings name=other"),
         through=("model/hf_config:architecture#1",),
     ),
     "export/folder:_new#2": Case(

@@ -7,6 +7,7 @@ from facts import tells
 
 from headrace.core.errors import LESS_PER_STEP as LESS
 from headrace.core.errors import MemoryFull
+from headrace.core.remedy import as_remedy, mend
 
 SAID = (
     "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 139.80 GiB of "
@@ -60,3 +61,10 @@ def test_what_others_hold_of_a_full_gpu_is_told() -> None:
         full("2.00 GiB", "1.00 GiB", "1.00 GiB", "9 GiB").message, "the rest", "other processes"
     )
     assert "the rest" not in full("2.00 GiB", "1.00 GiB", "1.00 GiB", "126.00 GiB").message
+
+
+def test_a_last_resort_is_not_offered_twice() -> None:
+    one = mend("mesh.context=1", "-context_parallel")
+    assert one.otherwise(mend("mesh.context=1", "-context_parallel")) == one
+    assert str(one.otherwise(mend("-alibi"))).endswith("(or --without alibi)")
+    assert str(as_remedy("pip install x").otherwise("pip install y")).endswith("(or pip install y)")

@@ -100,7 +100,7 @@ def test_on_a_gpu_the_kernel_is_the_product_in_bf16(
 def test_muons_iteration_by_halves_is_that_by_whole_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In fp32, where the kernel serves small matrices for once."""
+    """The iteration by halves is the one by whole matmuls, in fp32 and of small matrices."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
     monkeypatch.setattr(kernels, "LEAST_ROWS", 16)

@@ -1,6 +1,7 @@
 """A token's embedding reads the token before it, as the plainest code of it does."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from headrace.model.head import cross_entropy
 from headrace.model.hf_config import config_to_hf
 from headrace.model.init import random_source
 from headrace.model.mask import MaskSpec, Rows
-from headrace.model.token_before import STRIDE
+from headrace.model.token_before import PairEmbedding, stride_of
 
 BOTH: dict[str, Any] = {"bigram_multiple": 2, "embedding_smear": True, "embedding_norm": True}
 KEYS = {"bigram_multiple": 2, "embedding_smear": True}
@@ -53,7 +54,8 @@ def plain_entry(model: Decoder, ids_BT: Tensor, begins: set[int]) -> Tensor:
             before = vocab if t in begins else row[t - 1]
             x = table[token]
             if config.bigram_multiple:
-                place = (before * STRIDE + token) % (config.bigram_multiple * vocab)
+                count = config.bigram_multiple * vocab
+                place = (before * stride_of(count) + token) % count
                 x = x + w["pairs.embed.weight"][place]
             summed.append(x)
         entered = list(summed)
@@ -150,6 +152,23 @@ def test_pairs_that_differ_in_one_token_have_rows_of_their_own(
     before = model.pairs.places(torch.stack((tokens, tokens[:1].expand(VOCAB)), 1), shared)
     assert len(set(behind[:, 1].tolist())) == len(set(before[:, 1].tolist())) == VOCAB
     assert int(torch.cat((behind, before)).max()) < multiple * model.config.vocab
+
+
+@pytest.mark.parametrize(("vocab", "multiple"), [(8000, 5), (4096, 3), (50_304, 5), (8000, 1)])
+def test_every_row_serves_about_as_many_pairs(vocab: int, multiple: int) -> None:
+    """A stride that is small beside the rows would leave some unread, and let neighbours share."""
+    pairs = PairEmbedding(multiple * vocab, 1, vocab)
+    shared = SimpleNamespace(cache=None, positions_BT=torch.arange(2)[None])
+    counts = torch.zeros(pairs.rows)
+    befores = range(0, vocab, max(1, vocab // 200))
+    for before in befores:
+        ids_BT = torch.stack((torch.full((vocab,), before), torch.arange(vocab)), 1)
+        counts += pairs.places(ids_BT, shared)[:, 1].bincount(minlength=pairs.rows)
+    mean = len(befores) / multiple
+    assert counts.sum() == len(befores) * vocab
+    assert 0.7 * mean < float(counts.min()) and float(counts.max()) < 1.3 * mean
+    apart = (pairs.stride * torch.arange(1, 2 * multiple)) % pairs.rows
+    assert int(torch.minimum(apart, pairs.rows - apart).min()) > pairs.rows / (6 * multiple)
 
 
 def test_loss_and_gradients_through_the_whole_model(make_decoder: MakeDecoder) -> None:

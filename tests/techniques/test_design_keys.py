@@ -24,6 +24,7 @@ from headrace.techniques.design.gqa import Gqa
 from headrace.techniques.design.qk_norm import QkNorm
 from headrace.techniques.design.rms_norm import RmsNorm
 from headrace.techniques.design.value_embeddings import ValueEmbeddings
+from headrace.train.train import step
 
 RECIPE = {
     "techniques.relu_squared={}": {"activation": "relu2"},
@@ -67,7 +68,9 @@ def blocks(model: ModelConfig) -> int:
     return model.layers * sum(i * o for i, o in block_linears(model).values())
 
 
-def test_the_recipe_is_a_plan(make_tiny: Callable[..., Build]) -> None:
+def test_the_recipe_is_a_plan(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Any]]
+) -> None:
     keys = {key: value for given in RECIPE.values() for key, value in given.items()}
     build = make_tiny(*RECIPE)
     assert {key: getattr(build.config, key) for key in keys} == keys
@@ -79,6 +82,7 @@ def test_the_recipe_is_a_plan(make_tiny: Callable[..., Build]) -> None:
     assert zero == {name for name in start if name.endswith(ends)}
     assert start["blocks.1.stream.weight"].tolist() == [1.0, 0.0]
     assert start["blocks.1.mixer.value.weight"].tolist() == [0.5, 0.5]
+    step(build, batch(build), 0)
     assert build.techniques and all(t.active(build).active for t in build.techniques)
 
 

@@ -5,11 +5,12 @@ times as many rows as the vocabulary, and pairs share them by a hash (model/toke
 start as zeros and are embeddings for the optimizer. A look-up costs no matmul; what it costs is the
 table's update.
 
-The first token of a row, and of a document where documents are masked, has a row of its own.
-Sampling keeps the last id. Under tensor parallelism a rank has a part of the rows, as of the
-embedding's. Ranks that share rows do not have the token before each of theirs, and that is refused.
-It rewrites `model.bigram_multiple`. Sources: github.com/KellerJordan/modded-nanogpt (pull request
-201); arXiv 1709.03933 (hash embeddings); 2601.07372 (Engram, which adds a gate).
+The first token of a row, and of a document where documents are masked, reads a row as if an entry
+behind the vocabulary stood before it. Sampling keeps the last id. Under tensor parallelism a rank
+has a part of the rows, as of the embedding's. Ranks that share rows of tokens do not have the token
+before each of theirs, and that is refused. It rewrites `model.bigram_multiple`. Sources:
+github.com/KellerJordan/modded-nanogpt (pull request 201); arXiv 1709.03933 (hash embeddings);
+2601.07372 (Engram, which adds a gate).
 """
 
 from collections.abc import Mapping
@@ -41,7 +42,8 @@ class BigramEmbeddings(Keyed):
         "and their update (derived)",
         helps="small models and short runs",
         hurts="large models: nanochat took it out again, since at 25 layers its gain was gone on "
-        "the clock; context parallelism; export: no architecture here has it",
+        "the clock; context parallelism; export, and with it pruning and fine-tuning: no "
+        "architecture here has it",
         source="github.com/KellerJordan/modded-nanogpt; arXiv 1709.03933; arXiv 2601.07372",
     )
 
@@ -50,7 +52,7 @@ class BigramEmbeddings(Keyed):
         return {"model.bigram_multiple": self.multiple}
 
     def active(self, build: Build) -> Evidence:
-        """Count the table's rows, and read how large its numbers have become here."""
+        """Count the tokens that read rows in the last forward pass, and the table's numbers."""
         if build.model.embed is None:
             return Evidence(None, "the embedding is on another rank")
         pairs = build.model.pairs
@@ -60,8 +62,8 @@ class BigramEmbeddings(Keyed):
         local = getattr(weight, "to_local", lambda: weight)()
         most = float(local.abs().max()) if local.numel() else 0.0
         return Evidence(
-            active=pairs.rows == self.multiple * build.config.vocab,
-            detail=f"pairs share {pairs.rows:,} rows of {prod(build.layouts[TABLE].shape):,} "
-            f"numbers, up to {most:.3g} here",
-            numbers={"rows": pairs.rows, "largest": most},
+            active=pairs.rows == self.multiple * build.config.vocab and pairs.read > 0,
+            detail=f"{pairs.read:,} tokens read {pairs.rows:,} rows that pairs share, of "
+            f"{prod(build.layouts[TABLE].shape):,} numbers, up to {most:.3g} here",
+            numbers={"tokens": pairs.read, "rows": pairs.rows, "largest": most},
         )

@@ -29,7 +29,8 @@ class EmbeddingSmear(Keyed):
         buys="what a head of the first layers would have to learn: the token before",
         costs="some passes over the embedded tokens, and their copy in fp32 (derived)",
         helps="small models and short runs",
-        hurts="context parallelism, which it cannot cross; export: no architecture here has it",
+        hurts="context parallelism, which it cannot cross; export, and with it pruning and "
+        "fine-tuning: no architecture here has it",
         source="github.com/KellerJordan/modded-nanogpt",
     )
 
@@ -38,7 +39,7 @@ class EmbeddingSmear(Keyed):
         return {"model.embedding_smear": True}
 
     def active(self, build: Build) -> Evidence:
-        """Read the learned shares."""
+        """Count the tokens that were smeared in the last forward pass, and read the shares."""
         if build.model.embed is None:
             return Evidence(None, "the embedding is on another rank")
         smear = build.model.smear
@@ -48,8 +49,8 @@ class EmbeddingSmear(Keyed):
         shares = whole.detach().float().abs()
         most, mean = float(shares.max()), float(shares.mean())
         return Evidence(
-            active=True,
-            detail=f"{shares.numel()} features read the token before by shares up to {most:.3g}, "
-            f"{mean:.3g} in the mean",
-            numbers={"features": shares.numel(), "largest": most, "mean": mean},
+            active=smear.read > 0,
+            detail=f"{smear.read:,} tokens read {shares.numel()} features of the token before, by "
+            f"shares up to {most:.3g}, {mean:.3g} in the mean",
+            numbers={"tokens": smear.read, "largest": most, "mean": mean},
         )

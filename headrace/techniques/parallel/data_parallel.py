@@ -22,6 +22,7 @@ from headrace.core.remedy import mend
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import MIB
 from headrace.costs.work import Collective, Stream, Work
+from headrace.optim.roles import role_of
 from headrace.parallel.buckets import GradientBuckets, in_buckets
 from headrace.plan.technique import (
     Card,
@@ -106,11 +107,12 @@ class DataParallel(Technique[Build]):
                 yield name, piece
 
     def _outside(self, ledger: Ledger) -> float:
-        """Return the share of the learned numbers that is in the embedding."""
+        """Return the share of the learned numbers that is in tables, whose gradients come last."""
         learns = ledger.updates()
         whole = sum(m.numbers for m in learns.values())
-        embedding = sum(m.numbers for n, m in learns.items() if n.startswith("embed"))
-        return embedding / whole if whole else 0.0
+        roles = {name: role_of(name, len(matrix.shape)) for name, matrix in learns.items()}
+        tables = sum(m.numbers for n, m in learns.items() if roles[n] == "embeddings")
+        return tables / whole if whole else 0.0
 
     def apply(self, build: Build) -> None:
         """Watch the parameters whose gradients are partial; send each bucket when it is full."""

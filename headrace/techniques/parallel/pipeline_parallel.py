@@ -39,8 +39,8 @@ from headrace.costs.links import COMMUNICATORS
 from headrace.costs.work import IDLE, Work, collective
 from headrace.model.adapter import shape_of
 from headrace.model.decoder import Decoder, Part
+from headrace.model.from_embedding import PassedOn
 from headrace.model.head import Objective
-from headrace.model.token_before import NoPairs, NoSmear
 from headrace.parallel import pipeline, zero_bubble
 from headrace.plan.technique import (
     Card,
@@ -125,12 +125,12 @@ class PipelineParallel(Technique[Build]):
                 mend("mesh.pipeline=2", text="mesh.pipeline=2 under torchrun"),
             )
         model = shape_of(plan.model)
-        for key in ("embedding_residual", "value_embeddings"):
+        for key, idle in (("embedding_residual", "false"), ("value_embeddings", "0")):
             if value := getattr(model, key):
                 return Unsupported(
                     f"blocks of every rank would read what model.{key} = {value!r} makes of the "
                     "embedding, which the first rank alone has",
-                    context.whole(AXIS),
+                    context.whole(AXIS) | mend(*plan.undoing(f"model.{key}={idle}")),
                     RefusalKind.COMBINATION,
                 )
         ranks, layers = plan.mesh.pipeline, plan.model.layers
@@ -485,7 +485,7 @@ def keep_only(model: Decoder, parts: Sequence[Part], *, tied: bool) -> None:
     if not (first or (last and tied)):
         model.embed = None  # type: ignore[assignment]
     if not first:
-        model.pairs, model.smear = NoPairs(), NoSmear()
+        model.pairs, model.smear = PassedOn(), PassedOn()
     if not last:
         model.norm = model.head = None  # type: ignore[assignment]
 
