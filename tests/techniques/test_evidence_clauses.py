@@ -101,11 +101,16 @@ def test_pieces_are_no_longer_than_they_were_asked_to_be(most: int, cut: int, ac
 def test_an_expandable_segment_of_others_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was there before proves nothing of new memory; nor does a segment that ends there."""
     probe = torch.empty(4, dtype=torch.uint8)
-    elsewhere = {"is_expandable": True, "address": 0, "total_size": probe.data_ptr(), "blocks": []}
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [elsewhere])
+
+    def segment(total_size: int) -> dict[str, Any]:
+        return {"is_expandable": True, "address": 0, "total_size": total_size, "blocks": []}
+
+    assert segments._bytes_inside([segment(probe.data_ptr())], [probe]) == 0
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    assert segments._bytes_inside([elsewhere], [probe]) == 0
-    assert not segments._new_memory_grows(torch.device("cpu"))
+    for total_size, grows in ((1, False), (1 << 63, True)):
+        seen = segment(total_size)
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda seen=seen: [seen])
+        assert segments._new_memory_grows(torch.device("cpu")) is grows
     run = left(
         device=torch.device("cuda"),
         notes={"expandable_segments": {"grows": False}},
