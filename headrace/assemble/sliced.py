@@ -175,6 +175,10 @@ class SlicingTechnique(Technique[Build]):
         """
         ranks, divided = ledger.sizes["slices_ranks"], DividedExperts.of(ledger)
         whole, through = ledger, THROUGH
+        if self._is_narrow(whole):  # autocast finds them in its dtype
+            left = _cast_share(whole)
+            ledger = ledger.without(["head_cast"])
+            ledger = ledger.scaled(lambda name: name.endswith("/weight_cast"), left)
         gradients = ledger.memory.get("gradients")
         for name in SHARDED_LINES:
             if line := ledger.memory.get(name):
@@ -220,6 +224,8 @@ class SlicingTechnique(Technique[Build]):
                     yield name, piece.with_bytes(lambda bytes: bytes / sizes["slices_ranks"])
             elif not (narrow and what in CASTS):
                 yield name, piece
+            elif what == "weight_cast" and (left := _cast_share(ledger)):
+                yield name, piece.with_bytes(lambda bytes, left=left: bytes * left)
         assert ledger.sliced is not None
         freed, every = ledger.sliced.freed, sizes["micro_batches"] if self.gathers_once else 1.0
         yield from sliced_work(ledger)
@@ -392,6 +398,17 @@ def _sliced(*blocks: nn.Module) -> "list[FSDPModule]":
     from torch.distributed.fsdp import FSDPModule
 
     return [part for block in blocks for part in block.modules() if isinstance(part, FSDPModule)]
+
+
+def _cast_share(ledger: Ledger) -> float:
+    """Return the share of autocast's copies that weights have which are gathered in no other dtype.
+
+    These are experts that no other rank has.
+    """
+    divided, line = DividedExperts.of(ledger), ledger.memory.get("0/weight_cast")
+    if divided.slices > 1 or line is None or not line.bytes:
+        return 0.0
+    return min(1.0, divided.parameters / 2 / ledger.sizes["layers"] / line.bytes)
 
 
 def _left_whole(build: Build) -> set[str]:

@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import receipts
 import scaling
 import scaling_ranks
 import scaling_sides
+import torch
 from programs import rows
 
+from headrace.assemble.context import elsewhere, make_context
 from headrace.core.errors import RefusalKind
+from headrace.costs.machine import Machine
+from headrace.predict.prediction import predict
 from headrace.tuner.readings import Reading
 
 SIDES = {side.name: side for side in scaling_sides.SIDES}
@@ -112,3 +117,24 @@ def test_ranks_that_talk_through_gloo_take_a_reading(
     reading = team.ask(_fail_on, 1, limit_s=120)
     assert "no room on this rank" in reading.refused
     assert not any(process.is_alive() for process in team.processes)
+
+
+KEPT_BEFORE = "5fe32060"
+"""The commit from which gathered weights are kept where they are little."""
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp_float8", "muon_fsdp", "fsdp_8k", "zero1"])
+def test_peaks_of_two_h200s_are_foreseen(name: str) -> None:
+    """As they were measured; weights that are gathered in bf16 have no other copy in bf16."""
+    (row,) = (
+        row
+        for row in rows(receipts.ROOT / "results", "scaling")
+        if row.get("kind") == "reading"
+        and (row["side"], row["ranks"], row["commit"])
+        == (name, 2, "ec793cf9" if name == "zero1" else KEPT_BEFORE)
+    )
+    (side,) = (side for side in scaling_sides.SIDES if side.name == name)
+    plan = side.plan(2, "", [], tiny=False)
+    context = elsewhere(make_context(plan, torch.device("cpu")), row["hardware"])
+    found = predict(plan, context, Machine.assumed(row["hardware"]))
+    assert found.memory.peak_bytes == pytest.approx(max(row["peak_bytes_by_rank"]), rel=0.002)
