@@ -102,7 +102,8 @@ def _neighbours(point: Point, reach: int) -> Iterator[Point]:
         if sum(map(abs, moves)) != reach:
             continue
         values = {}
-        for (name, ladder), move in zip(LADDERS.items(), moves, strict=True):
+        for (name, given), move in zip(LADDERS.items(), moves, strict=True):
+            ladder = sorted({*given, getattr(point, name)})
             place = ladder.index(getattr(point, name)) + move
             if 0 <= place < len(ladder):
                 values[name] = ladder[place]
