@@ -121,8 +121,10 @@ def test_a_point_is_the_plan_that_is_trained(tmp_path: Path, text: Path) -> None
     assert reading.tokens == (plan.goal_steps or 0) * 8 * 8 and len(reading.curve) <= LOOKS
 
 
-def test_a_search_walks_to_the_neighbours_of_its_best_point() -> None:
-    start, tried = Point(1.0, 32, 0.8, 0.4), list[tuple[Point, float]]()
+@pytest.mark.parametrize("epochs", [0.8, 0.72])
+def test_a_search_walks_to_the_neighbours_of_its_best_point(epochs: float) -> None:
+    """Check it from a point of the ladders, and from one between their values."""
+    start, tried = Point(1.0, 32, epochs, 0.4), list[tuple[Point, float]]()
     for _ in range(40):
         point = learning.proposed(start, tried)
         assert point not in [known for known, _ in tried]
