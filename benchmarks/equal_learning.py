@@ -10,13 +10,16 @@ off goes on.
 
 `planted`: a tiny plan is trained on a CPU with an error in each step, whose size is known: linears
 that keep few bits, gradients with noise, gradients without some of their numbers. A row has what
-the tuner's judge says of it after few steps (tuner/equality.py), and the nats that it loses in the
-end. In fp32 and at this size two trainings do not drift apart, so the loss is the error's alone.
+the tuner's judge says of it after few steps (tuner/equality.py) and by stretches of a training that
+begin with the same state, where it asks for them, and the nats that it loses in the end. In fp32
+and at this size two trainings do not drift apart, so the loss is the error's alone.
 """
 
 import argparse
 import json
+import math
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +33,7 @@ from torch import Tensor, nn
 from tuner_trials import kept_losses
 
 from headrace.assemble.context import choose_device, make_context
+from headrace.assemble.kept_states import take_over
 from headrace.assemble.sockets import Build
 from headrace.cli.catalogue import catalogue
 from headrace.core.statistics import no_worse
@@ -48,6 +52,8 @@ from headrace.tuner.equality import (
     added_noise,
     equality,
 )
+from headrace.tuner.judge import Rules, WorthMoreSteps
+from headrace.tuner.paired_blocks import SampleSize, train_on
 from headrace.tuner.pairs import SAME
 from headrace.tuner.readings import Reading, opened
 from headrace.tuner.store import fingerprint
@@ -234,20 +240,70 @@ def _noisy(share: float, draw: torch.Generator, grad: Tensor) -> Tensor:
     return grad + spread * torch.randn(grad.shape, generator=draw)
 
 
-def planted_reading(plan: Plan, kind: str, size: float, steps: int) -> Reading:
-    """Return a training with an error in each step, which begins as the tuner's pairs do."""
-    reading = Reading(limits=dict.fromkeys((MEAN, ALL, ""), 1.0))  # what a guard sees is left out
-    with opened(of_length(plan, steps), text=True) as (build, micros):
+class Planted:
+    """Hold a build with an error in each step, which begins as the tuner's pairs do.
+
+    Args:
+        stack: closes it.
+        plan: without the error.
+        kind: of the error, or "" for none.
+        size: how large it is.
+        step_s: the seconds that a step is said to take.
+    """
+
+    def __init__(
+        self, stack: ExitStack, plan: Plan, kind: str = "", size: float = 0.0, step_s: float = 1.0
+    ) -> None:
+        limits: dict[str, float] = dict.fromkeys((MEAN, ALL, ""), 1.0)  # a guard's are left out
+        self.reading, self.step_s = Reading([step_s] * 4, limits=limits), 0.0
+        self.build, self.micros = stack.enter_context(opened(plan, text=True))
         if kind:
-            plant(build, kind, size)
-        rate = build.values["lr"]
-        build.values["lr"] = lambda index: 0.0 if index < SAME else rate(index - SAME)
-        for index in range(steps):
-            inspect = inspects(reading.firsts.append) if index < SAME else None
-            numbers = train.step(build, micros(index), index, inspect)
-            reading.losses.append(float(numbers[0]))
-            reading.norms.append(float(numbers[1]))
-    return reading
+            plant(self.build, kind, size)
+        rate = self.build.values["lr"]
+        self.build.values["lr"] = lambda index: 0.0 if index < SAME else rate(index - SAME)
+
+    def run(self, blocks: int, steps: int) -> None:
+        """Time nothing: it is no faster than without the error."""
+
+    def train_to(self, steps: int) -> None:
+        """Train until there were so many steps in all."""
+        for index in range(len(self.reading.losses), steps):
+            inspect = inspects(self.reading.firsts.append) if index < SAME else None
+            numbers = train.step(self.build, self.micros(index), index, inspect)
+            self.reading.losses.append(float(numbers[0]))
+            self.reading.norms.append(float(numbers[1]))
+
+    def take_over(self, other: "Planted") -> bool:
+        """Go on from another's state."""
+        return take_over(self.build, other.build)
+
+
+def planted_reading(plan: Plan, kind: str, size: float, steps: int) -> Reading:
+    """Return a training with an error in each step."""
+    with ExitStack() as stack:
+        planted = Planted(stack, of_length(plan, steps), kind, size)
+        planted.train_to(steps)
+    return planted.reading
+
+
+def judged_in_stretches(plan: Plan, kind: str, size: float, steps: int) -> tuple[str, float]:
+    """Return the judge's verdict on an error by stretches from the same state, and their lag.
+
+    It is asked as of a change that halves a step. The lag is the mean of all, in nats.
+    """
+    worth = WorthMoreSteps("approximate", Rules(rounding="operands"))
+    with ExitStack() as stack:
+        one = Planted(stack, of_length(plan, steps))
+        two = Planted(stack, of_length(plan, steps), kind, size, step_s=0.5)
+        two.reading.beside = one.reading
+        for side in (one, two):
+            side.train_to(2 * SAME)
+        train_on(one, two, SampleSize(worth=worth), lambda: 1e6, 1e6)
+    if not two.reading.lags:
+        return "not asked", math.nan
+    return equality(one.reading, two.reading, "approximate", "operands").verdict, fmean(
+        two.reading.lags
+    )
 
 
 def verdict_after(steps: int, one: Reading, two: Reading) -> str:
@@ -268,11 +324,14 @@ def judge_planted(args: argparse.Namespace) -> None:
             second = planted_reading(plan, kind, size, args.steps)
             tail = args.steps // TAIL
             nats = fmean(second.losses[-tail:]) - fmean(base.losses[-tail:])
-            verdicts = {steps: verdict_after(steps, base, second) for steps in JUDGED}
+            verdicts = {str(n): verdict_after(n, base, second) for n in JUDGED}
+            verdicts["stretches"], lag = judged_in_stretches(plan, kind, size, args.steps)
             noise = added_noise(base, second)
             facts = {"kind": "planted", "planted": kind, "size": size, "seeds": [seed], "n": 1}
             facts |= {"steps": args.steps, "verdicts": verdicts, "added_noise": noise}
             metrics = {"nats": receipts.spread([nats], "nats")}
+            if math.isfinite(lag):
+                metrics["lag"] = receipts.spread([lag], "nats")
             receipts.append(TOPIC, metrics, results=args.results, **facts)
             print(f"seed {seed} {kind} {size:g}: {nats:+.4f} nats, {verdicts}", flush=True)
 

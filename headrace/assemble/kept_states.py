@@ -1,4 +1,4 @@
-"""Keep copies of a run's state in the host's memory, and return to one of them.
+"""Keep copies of a run's state in the host's memory, return to one, or take over another build's.
 
 A state is what a checkpoint saves of tensors: the weights that are trained, the optimizers' states,
 and what techniques keep. Each rank copies its own parts, so nothing is communicated. From a GPU the
@@ -97,16 +97,40 @@ class KeptStates:
         self.states = [other for other in self.states if other.step <= kept.step]
 
     def _live(self, build: Build) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of every tensor of the state, by global name."""
-        for name, parameter in build.model.named_parameters():
-            if parameter.requires_grad:
-                yield f"model/{name}", local_of(parameter.detach())
-        for route, optimizer in build.optimizers.items():
-            for name, parameter in build.routed[route].items():
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor):
-                        yield f"optimizer/{name}/{key}", local_of(value.detach())
-        for who, keeper in build.state.items():
-            if who != self.owner:
-                for name, tensor in keeper.tensors().items():
-                    yield f"technique/{who}/{name}", local_of(tensor.detach())
+        """Yield what is copied of a build."""
+        own = f"technique/{self.owner}/"
+        return ((name, tensor) for name, tensor in live(build) if not name.startswith(own))
+
+
+def live(build: Build) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's part of every tensor of the state, by global name."""
+    for name, parameter in build.model.named_parameters():
+        if parameter.requires_grad:
+            yield f"model/{name}", local_of(parameter.detach())
+    for route, optimizer in build.optimizers.items():
+        for name, parameter in build.routed[route].items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"optimizer/{name}/{key}", local_of(value.detach())
+    for who, keeper in build.state.items():
+        for name, tensor in keeper.tensors().items():
+            yield f"technique/{who}/{name}", local_of(tensor.detach())
+
+
+def take_over(build: Build, other: Build) -> bool:
+    """Make the state of a build what another's is, in place.
+
+    Returns:
+        Whether it is. Where they keep other tensors nothing is changed.
+    """
+    own, given = dict(live(build)), dict(live(other))
+    if {n: (t.shape, t.dtype) for n, t in own.items()} != {
+        n: (t.shape, t.dtype) for n, t in given.items()
+    }:
+        return False
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(given[name])
+    for who, keeper in build.state.items():
+        keeper.load_values(other.state[who].values())
+    return True

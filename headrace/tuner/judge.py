@@ -24,7 +24,7 @@ from headrace.core.units import format_bytes
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Effect, Rounds
 from headrace.tuner.effects import effect_of, rounding_of
-from headrace.tuner.equality import BRIEF_STEPS, equality
+from headrace.tuner.equality import BRIEF_STEPS, by_stretches, equality
 from headrace.tuner.paired_blocks import MARGIN, SampleSize, ratio_of
 from headrace.tuner.pairs import Measure
 from headrace.tuner.readings import Reading
@@ -149,6 +149,11 @@ class WorthMoreSteps:
         if self.aim == "memory":
             return compared.verdict != "undecided"
         return compared.ratio.value > 1 and compared.ratio.high > 1 + self.rules.margin
+
+    def by_stretches(self, reading: Reading) -> bool:
+        """Return whether stretches that begin with the same state show that both learn the same."""
+        other = reading.beside or Reading()
+        return by_stretches(other, reading, self.effect, self.rules.rounding)
 
     @property
     def least_training(self) -> int:

@@ -24,11 +24,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import ceil
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Protocol
 
 from headrace.core.statistics import Interval, accept, order_abba, paired_ratio
 from headrace.plan.plan import Plan
+from headrace.tuner.equality import STRETCH, STRETCHES
 from headrace.tuner.readings import Reading
 
 
@@ -46,6 +47,10 @@ class Worth(Protocol):
 
     def train_to(self, reading: Reading) -> int:
         """Return the steps that both should train to show a gain; 0 for no more."""
+        ...
+
+    def by_stretches(self, reading: Reading) -> bool:
+        """Return whether stretches that begin with the same state show that both learn the same."""
         ...
 
     @property
@@ -152,6 +157,10 @@ class WarmPlan(Protocol):
         """Train on, untimed, until there were so many steps in all."""
         ...
 
+    def take_over(self, other: Any) -> bool:
+        """Go on from another's state, and return whether both keep the same."""
+        ...
+
 
 def take_blocks(
     first: WarmPlan,
@@ -218,18 +227,42 @@ def train_on(
     if size.worth is None or reading.screened:
         return
     pair_s = max(first.step_s, SHORTEST_S) + max(second.step_s, SHORTEST_S)
+    shared = size.worth.by_stretches(reading)
     for _ in range(TRAININGS):
         more = size.worth.train_to(reading) - min(len(reading.losses), len(other.losses))
+        if shared and more > 0:
+            more = max(more, STRETCH * (STRETCHES - len(reading.lags)))
         fits = min(more, int((left_s() - ends_s) / pair_s))
         if more <= 0 or fits < more / 2:
             break
         steps = min(len(reading.losses), len(other.losses)) + fits
-        first.train_to(steps)
-        second.train_to(steps)
+        if not (shared and _train_in_stretches(first, second, fits // STRETCH)):
+            first.train_to(steps)
+            second.train_to(steps)
         if fits < more:
             break
     more = size.worth.train_to(reading) - min(len(reading.losses), len(other.losses))
     reading.untrained_s = max(0, more) * pair_s
+
+
+def _train_in_stretches(first: WarmPlan, second: WarmPlan, count: int) -> bool:
+    """Train both for so many stretches, each of which the second begins with the first's state.
+
+    Returns:
+        Whether it was so: False, and nothing was trained, where they keep other states.
+    """
+    lags, taken = second.reading.lags, max(len(r.losses) for r in (first.reading, second.reading))
+    first.train_to(taken)
+    second.train_to(taken)
+    for _ in range(count):
+        if not second.take_over(first):
+            return False
+        taken += STRETCH
+        first.train_to(taken)
+        second.train_to(taken)
+        pairs = [r.losses[taken - STRETCH // 2 :] for r in (first.reading, second.reading)]
+        lags.append(fmean(b - a for a, b in zip(*pairs, strict=True)))
+    return True
 
 
 def ratio_of(first: Sequence[float], second: Sequence[float]) -> Interval:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from headrace.assemble.filled import PATIENT_STEPS, evidence_after, newest
+from headrace.assemble.kept_states import take_over
 from headrace.core.errors import RefusalKind
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage
@@ -234,6 +235,10 @@ class _BuiltPlan:
             while self.index < steps:
                 self.step()
             self._record()
+
+    def take_over(self, other: "_BuiltPlan") -> bool:
+        """Go on from the other's state, and return whether both keep the same; see kept_states."""
+        return take_over(self.build, other.build)
 
     def step(self) -> None:
         """Take one more step."""

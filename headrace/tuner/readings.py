@@ -58,6 +58,9 @@ class Reading:
     """bytes reserved since the build began, beyond those before; None on a CPU"""
     losses: list[float] = field(default_factory=list)
     """nats per token, one a step"""
+    lags: list[float] = field(default_factory=list)
+    """nats by which the loss was higher in the second half of each stretch of steps that began with
+    the state of the plan beside it; none where it trained by itself alone"""
     norms: list[float] = field(default_factory=list)
     """norms of the whole gradient, one a step, where two plans are timed in alternation"""
     firsts: list[First] = field(default_factory=list)

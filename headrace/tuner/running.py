@@ -233,7 +233,8 @@ class Tuning:
         best = self.pool.best
         rounds = effect_of(best.plan, proposal.plan) == "approximate"
         rounds &= best.prediction.memory.fits != "no"  # what cannot run asks for no equal losses
-        steps = least_steps(rounding_of(best.plan, proposal.plan)) if rounds else 0
+        rounding, together = rounding_of(best.plan, proposal.plan), self.together(best, proposal)
+        steps = least_steps(rounding, together=together) if rounds else 0
         step_s = self.pool.best_s or self.first_s or best.prediction.time.step_s or 0.0
         after_s = step_s / (self.pool.faster(proposal) or 1.0)
         return needs(self.ready_of, compiles(proposal.plan), steps, step_s, after_s)

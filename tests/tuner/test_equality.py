@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -18,9 +19,14 @@ from headrace.tuner.equality import (
     LEAST_STEPS,
     NATS,
     NOISE,
+    SLOWER,
     STATE_STEPS,
+    STRETCH,
+    STRETCHES,
     WANTED_STEPS,
+    by_stretches,
     equality,
+    least_steps,
     seed_noise,
 )
 from headrace.tuner.judge import Compared, Rules, WorthMoreSteps, judge
@@ -177,6 +183,73 @@ def test_a_short_training_shows_what_adds_no_noise(noise: float, verdict: str) -
     assert judged(after, before, "approximate").verdict == "not shown", "it rounds something else"
     few = judged(reading(0.5, 0.0, BRIEF_STEPS - 1, 0.002), before, "approximate", rules)
     assert few.verdict == "not shown" and few.enough == BRIEF_STEPS
+
+
+def stretched(share: float, scatter: float, count: int, seed: int = 0) -> tuple[Reading, Reading]:
+    """Return two readings: losses that fall by 0.02 a step, and so much of that lost, with noise.
+
+    Args:
+        share: of its learning that the second loses.
+        scatter: of the lags, in nats.
+        count: stretches.
+        seed: of the noise.
+    """
+    draw, steps = default_rng(seed), 20 + STRETCH * count
+    before, after = reading(steps=steps), reading(0.5, steps=steps)
+    before.losses = [9.0 - 0.02 * i for i in range(steps)]
+    after.losses = [loss + 1e-4 for loss in before.losses]
+    behind = [share * 0.02 * updates for updates in range(STRETCH // 2, STRETCH)]
+    after.lags = [fmean(behind) + scatter * draw.standard_normal() for _ in range(count)]
+    return before, after
+
+
+@pytest.mark.parametrize(
+    ("share", "scatter", "verdict", "says"),
+    [
+        (0.002, 0.0002, "better", "all of the interval"),
+        (-0.05, 0.0002, "better", "all of the interval"),
+        (0.03, 0.0002, "different", "less (2.82% to 3.09%), and 1% is allowed"),
+        (0.0, 0.004, "not shown", "so that it loses less than 1% is not shown"),
+    ],
+)
+def test_stretches_from_the_same_state_show_what_is_learned(
+    share: float, scatter: float, verdict: str, says: str
+) -> None:
+    rules = replace(CUDA, rounding="operands")
+    before, after = stretched(share, scatter, STRETCHES)
+    found = judged(after, before, "approximate", rules)
+    assert found.verdict == verdict and says in found.reason, found.reason
+    assert ((found.enough or 0) > len(after.losses)) == (verdict == "not shown")
+    few = judged(replace(after, lags=after.lags[:-1]), before, "approximate", rules)
+    assert few.verdict == "not shown" and few.enough == len(after.losses) + STRETCH
+    flat = replace(before, losses=[6.0] * len(before.losses))
+    assert "nothing was learned in 128 steps" in judged(after, flat, "approximate", rules).reason
+
+
+def test_stretches_are_asked_of_what_rounds_operands_and_adds_no_noise() -> None:
+    before, after = reading(), reading(0.5)
+    assert by_stretches(before, after, "approximate", "operands")
+    assert not by_stretches(before, after, "approximate", "other")
+    assert not by_stretches(before, after, "exact", "operands")
+    for noise, asked in ((NOISE, False), (-NOISE, True)):  # smaller gradients have no noise more
+        after.firsts = [one._replace(total=1 + noise) for one in before.firsts]
+        assert by_stretches(before, after, "approximate", "operands") == asked
+    assert least_steps("operands", together=True) == STRETCH * STRETCHES > BRIEF_STEPS
+    assert least_steps("state", together=True) == STATE_STEPS
+    assert least_steps("operands", NOISE, together=True) == LEAST_STEPS
+
+
+@pytest.mark.parametrize(("share", "most", "least"), [(SLOWER, 0.03, 0.0), (0.0, 1.0, 0.9)])
+def test_how_often_stretches_are_taken_for_the_same(
+    share: float, most: float, least: float
+) -> None:
+    """Check the share of 300 noisy trainings that pass, with a hundredth lost and with nothing."""
+    noise = 0.25 * SLOWER * 0.02 * STRETCH
+    passed = [
+        equality(*stretched(share, noise, 32, seed), "approximate", "operands").verdict == "same"
+        for seed in range(300)
+    ]
+    assert least <= fmean(passed) <= most
 
 
 def test_a_training_that_has_hardly_begun_allows_less() -> None:

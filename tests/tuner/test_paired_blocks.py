@@ -38,6 +38,10 @@ class Clocked:
         self.now[0] += max(0, steps - len(self.reading.losses)) * self.step_s
         self.reading.losses += [6.0] * (steps - len(self.reading.losses))
 
+    def take_over(self, other: "Clocked") -> bool:
+        """Say that both keep the same state."""
+        return True
+
     def run(self, blocks: int, steps: int) -> None:
         """On the clock; every other block is slower by `noise`."""
         self.runs.append((blocks, steps))
@@ -119,11 +123,51 @@ def test_a_training_goes_on_where_half_of_it_fits(
     now = [0.0]
     one, two = Clocked(1.0, now), Clocked(0.5, now)
     two.reading.beside = one.reading
-    wants: Any = SimpleNamespace(train_to=lambda found: 320 if len(found.losses) < 320 else 0)
+    wants: Any = SimpleNamespace(
+        train_to=lambda found: 320 if len(found.losses) < 320 else 0, by_stretches=lambda _: False
+    )
     train_on(one, two, SampleSize(worth=wants), lambda: left_s - now[0], most_s)
     assert len(one.reading.losses) == len(two.reading.losses) == steps
     assert two.reading.untrained_s == pytest.approx(untrained_s)
     assert now[0] <= max(0.0, left_s)
+
+
+@pytest.mark.parametrize(("left_s", "stretches"), [(600.0, 18), (120.0, 15), (60.0, 0)])
+def test_stretches_begin_with_the_state_of_the_other(left_s: float, stretches: int) -> None:
+    """Check how many of 8 s fit, 16 at least being wanted; the plan that is behind catches up.
+
+    The judge here asks for 64 steps, and then for two stretches more.
+    """
+    now = [0.0]
+    one, two = Clocked(0.5, now), Clocked(0.5, now)
+    two.reading.beside = one.reading
+    one.train_to(10)
+    two.train_to(12)
+    now[0], taken = 0.0, []
+
+    def take_over(other: Any) -> bool:
+        taken.append((len(one.reading.losses), len(two.reading.losses)))
+        return other is one
+
+    two.take_over = take_over  # type: ignore[method-assign]
+    wants: Any = SimpleNamespace(
+        by_stretches=lambda found: found is two.reading,
+        train_to=lambda found: 64 if not found.lags else 140 + 8 * 2,
+    )
+    train_on(one, two, SampleSize(worth=wants), lambda: left_s - now[0], 600.0)
+    assert taken == [(12 + 8 * i, 12 + 8 * i) for i in range(stretches)]
+    assert two.reading.lags == [0.0] * stretches and not one.reading.lags
+    assert now[0] <= left_s + 1
+
+
+def test_plans_that_keep_other_states_train_each_by_itself() -> None:
+    now = [0.0]
+    one, two = Clocked(0.5, now), Clocked(0.5, now)
+    two.reading.beside = one.reading
+    wants: Any = SimpleNamespace(by_stretches=lambda _: True, train_to=lambda found: 64)
+    two.take_over = lambda other: False  # type: ignore[method-assign]
+    train_on(one, two, SampleSize(worth=wants), lambda: 600.0, 600.0)
+    assert len(one.reading.losses) == len(two.reading.losses) >= 64 and not two.reading.lags
 
 
 def test_a_visit_fits_its_share() -> None:
