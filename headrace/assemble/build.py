@@ -51,7 +51,7 @@ from headrace.optim.roles import group_by_role
 from headrace.optim.schedule import learning_rate
 from headrace.parallel.layout import Layout, local_of
 from headrace.parallel.world import World
-from headrace.plan.plan import Plan
+from headrace.plan.plan import ATTENDS, Plan
 from headrace.plan.technique import Context, Stage, Technique
 
 
@@ -142,13 +142,13 @@ def make_build(
         until: the last stage; a model alone ends at MATERIALIZE.
         note_line: takes a line that is worth reading, now and while the run goes.
         given: values of parameters by name, copied in the place of drawing or reading them.
-        checked: what `check_supported` returned for this plan on this device. Without it, or with
-            that of another plan, the techniques are asked here.
+        checked: what `check_supported` returned here; without it, or of another plan, it is asked.
 
     Raises:
         UnsupportedError, ConfigError: see `check_supported` and each stage.
     """
-    techniques = sorted(plan.techniques.values(), key=lambda t: (t.stage, t.name()))
+    techniques = [*plan.techniques.values()]
+    techniques.sort(key=lambda t: (t.stage, ATTENDS in t.composes, t.name()))
     if checked is None or checked.plan != plan:
         checked = check_supported(techniques, make_context(plan, device))
     build = _baseline_build(plan, prepared, world, device, checked, techniques)

@@ -10,7 +10,7 @@ head.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -26,6 +26,7 @@ from headrace.model.from_embedding import MixedValues, PassedOn
 from headrace.model.mask import MaskSpec, Rows, dense
 from headrace.model.norm import RMSNorm, UnitRMSNorm
 from headrace.model.position import Rotation, rotate
+from headrace.plan.technique import Evidence
 
 COMMON = frozenset({"causal", "document", "window"})
 """What of the mask a backend knows, or refuses itself, if it does not say more in `knows`."""
@@ -171,6 +172,15 @@ def weights(
         v_BSGK = v_SK[None, :, None].expand(*k_BSGK.shape[:3], K).contiguous()
         read.append(attend(q_BTHK, k_BSGK, v_BSGK, mask)[..., : part_SN.size(1)].float())
     return torch.cat(read, dim=-1)
+
+
+def in_ring(attend: Attend, kernel: str) -> Evidence | None:
+    """Return whether a ring computes its blocks by that kernel alone; None where there is none."""
+    launched: Collection[str] | None = getattr(attend, "launched", None)
+    if launched is None:
+        return None
+    ran = ", ".join(sorted(launched)) or "no kernel"
+    return Evidence({*launched} == {kernel}, f"{ran} computed the blocks of the ring")
 
 
 def equal_scores(

@@ -34,9 +34,16 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
 from headrace.kernels.autocast import compute_dtype
-from headrace.kernels.block_attention import Mask, block_attention, block_attention_backward
+from headrace.kernels.block_attention import (
+    Kernel,
+    Mask,
+    block_attention,
+    block_attention_backward,
+    kernel_for,
+)
 
 
 class RingMask(NamedTuple):
@@ -77,10 +84,19 @@ class Traffic:
 
 
 class Ring:
-    """A ring is the ranks that share every row, and this rank's place among them."""
+    """A ring is the ranks that share every row, and this rank's place among them.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        group: the ranks.
+        kernel: the one that computes blocks, which then need no mask; None takes the fastest that
+            is right for each (`kernel_for`).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, kernel: Kernel | None = None) -> None:
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
+        self.kernel = kernel
+        self.launched: set[str] = set()
+        """Kernels that computed blocks so far; a release of FlashAttention by its own name."""
         self.traffic = Traffic()
         self.number = next(_NUMBERS)
         _RINGS[self.number] = self
@@ -158,7 +174,9 @@ class Ring:
             block = self._block(step, q_BtHK, mask)
             if block:
                 k, v = kv_2BtGK[:, :, block.keys].transpose(2, 3)
-                o, lse = block_attention(q_BHtK[:, :, block.queries], k, v, block.mask)
+                q = q_BHtK[:, :, block.queries]
+                kernel = self._kernel(q, k, block.mask)
+                o, lse = block_attention(q, k, v, block.mask, kernel=kernel)
                 merge_(o_BHtK[:, :, block.queries], lse_BHt[:, :, block.queries], o, lse)
             if coming:
                 kv_2BtGK = coming.wait()
@@ -194,6 +212,7 @@ class Ring:
                     o[:, :, block.queries],
                     lse_BHt[:, :, block.queries],
                     block.mask,
+                    kernel=self._kernel(q[:, :, block.queries], k, block.mask),
                 )
                 dq_BHtK[:, :, block.queries] += dq
             if gradient:  # of the keys that are here, from the ranks that they passed
@@ -208,6 +227,13 @@ class Ring:
         # Copies: an operation's results may not share their storage.
         dk, dv = (g.to(k_BtGK.dtype, copy=True) for g in gradient.wait())
         return dq_BHtK.to(q_BtHK.dtype).transpose(1, 2).contiguous(), dk, dv
+
+    def _kernel(self, q_BHtK: Tensor, k_BGsK: Tensor, mask: Mask) -> Kernel:
+        """Return the kernel of a block, and note it."""
+        kernel: Kernel = self.kernel or kernel_for(q_BHtK, k_BGsK, mask)
+        name: str | None = current_flash_attention_impl() if kernel == "flash" else None
+        self.launched.add(name or kernel)
+        return kernel
 
     def _block(self, step: int, q_BtHK: Tensor, mask: RingMask) -> KeyBlock | None:
         """Return the block of a step, and count it."""

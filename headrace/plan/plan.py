@@ -239,7 +239,7 @@ class Plan(Strict):
         Raises:
             Wrong: one of them does not fit; with what mends it.
         """
-        owners = [n for n, t in self.techniques.items() if ATTENDS in t.claims]
+        owners = [n for n, t in self.techniques.items() if ATTENDS in (*t.claims, *t.composes)]
         if self.attention == "measured" and owners:
             raise Wrong(
                 f"attention = 'measured' chooses what computes attention, and {owners[0]} does so "

@@ -130,7 +130,7 @@ class Context:
     def has_ring(self) -> bool:
         """Return whether a technique of the plan attends to parts of rows by itself."""
         on = self.plan.techniques.values()
-        return any("context" in t.axes and "parts.attend" in t.claims for t in on)
+        return any("context" in t.axes and "parts.attend" in t.composes for t in on)
 
     def whole(self, *axes: str) -> Remedy:
         """Return the changes after which the model is split along none of `axes` of the mesh."""
@@ -279,6 +279,9 @@ class Technique(Strict, Generic[B]):
     weights; None where it trains these."""
     settled: ClassVar[tuple[str, ...]] = ()
     """Names of knobs that no search changes: for tests, or for what a user accepts."""
+    blocks: ClassVar[str] = ""
+    """The kernel of its attention over blocks of keys, whose results a ring merges
+    (kernels/block_attention); "" for none."""
     images: ClassVar[bool] = False
     """Whether it means the same for a network that tells images apart, where no tokens are."""
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from headrace.kernels.block_attention import Kernel
 from headrace.model.mask import MaskSpec, Rows, allowed
 from headrace.parallel.ring import Ring, RingMask, ring_attention
 
@@ -143,6 +144,18 @@ def equal(ring: Ring) -> dict[str, Any]:
         found[name] = distance(once, whole(case, inputs), ring)
         same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
         found[f"{name}, again"] = 0.0 if same else 1.0
+    return found
+
+
+def asked(ring: Ring) -> dict[str, Any]:
+    """Compute blocks by the kernel that was asked for, and by no other."""
+    case, found = CASES["grouped"], {}
+    kernels: tuple[Kernel, ...] = ("plain", "flash_cpu")
+    for kernel in kernels:
+        own = Ring(ring.group, kernel)
+        inputs = make(case, ring.ranks)
+        found[f"by {kernel}"] = distance(around(own, case, inputs), whole(case, inputs), ring)
+        found[f"by {kernel} alone"] = float(own.launched != {kernel})
     return found
 
 
@@ -287,7 +300,7 @@ def traffic(ring: Ring) -> dict[str, Any]:
     return found
 
 
-CHECKS = (equal, low_precision, without_gradient, deep, compiled, out_of_step, traffic)
+CHECKS = (equal, asked, low_precision, without_gradient, deep, compiled, out_of_step, traffic)
 
 
 def on_gpus(ring: Ring) -> dict[str, Any]:
@@ -311,6 +324,13 @@ def on_gpus(ring: Ring) -> dict[str, Any]:
             )
             key = f"{name}, {str(dtype).split('.')[1]}{', compiled' if attend else ''}"
             found[key] = distance(out, right, ring)
+    asked: tuple[Kernel, ...] = ("cudnn", "flash")
+    for kernel in asked:
+        own, case = Ring(ring.group, kernel), Case(2, 64, 4, 2, CAUSAL)
+        inputs = make(case, ring.ranks)
+        out = around(own, case, inputs, dtype=torch.bfloat16, device="cuda")
+        found[f"by {kernel}, bfloat16"] = distance(out, whole(case, inputs), ring)
+        assert own.launched == {kernel}
     return found
 
 

@@ -60,6 +60,12 @@ class TestRanks:
     def test_twice_is_the_same_to_the_bit(self, numbers: Any, ranks: int) -> None:
         below(numbers(ranks), [f"{name}, again" for name in CASES], 0)
 
+    def test_blocks_are_computed_by_the_kernel_that_is_asked_for(
+        self, numbers: Any, ranks: int
+    ) -> None:
+        below(numbers(ranks), ["by plain", "by flash_cpu"], TOLERANCE_FP32)
+        below(numbers(ranks), ["by plain alone", "by flash_cpu alone"], 0)
+
     def test_low_precision_merges_in_fp32(self, numbers: Any, ranks: int) -> None:
         names = [n for n in numbers(ranks)[0] if n.endswith((", autocast", ", bf16"))]
         assert len(names) == 8
@@ -94,7 +100,7 @@ def test_on_two_gpus(zygote: Any, tmp_path: Path) -> None:
     names = [n for n, x in numbers[0].items() if not isinstance(x, str)]
     below(numbers, [n for n in names if "float32" in n], TOLERANCE_FP32)
     below(numbers, [n for n in names if "bfloat16" in n], BAND_BF16)
-    assert len(names) == 4 * len(CASES)
+    assert len(names) == 4 * len(CASES) + 2
 
 
 # --- without processes -----------------------------------------------------------------------

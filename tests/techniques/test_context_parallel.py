@@ -21,6 +21,12 @@ from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.mesh_config import MeshConfig
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context, Stage, Supported, Unsupported
+from headrace.techniques.attention import flash_attention_3
+from headrace.techniques.attention.cudnn_attention import CudnnAttention, CudnnSdpa
+from headrace.techniques.attention.flash_attention import FlashAttention
+from headrace.techniques.attention.flash_attention_3 import FlashAttention3
+from headrace.techniques.attention.flex_attention import FlexAttention
+from headrace.techniques.data.document_packing import DocumentPacking
 from headrace.techniques.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from headrace.techniques.parallel.context_parallel import ContextParallel, RingAttend
 
@@ -75,6 +81,37 @@ def test_refuses_a_mixer_that_is_not_attention(tiny_plan: Make) -> None:
     assert isinstance(answer, Unsupported) and answer.remedy.text == "--without state_space"
 
 
+@pytest.mark.parametrize(
+    ("other", "words", "says"),
+    [
+        (CudnnAttention(), (), ""),
+        (FlashAttention(), (), ""),
+        (FlashAttention3(), (), ""),
+        (FlexAttention(), (), "flex_attention computes attention over whole rows"),
+        (CudnnAttention(), (DocumentPacking(),), "document_packing needs a mask, and cudnn"),
+    ],
+)
+def test_takes_a_backend_whose_results_over_blocks_merge(
+    tiny_plan: Make, other: Any, words: tuple[Any, ...], says: str
+) -> None:
+    context = context_of(tiny_plan(), 2, other, *words)
+    answer = TECHNIQUE.supports(context)
+    assert context.has_ring
+    if not says:
+        assert isinstance(answer, Supported)
+        return
+    assert isinstance(answer, Unsupported) and says in answer.reason
+    assert f"--without {other.name()}" in answer.remedy.text
+
+
+def test_a_window_needs_a_kernel_with_a_mask(tiny_plan: Make) -> None:
+    plan = tiny_plan()
+    windowed = plan.model_copy(update={"model": plan.model.model_copy(update={"window": 3})})
+    answer = TECHNIQUE.supports(context_of(windowed, 2, CudnnAttention()))
+    assert isinstance(answer, Unsupported) and "model.window = 3 needs a mask" in answer.reason
+    assert isinstance(TECHNIQUE.supports(context_of(windowed, 2)), Supported)
+
+
 def test_refuses_apple_gpus(tiny_plan: Make) -> None:
     apple = replace(context_of(tiny_plan(), 2), device="mps")
     with pytest.raises(UnsupportedError, match="Apple GPUs") as caught:
@@ -118,12 +155,13 @@ def test_every_token_is_on_one_rank_with_all_that_is_its_own(ranks: int, documen
     assert sorted(seen) == list(range(36))
 
 
-def apply_to(work: MicroBatch, rank: int, ranks: int) -> Any:
+def apply_to(work: MicroBatch, rank: int, ranks: int, *others: Any, attend: Any = None) -> Any:
     """Return a build of the sockets that it touches, after `apply`."""
     group = SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
     build = SimpleNamespace(
         world=SimpleNamespace(group=lambda axis: group if axis == "context" else None),
-        parts=SimpleNamespace(attend=None),
+        parts=SimpleNamespace(attend=attend),
+        techniques=[TECHNIQUE, *others],
         place=lambda build, micro: work,
         notes={},
     )
@@ -147,6 +185,35 @@ def test_evidence_comes_from_tokens_and_traffic_not_from_apply() -> None:
     assert evidence.numbers["bytes_sent"] == 640
     build.parts.attend.own = 8
     assert not TECHNIQUE.active(build).active
+
+
+def test_blocks_are_computed_by_what_fills_attention() -> None:
+    """The kernel that a ring has run is the evidence, and not what was asked of it."""
+    work, backend = work_of(2, 8, documents=False), CudnnSdpa()
+    build = apply_to(work, 0, 2, CudnnAttention(), attend=backend)
+    ring = build.parts.attend.ring
+    assert ring.kernel == "cudnn" and build.parts.attend.asked is backend
+    build.model = SimpleNamespace(attend=build.parts.attend)
+    evidence = CudnnAttention().active(build)
+    assert not evidence.active and "no kernel computed the blocks" in evidence.detail
+    for launched, active in (({"cudnn"}, True), ({"cudnn", "flash"}, False)):
+        ring.launched = launched
+        assert CudnnAttention().active(build).active is active
+    ring.launched = {"FA3"}  # which torch's flash operation calls while it stands there
+    assert FlashAttention3(version="FA3").active(build).active
+    assert not FlashAttention().active(build).active
+    assert apply_to(work, 0, 2).parts.attend.ring.kernel is None
+
+
+def test_a_backend_of_a_ring_is_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 3 is loaded before a forward pass, and refuses a mask that it has not."""
+    loaded = list[str]()
+    monkeypatch.setattr(flash_attention_3, "activate", loaded.append)
+    attend = RingAttend(ring_of(0, 2), flash_attention_3.Flash3Sdpa("FA3"))
+    rows = Rows(torch.arange(4)[None])
+    assert attend.prepare(MaskSpec(), rows, 4) == (True, None, None) and loaded == ["FA3"]
+    with pytest.raises(UnsupportedError, match="has no mask"):
+        attend.prepare(MaskSpec(document=True), rows, 4)
 
 
 def test_a_mask_carries_documents_only_where_they_are_asked_for() -> None:

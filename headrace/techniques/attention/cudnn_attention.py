@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger
-from headrace.model.attention import OneKernelSdpa, equal_scores, kernels_of
+from headrace.model.attention import OneKernelSdpa, equal_scores, in_ring, kernels_of
 from headrace.model.backend_needs import lacks
 from headrace.plan.technique import (
     Card,
@@ -38,6 +38,7 @@ class CudnnAttention(Technique[Build]):
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
+    blocks: ClassVar[str] = "cudnn"
     symptoms: ClassVar[tuple[str, ...]] = ("kernel efficiency:attention",)
     card: ClassVar[Card] = Card(
         buys="time in attention where torch chooses another",
@@ -65,6 +66,8 @@ class CudnnAttention(Technique[Build]):
 
     def active(self, build: Build) -> Evidence:
         """Read which kernels the model's own backend launches, and that it allows no other."""
+        if (seen := in_ring(build.model.attend, self.blocks)) is not None:
+            return seen
         q, k = equal_scores(build.config, build.device, torch.bfloat16)
         used = [n for n in kernels_of(build.model.attend, q, k, k) if "cudnn" in n.lower()]
         return Evidence(

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger
-from headrace.model.attention import OneKernelSdpa, equal_scores, kernels_of
+from headrace.model.attention import OneKernelSdpa, equal_scores, in_ring, kernels_of
 from headrace.model.backend_needs import check_plain, lacks
 from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.technique import (
@@ -51,6 +51,7 @@ class FlashAttention(Technique[Build]):
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
+    blocks: ClassVar[str] = "flash"
     symptoms: ClassVar[tuple[str, ...]] = ("kernel efficiency:attention",)
     card: ClassVar[Card] = Card(
         buys="a named kernel that keeps no scores, whatever torch would choose (derived)",
@@ -77,6 +78,8 @@ class FlashAttention(Technique[Build]):
 
     def active(self, build: Build) -> Evidence:
         """Read which kernels the model's own backend launches, and that it allows no other."""
+        if (seen := in_ring(build.model.attend, self.blocks)) is not None:
+            return seen
         dtype = torch.float16 if build.context.precision == "fp16" else torch.bfloat16
         q, k = equal_scores(build.config, build.device, dtype)
         used = [n for n in kernels_of(build.model.attend, q, k, k) if KERNEL in n]

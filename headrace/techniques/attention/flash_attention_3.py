@@ -45,7 +45,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind, UnsupportedError
 from headrace.core.remedy import Remedy, mend
 from headrace.costs.ledger import Ledger
-from headrace.model.attention import OneKernelSdpa, Sdpa, equal_scores, kernels_of
+from headrace.model.attention import OneKernelSdpa, Sdpa, equal_scores, in_ring, kernels_of
 from headrace.model.backend_needs import check_plain, lacks
 from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.technique import (
@@ -230,6 +230,7 @@ class FlashAttention3(Technique[Build]):
     stage: ClassVar[Stage] = Stage.PARTS
     claims: ClassVar[tuple[str, ...]] = ("parts.attend",)
     composes: ClassVar[tuple[str, ...]] = ("runtime",)
+    blocks: ClassVar[str] = "flash"
     symptoms: ClassVar[tuple[str, ...]] = ("kernel efficiency:attention",)
     card: ClassVar[Card] = Card(
         buys=(
@@ -254,6 +255,13 @@ class FlashAttention3(Technique[Build]):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Support GPUs of the version, in half precision, with a causal mask and its package."""
+        if context.has_ring and self.source == "kernels":
+            return Unsupported(
+                "the ring of mesh.context calls torch's operation for flash, and source = "
+                "'kernels' brings a function of its own",
+                mend("techniques.flash_attention_3.source=torch") | context.whole("context"),
+                RefusalKind.COMBINATION,
+            )
         return lacks(context, self.release) or self._is_here()
 
     def _is_here(self) -> Supported | Unsupported:
@@ -302,6 +310,8 @@ class FlashAttention3(Technique[Build]):
     def active(self, build: Build) -> Evidence:
         """Read which kernels the model's own backend launches: flash, and not torch's own."""
         attend = build.model.attend
+        if (seen := in_ring(attend, self.release)) is not None:
+            return seen
         dtype = torch.float16 if build.context.precision == "fp16" else torch.bfloat16
         q, k = equal_scores(build.config, build.device, dtype)
         with activated(self.release) if self.source == "torch" else nullcontext():

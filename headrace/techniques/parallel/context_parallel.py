@@ -7,11 +7,13 @@ the loss is a sum and positions come with the tokens. Attention alone looks acro
 and values from rank to rank while it computes. Weights are whole on every rank; `shard` is data x
 context, so gradients are summed and FSDP shards over both.
 
-It fills two sockets: `place` cuts the tokens, `parts.attend` is the ring. It acts at the stage of
-parts and not at that of the context split, since the decoder takes its backend from the parts when
-it is made. The pass is the same for evaluation, under recomputation and in compiled code, where the
-ring is one opaque operation. Documents and windows are exact: blocks that they touch take a mask
-of one block, made where it is used and never kept.
+It changes two sockets: `place` cuts the tokens, and the ring takes the place of `parts.attend`.
+What fills that before, as `cudnn_attention`, says by which kernel blocks are computed; else each is
+by the fastest that is right for it. It acts at the stage of parts and not at that of the context
+split, since the decoder takes its backend from the parts when it is made. The pass is the same for
+evaluation, under recomputation and in compiled code, where the ring is one opaque operation.
+Documents and windows are exact: blocks that they touch take a mask of one block, made where it is
+used and never kept.
 
 Not split: a mixer that is not attention, and a prefix that sees both ways. Beside attention only
 what adds up over tokens is exact: a loss that layers keep over whole rows is not.
@@ -20,24 +22,30 @@ Source: arXiv 2310.01889; Llama 3 (arXiv 2407.21783, 3.3.2).
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from headrace.assemble.row_parts import AXIS, RowPartTechnique, part_of
 from headrace.assemble.sockets import Build, MicroBatch
-from headrace.core.errors import UnsupportedError
+from headrace.core.errors import RefusalKind, UnsupportedError
 from headrace.core.remedy import mend
 from headrace.costs.count import FP32
 from headrace.costs.cut_rows import cut_rows
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import Attention, Phase, Stream, Work, collective
+from headrace.model.attention import Attend
 from headrace.model.mask import MaskSpec, Rows
 from headrace.parallel.ring import Ring, RingMask, ring_attention
+from headrace.plan.plan import ATTENDS, Plan
 from headrace.plan.technique import (
     Card,
+    Context,
     Evidence,
     Stage,
+    Supported,
+    Technique,
+    Unsupported,
 )
 
 CHUNKS = 2
@@ -50,15 +58,22 @@ ADDED = 12
 
 
 class RingAttend:
-    """The ring as the decoder's attention backend; it also cuts rows for it."""
+    """The ring as the decoder's attention backend; it also cuts rows for it.
 
-    def __init__(self, ring: Ring) -> None:
-        self.ring = ring
+    Args:
+        ring: the ranks.
+        asked: the backend whose kernel computes blocks, which may have to be loaded.
+    """
+
+    def __init__(self, ring: Ring, asked: Attend | None = None) -> None:
+        self.ring, self.asked = ring, asked
         self.whole = self.own = 0
         """Tokens of a row, and those of them that this rank was last given."""
 
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> RingMask:
         """Return the mask in the ring's words, with the documents of every rank's tokens."""
+        if self.asked is not None:
+            self.asked.prepare(spec, rows, length)
         if spec.prefix:
             raise UnsupportedError(
                 "context_parallel has no mask for a prefix that sees both ways",
@@ -72,6 +87,11 @@ class RingAttend:
         """Return attention of this rank's queries over whole rows."""
         assert isinstance(mask, RingMask)
         return ring_attention(self.ring, q_BTHK, k_BTGK, v_BTGK, mask)
+
+    @property
+    def launched(self) -> set[str]:
+        """Return the kernels that computed blocks so far."""
+        return self.ring.launched
 
     def part(self, work: MicroBatch) -> MicroBatch:
         """Return this rank's tokens of a micro-batch.
@@ -88,7 +108,8 @@ class ContextParallel(RowPartTechnique):
     """Give every rank a part of each row, and let keys and values go round a ring."""
 
     stage: ClassVar[Stage] = Stage.PARTS
-    claims: ClassVar[tuple[str, ...]] = ("parts.attend", "place")
+    claims: ClassVar[tuple[str, ...]] = ("place",)
+    composes: ClassVar[tuple[str, ...]] = (ATTENDS,)
     chunks: ClassVar[int] = CHUNKS
     card: ClassVar[Card] = Card(
         buys="activations and logits of a rank divided by mesh.context, and the time of a row "
@@ -100,6 +121,19 @@ class ContextParallel(RowPartTechnique):
         "data parallelism sends less",
         source="arXiv 2310.01889; arXiv 2311.09431; arXiv 2407.21783, section 3.3.2",
     )
+
+    def supports(self, context: Context) -> Supported | Unsupported:
+        """Require rows that divide, and attention whose results over blocks of keys merge."""
+        answer = super().supports(context)
+        for name, other in context.plan.techniques.items():
+            if isinstance(answer, Unsupported) or ATTENDS not in other.claims:
+                continue
+            why = _not_in_blocks(name, other, context.plan)
+            if why:
+                return Unsupported(
+                    why, mend(f"-{name}") | context.whole(AXIS), RefusalKind.COMBINATION
+                )
+        return answer
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Count a rank's share of what is kept per token, one block's mask, and what travels."""
@@ -115,8 +149,11 @@ class ContextParallel(RowPartTechnique):
         return replace(ledger, sizes=sizes, work={**ledger.work, **_round(ledger.work, sizes)})
 
     def apply(self, build: Build) -> None:
-        """Fill the backend, and cut what the baseline places."""
-        attend = RingAttend(Ring(build.world.group(AXIS)))
+        """Put the ring in the place of the backend, and cut what the baseline places."""
+        asked = next((t.blocks for t in build.techniques if ATTENDS in t.claims), None)
+        kernel: Any = asked
+        backend = None if asked is None else build.parts.attend
+        attend = RingAttend(Ring(build.world.group(AXIS), kernel), backend)
         build.parts.attend = attend
         build.notes[self.name()] = attend
         whole = build.place
@@ -133,6 +170,18 @@ class ContextParallel(RowPartTechnique):
             f"{sent.bytes_sent:,} bytes round {ring.ranks} ranks in {sent.calls} calls",
             numbers={"tokens_held": attend.own, "tokens_of_a_row": attend.whole, **vars(sent)},
         )
+
+
+def _not_in_blocks(name: str, technique: Technique[Any], plan: Plan) -> str:
+    """Return why a technique's attention cannot be computed in blocks; "" where it can."""
+    if not technique.blocks:
+        return f"{name} computes attention over whole rows, and a ring has blocks of their keys"
+    masks = [n for n, other in plan.techniques.items() if "mask" in other.composes]
+    if 0 < plan.model.window < plan.data.sequence_length:
+        masks.append(f"model.window = {plan.model.window}")
+    if masks:
+        return f"{masks[0]} needs a mask, and {name} has no kernel for a block with one"
+    return ""
 
 
 def _part(piece: Attention, ranks: int) -> Attention:
