@@ -39,6 +39,8 @@ TINY_KEEPS = (
     "tensor_parallel",
     "context_parallel",
     "ulysses",
+    "expert_parallel",
+    "mixture_of_experts",
     "pipeline_parallel",
     "muon",
     "full_checkpoint",
@@ -120,6 +122,8 @@ RING_ALONE = ("", "-cudnn_attention")
 """What a plan with a ring of keys and values is tried with, the fastest first."""
 SHARDED = f"{LARGE}{FSDP}mesh.data={{n}} "
 FUSED_LOSS = "+fused_cross_entropy"
+EXPERTS = "-fused_swiglu +mixture_of_experts "
+"""Eight experts of half the features, of which each token takes two: the same products."""
 HALF = "+selective_checkpoint techniques.selective_checkpoint.every=2 "
 
 
@@ -190,6 +194,12 @@ SIDES = (
     ),
     Side("muon_fsdp", f"{CAST}+muon mesh.data={{n}}", against=("fsdp", "fsdp_cast")),
     Side("fsdp_cast", f"{CAST}mesh.data={{n}}", against=("one", "fsdp")),
+    Side("experts_whole", f"{FSDP}{EXPERTS}mesh.data={{n}}", against=()),
+    Side(
+        "experts",
+        f"{FSDP}{EXPERTS}+expert_parallel mesh.data={{n}} mesh.expert={{n}}",
+        against=("experts_whole",),
+    ),
     Side("one_fp32", EXACT, ranks=1, against=("one",)),
     Side("replicas_fp32", f"{EXACT}+data_parallel mesh.data={{n}}", against=("one", "one_fp32")),
     Side("fsdp_kept", f"{FSDP}techniques.fsdp.reshard=false mesh.data={{n}}", against=("fsdp",)),
@@ -239,7 +249,7 @@ FEW = (
     *("one", "fsdp", "one_float8", "fsdp_float8", "fsdp_float8_gathered", "tensor"),
     *("tensor_async", "replicas", "titan_fsdp", "fsdp_8k", "context_8k", "pipeline", "zero1"),
     *("muon_fsdp", "fsdp_64k", "context_64k", "ulysses_8k", "ulysses_64k", "save", "one_fp32"),
-    *("replicas_fp32", "fsdp_kept", "fsdp_cast"),
+    *("replicas_fp32", "fsdp_kept", "fsdp_cast", "experts_whole", "experts"),
 )
 """The sides of two GPUs, by their importance."""
 MANY = (
