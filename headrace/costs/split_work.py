@@ -156,10 +156,19 @@ def _sends(ledger: Ledger, sequence: bool) -> dict[str, Work]:
     loss = ledger.work.get("loss/forward")
     chunks = 1 if loss is None else ceil(loss.count)
     add("loss/largest", "forward", "all_reduce", FP32 * tokens / chunks, chunks)
-    add("loss/sums", "forward", "all_reduce", 2 * FP32 * tokens / chunks, chunks)
+    sums = 3 if has_kernels(ledger.sizes) else 2
+    add("loss/sums", "forward", "all_reduce", sums * FP32 * tokens / chunks, chunks)
     if gradients := _partial(ledger, sequence):
         add("norms/gradients", "optimizer", "all_reduce", gradients)
     return pieces
+
+
+def has_kernels(sizes: Mapping[str, float]) -> bool:
+    """Return whether kernels compute the loss of a share of the vocabulary.
+
+    Those of chunks are for whole vocabularies.
+    """
+    return bool(sizes.get("loss_by_kernels")) and "logits_leaf" not in sizes
 
 
 def _partial(ledger: Ledger, sequence: bool) -> float:

@@ -87,9 +87,9 @@ def fused_cross_entropy(
     if logits_NV.stride(-1) != 1:
         logits_NV = logits_NV.contiguous()
     in_place = in_place and not torch.compiler.is_compiling()
-    how = (ignored, softcap, z_loss, label_smoothing)
+    how = (ignored, softcap, z_loss, label_smoothing, logits_NV.size(1))
     losses_N, norms_N3 = cross_entropy(logits_NV, targets_N, *how, in_place)
-    _add_parts_(norms_N3, z_loss, z_nats, moved_nats)
+    add_parts_(norms_N3, z_loss, z_nats, moved_nats)
     return losses_N.sum()
 
 
@@ -106,16 +106,16 @@ def loss_and_gradient_(
     moved_nats: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `fused_cross_entropy`, and its gradient times `scale` written over the logits."""
-    how = (ignored, softcap, z_loss, label_smoothing)
+    how = (ignored, softcap, z_loss, label_smoothing, logits_NV.size(1))
     losses_N, norms_N3 = cross_entropy(logits_NV, targets_N, *how, True)
-    _add_parts_(norms_N3, z_loss, z_nats, moved_nats)
+    add_parts_(norms_N3, z_loss, z_nats, moved_nats)
     cross_entropy_gradient_(
         logits_NV, targets_N, norms_N3, scale.expand(len(losses_N)).contiguous(), *how
     )
     return losses_N.sum(), logits_NV
 
 
-def _add_parts_(
+def add_parts_(
     norms_N3: Tensor, z_loss: float, z_nats: Tensor | None, moved_nats: Tensor | None
 ) -> None:
     """Add the parts that z-loss and smoothing have in the sum; ignored tokens have zeros."""
@@ -134,18 +134,19 @@ def cross_entropy(
     softcap: float,
     z_loss: float,
     smoothing: float,
+    entries: int,
     in_place: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return losses [N], which have a gradient, and what the gradient is made from [N, 3].
 
     The three numbers of a token are its largest logit, the rest of the log-sum-exp, and what
-    smoothing added.
+    smoothing added. `entries` is the size of the whole vocabulary, of which logits may be a part.
     """
     from headrace.kernels import fused_cross_entropy_triton
 
     COUNTS["cross_entropy_forward"] += 1
     return fused_cross_entropy_triton.forward(
-        logits_NV, targets_N, ignored, softcap, z_loss, smoothing
+        logits_NV, targets_N, ignored, softcap, z_loss, smoothing, entries
     )
 
 
@@ -159,10 +160,11 @@ def cross_entropy_gradient(
     softcap: float,
     z_loss: float,
     smoothing: float,
+    entries: int,
 ) -> Tensor:
     """Return the gradient of logits [N, V] from that of the losses, in the logits' dtype."""
     out_NV = torch.empty_like(logits_NV)
-    how = (ignored, softcap, z_loss, smoothing)
+    how = (ignored, softcap, z_loss, smoothing, entries)
     _write_gradient(out_NV, logits_NV, targets_N, norms_N3, grad_N, *how)
     return out_NV
 
@@ -177,9 +179,10 @@ def cross_entropy_gradient_(
     softcap: float,
     z_loss: float,
     smoothing: float,
+    entries: int,
 ) -> None:
     """Write the gradient of `cross_entropy_gradient` over the logits."""
-    how = (ignored, softcap, z_loss, smoothing)
+    how = (ignored, softcap, z_loss, smoothing, entries)
     _write_gradient(logits_NV, logits_NV, targets_N, norms_N3, grad_N, *how)
 
 
@@ -217,8 +220,8 @@ def _backward(ctx: Any, grad_N: Tensor, _: None) -> tuple[Any, ...]:
     given = (logits_NV, targets_N, norms_N3, grad_N.contiguous(), *ctx.how)
     if ctx.in_place:
         cross_entropy_gradient_(*given)
-        return logits_NV.detach(), *[None] * 6
-    return cross_entropy_gradient(*given), *[None] * 6
+        return logits_NV.detach(), *[None] * 7
+    return cross_entropy_gradient(*given), *[None] * 7
 
 
 cross_entropy.register_autograd(_backward, setup_context=_keep)

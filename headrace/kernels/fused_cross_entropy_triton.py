@@ -35,6 +35,7 @@ def cross_entropy_forward(
     softcap,
     z_loss,
     smoothing,
+    each,
     CAPPED: tl.constexpr,
     SMOOTHED: tl.constexpr,
     VOCAB: tl.constexpr,
@@ -74,7 +75,7 @@ def cross_entropy_forward(
         picked = capped(picked, softcap)
     moved = 0.0
     if SMOOTHED:
-        moved = smoothing * (picked - plain / VOCAB)
+        moved = smoothing * picked - each * plain
     tl.store(losses_ptr + token, most - picked + rest + z_loss * norm * norm + moved)
     # Apart, because their sum would lose the digits of large logits.
     tl.store(norms_ptr + 3 * token, most)
@@ -95,6 +96,7 @@ def cross_entropy_backward(
     softcap,
     z_loss,
     smoothing,
+    each,
     CAPPED: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -115,7 +117,7 @@ def cross_entropy_backward(
         if CAPPED:
             bend = 2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0
             x = softcap * bend
-        slope = tl.exp(x - most - rest) * (1.0 + 2.0 * z_loss * (most + rest)) - smoothing / VOCAB
+        slope = tl.exp(x - most - rest) * (1.0 + 2.0 * z_loss * (most + rest)) - each
         slope -= tl.where(place == target, 1.0 - smoothing, 0.0)
         if CAPPED:
             slope *= 1.0 - bend * bend  # pyright: ignore
@@ -131,6 +133,7 @@ def forward(
     softcap: float,
     z_loss: float,
     smoothing: float,
+    entries: int,
 ) -> tuple[Tensor, Tensor]:
     """Return losses [N], and [N, 3]: largest logit, rest of log-sum-exp, smoothing's part; fp32."""
     tokens, vocab = logits_NV.shape
@@ -148,6 +151,7 @@ def forward(
             softcap,
             z_loss,
             smoothing,
+            smoothing / entries,
             CAPPED=softcap != 0,
             SMOOTHED=smoothing != 0,
             VOCAB=vocab,
@@ -167,6 +171,7 @@ def backward(
     softcap: float,
     z_loss: float,
     smoothing: float,
+    entries: int,
 ) -> None:
     """Write the gradient of logits into `out_NV`, which may be the logits."""
     tokens, vocab = logits_NV.shape
@@ -184,6 +189,7 @@ def backward(
             softcap,
             z_loss,
             smoothing,
+            smoothing / entries,
             CAPPED=softcap != 0,
             VOCAB=vocab,
             BLOCK=_block(vocab),

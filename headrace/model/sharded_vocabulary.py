@@ -18,8 +18,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headrace.model.head import IGNORED, Vocabulary
+from headrace.kernels.fused_cross_entropy import (
+    add_parts_,
+    cross_entropy,
+    cross_entropy_gradient_,
+)
+from headrace.model.head import IGNORED, Vocabulary, capped
 from headrace.parallel.tensor import Peers, all_reduce, sum_forward
+
+NOWHERE = -1
+"""A column that no rank has, for the gradient of a token whose target is elsewhere."""
 
 
 class ShardedVocabulary(Vocabulary):
@@ -49,6 +57,26 @@ class ShardedVocabulary(Vocabulary):
         loss_N = _Nll.apply(logits_NV, *given)
         assert isinstance(loss_N, Tensor)
         return loss_N.masked_fill(targets_N == IGNORED, 0.0)
+
+    def nll_by_kernels(
+        self,
+        logits_NV: Tensor,
+        targets_N: Tensor,
+        *,
+        softcap: float = 0.0,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+        z_nats: Tensor | None = None,
+        moved_nats: Tensor | None = None,
+    ) -> Tensor:
+        """Return what `fused_cross_entropy` returns of whole logits, an fp32 scalar.
+
+        The gradient is written over this rank's logits. See there for the arguments.
+        """
+        how = (IGNORED, softcap, z_loss, label_smoothing, self.vocab)
+        losses_N, norms_N3 = _Kernels.apply(logits_NV, targets_N, self, how)
+        add_parts_(norms_N3, z_loss, z_nats, moved_nats)
+        return losses_N.sum()
 
     def logsumexp(self, logits_NV: Tensor) -> Tensor:
         """Log sum exp over the whole vocabulary, [N]."""
@@ -146,3 +174,51 @@ class _Nll(torch.autograd.Function):
             grad_NV -= ctx.each * grad_N[:, None]
         grad_NV.scatter_add_(-1, place_N[:, None], target_N[:, None])
         return grad_NV, None, None, None, None, None
+
+
+class _Kernels(torch.autograd.Function):
+    """The kernels of a whole vocabulary, each over a rank's columns, with two collectives between.
+
+    The first kernel finds a rank's largest logit and the rest of its log-sum-exp; ranks merge them,
+    and the second kernel writes the gradient with what all have. A target that is elsewhere is
+    column 0 for the first and none for the second.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, logits_NV: Tensor, targets_N: Tensor, shard: ShardedVocabulary, how: Any
+    ) -> tuple[Tensor, Tensor]:
+        _, softcap, z_loss, smoothing, vocab = ctx.how = how
+        ignored_N = targets_N == IGNORED
+        place_N, elsewhere_N = shard._places(targets_N)
+        norms_N3 = cross_entropy(logits_NV, place_N.masked_fill(ignored_N, IGNORED), *how, False)[1]
+        most_N, rest_N, moved_N = norms_N3.unbind(1)
+        target_N = capped(logits_NV.gather(-1, place_N[:, None]).squeeze(-1).float(), softcap)
+        spread_N = moved_N - smoothing * target_N  # what smoothing takes of these columns
+        target_N = target_N.masked_fill(elsewhere_N, 0.0)
+        largest_N = all_reduce(most_N, "max", shard.peers)
+        total_N, target_N, moved_N = all_reduce(
+            torch.stack(
+                ((most_N - largest_N + rest_N).exp(), target_N, spread_N + smoothing * target_N)
+            ),
+            "sum",
+            shard.peers,
+        ).unbind()
+        rest_N = total_N.log()
+        norm_N = largest_N + rest_N
+        losses_N = largest_N - target_N + rest_N + z_loss * norm_N.square() + moved_N
+        unknown_N = (targets_N < 0) | (targets_N >= vocab)
+        losses_N = losses_N.masked_fill(unknown_N, torch.nan).masked_fill(ignored_N, 0.0)
+        norms_N3 = torch.stack((largest_N, rest_N, moved_N), 1)
+        norms_N3 = norms_N3.masked_fill(ignored_N[:, None], 0.0)
+        own_N = place_N.masked_fill(elsewhere_N, NOWHERE).masked_fill(ignored_N, IGNORED)
+        ctx.save_for_backward(logits_NV, own_N, norms_N3)
+        ctx.mark_non_differentiable(norms_N3)
+        return losses_N, norms_N3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        logits_NV, own_N, norms_N3 = ctx.saved_tensors  # refuses what was written over since
+        cross_entropy_gradient_(logits_NV, own_N, norms_N3, grad_N.contiguous(), *ctx.how)
+        return logits_NV.detach(), None, None, None

@@ -225,9 +225,6 @@ CASES: dict[str, Asked] = {
         (), ("fused_cross_entropy",), "V100"
     ),
     "techniques/loss/fused_cross_entropy:FusedCrossEntropy.supports#2": Asked(
-        ("mesh.tensor=2",), ("fused_cross_entropy", "tensor_parallel"), "H200"
-    ),
-    "techniques/loss/fused_cross_entropy:FusedCrossEntropy.supports#3": Asked(
         (), ("distillation", "fused_cross_entropy"), "H200"
     ),
     "techniques/memory/activation_offload:ActivationOffload.supports#1": Asked(

@@ -184,12 +184,12 @@ def test_the_operations_keep_torchs_contract() -> None:
     """Check schemas, fakes, and gradients under AOT dispatch by torch's own function."""
     logits, targets = given(6, 307, torch.float32)
     for smoothing in (0.0, 0.2):
-        how = (-100, 0.0, 0.0, smoothing, False)
+        how = (-100, 0.0, 0.0, smoothing, 307, False)
         leaf = logits.clone().requires_grad_()
         torch.library.opcheck(torch.ops.headrace.cross_entropy, (leaf, targets, *how))  # type: ignore
     most = logits.amax(-1)
     norms = torch.stack([most, logits.logsumexp(-1) - most, torch.zeros_like(most)], -1)
-    more = (targets, norms, torch.ones(len(logits), device=DEVICE), *how[:4])
+    more = (targets, norms, torch.ones(len(logits), device=DEVICE), *how[:5])
     for name in ("cross_entropy_gradient", "cross_entropy_gradient_"):
         torch.library.opcheck(getattr(torch.ops.headrace, name), (logits, *more))
 

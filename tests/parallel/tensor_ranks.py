@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from headrace.assemble.teacher import likeliest
 from headrace.kernels.chunked_loss import chunked_loss
+from headrace.kernels.fused_cross_entropy import fused_cross_entropy, reference_cross_entropy
 from headrace.model.head import IGNORED, Vocabulary
 from headrace.model.sharded_vocabulary import ShardedVocabulary
 from headrace.parallel.layout import share
@@ -181,7 +183,43 @@ def vocabularies(backend: str) -> None:
                 _objective(peers, size, objective, compiler(backend))
                 if not backend:
                     _chunked(peers, size, objective)
+        for size, how in product((peers.ranks, 307, 5001), [] if backend else OPTIONS):
+            _by_kernels(peers, size, how)
         _trap(peers)
+
+
+OPTIONS: tuple[dict[str, float], ...] = (
+    {},
+    {"label_smoothing": 0.2},
+    {"z_loss": 0.1},
+    {"softcap": 3.0},
+    {"label_smoothing": 0.1, "z_loss": 0.05, "softcap": 5.0},
+)
+"""What the kernels know beside plain cross-entropy."""
+
+
+def _by_kernels(peers: Peers, size: int, how: dict[str, float]) -> None:
+    """Run the fused kernels on a shard, beside their reference over the whole vocabulary."""
+    vocabulary, targets = sharded(size, peers), make_targets(size)
+    for scale in (1.0, 50.0):
+        values = draw(1, 17, size) * scale
+        whole = values.double().requires_grad_()
+        right = reference_cross_entropy(whole, targets, ignored=IGNORED, **how)
+        (right * 0.3).backward()
+        part = vocabulary.part(values).clone().requires_grad_()
+        nats = {"z_nats": torch.zeros(()), "moved_nats": torch.zeros(())}
+        found = vocabulary.nll_by_kernels(part * 1, targets, **how, **nats)
+        (found * 0.3).backward()
+        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+        assert whole.grad is not None and part.grad is not None
+        off = (part.grad - vocabulary.part(whole.grad)).abs().max() / whole.grad.abs().max()
+        assert off < 1e-5, (size, how, off)
+        expected = {"z_nats": torch.zeros(()), "moved_nats": torch.zeros(())}
+        fused_cross_entropy(values, targets, ignored=IGNORED, **how, **expected)
+        for name, value in nats.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
+    targets[2] = size  # of no vocabulary
+    assert vocabulary.nll_by_kernels(part.detach(), targets, **how).isnan()
 
 
 def sharded(size: int, peers: Peers) -> ShardedVocabulary:

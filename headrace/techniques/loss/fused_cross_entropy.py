@@ -8,14 +8,15 @@ reads them for the loss, one reads them a second time and writes the gradient ov
 token's numbers are those of the default head: the same logits, fp32 arithmetic, one rounding of the
 gradient.
 
-The logits are whole, so this is for memory that holds them once; the chunked loss holds a part of
-them and owns the same head. What is computed of the logits must be cross-entropy, plain, with label
-smoothing or with a z-loss: the kernels compute all of these in the same two readings. They cap
-the logits in passing where `model.logit_cap` asks for it. A term of another technique reads logits
-in its own backward pass, when they are written over, and is refused. An objective of another sweep,
-as Sophia's, gets fp32 logits and the gradient in memory of its own. The head stays out of the
-compiler: there is nothing to fuse between a matmul and a kernel, and compiled code would not write
-over logits. Source: Liger Kernel (arXiv 2410.10989).
+The logits of all tokens are there at once, so this is for memory that holds them; the chunked loss
+holds a part of them and owns the same head. Under tensor parallelism each rank's kernels read the
+columns that it has, and ranks merge three numbers of a token between both. What is computed of the
+logits must be cross-entropy, plain, with label smoothing or with a z-loss: the kernels compute all
+of these in the same two readings. They cap the logits in passing where `model.logit_cap` asks for
+it. A term of another technique reads logits in its own backward pass, when they are written over,
+and is refused. An objective of another sweep, as Sophia's, gets fp32 logits and the gradient in
+memory of its own. The head stays out of the compiler: there is nothing to fuse between a matmul and
+a kernel, and compiled code would not write over logits. Source: Liger Kernel (arXiv 2410.10989).
 """
 
 from dataclasses import replace
@@ -33,6 +34,7 @@ from headrace.kernels.cross_entropy_objective import kernel_arguments
 from headrace.kernels.fused_cross_entropy import fused_cross_entropy
 from headrace.kernels.launches import COUNTS, since
 from headrace.model.head import IGNORED, Head, Objective, Vocabulary, cross_entropy
+from headrace.model.sharded_vocabulary import ShardedVocabulary
 from headrace.plan.technique import (
     Card,
     Context,
@@ -64,7 +66,7 @@ class FusedHead(Head):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.vocabulary = FusedVocabulary()
+        self.vocabulary: Vocabulary = FusedVocabulary()
 
     def forward(
         self,
@@ -79,7 +81,10 @@ class FusedHead(Head):
         asked = kernel_arguments(objective, cross_entropy)
         if asked is not None:
             logits_NV = F.linear(hidden_ND, weight_VD)
-            how = {"ignored": IGNORED, "softcap": self.cap, "in_place": True, **asked}
+            how = {"softcap": self.cap, **asked}
+            if isinstance(self.vocabulary, ShardedVocabulary):
+                return self.vocabulary.nll_by_kernels(logits_NV, targets_N, **how) * scale
+            how |= {"ignored": IGNORED, "in_place": True}
             return fused_cross_entropy(logits_NV, targets_N, **how) * scale
         return super().forward(hidden_ND, weight_VD, targets_N, extras, objective, scale)
 
@@ -96,7 +101,7 @@ class FusedCrossEntropy(Technique[Build]):
         buys="8 of 12 bytes per token and vocabulary entry in fp32, 10 of 12 in bf16 (derived)",
         costs=(
             "the head runs uncompiled",
-            "no terms of the loss but z_loss and label_smoothing, no tensor parallelism",
+            "no terms of the loss but z_loss and label_smoothing",
         ),
         helps="large vocabularies, when memory holds the logits once: one whole product is faster "
         "than chunks of it",
@@ -113,13 +118,6 @@ class FusedCrossEntropy(Technique[Build]):
                 f"{context.device_name} is older than Ampere", "leave it out", RefusalKind.DEVICE
             )
         plan = context.plan
-        if plan is not None and plan.mesh.tensor > 1:
-            return Unsupported(
-                "its kernels read all logits of a token, and under tensor parallelism a rank has "
-                "some of them",
-                context.whole("tensor"),
-                RefusalKind.COMBINATION,
-            )
         others = plan.techniques.values() if plan is not None else ()
         terms = [t.name() for t in others if "terms" in t.composes]
         if terms:

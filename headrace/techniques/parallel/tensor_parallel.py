@@ -39,7 +39,7 @@ from headrace.costs.adapters import TRAINED, UNSPLIT, is_unsplit
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.links import COMMUNICATORS
-from headrace.costs.split_work import split_work
+from headrace.costs.split_work import has_kernels, split_work
 from headrace.kernels.launches import COUNTS, since
 from headrace.model.lora import DoraLinear, LoraLinear
 from headrace.model.sharded_vocabulary import ShardedVocabulary
@@ -251,7 +251,8 @@ class TensorParallel(Technique[Build]):
             ),
             1 / ranks,
         )
-        if "logits" in ledger.memory and "logits_per_token" in sizes:
+        kernels = has_kernels(sizes)  # which hold nothing beside the logits
+        if "logits" in ledger.memory and "logits_per_token" in sizes and not kernels:
             # Reduced in parts, logits are held once less (model/sharded_vocabulary), and a chunk's
             # gradient, which is written over its probabilities, is no third tensor of fp32.
             leaf, one = sizes.get("logits_leaf", 0.0), FP32 * sizes["vocab"]
@@ -273,7 +274,8 @@ class TensorParallel(Technique[Build]):
                     bytes_ = whole + (line.bytes - whole) / ranks
                     ledger = ledger.with_line(name, replace(line, bytes=bytes_))
             sizes |= {"residual": stream / ranks, "written": stream}
-        gone = FP32 * sizes["embedding"] * (1 - 1 / ranks)
+        stored = sizes["activation_bytes"] if kernels else FP32
+        gone = stored * sizes["embedding"] * (1 - 1 / ranks)
         if head := ledger.memory.get("head_gradients"):
             ledger = ledger.with_line("head_gradients", replace(head, bytes=head.bytes - gone))
         sizes["head_gradients"] -= gone
