@@ -177,7 +177,7 @@ class _Nll(torch.autograd.Function):
 
 
 class _Kernels(torch.autograd.Function):
-    """The kernels of a whole vocabulary, each over a rank's columns, with two collectives between.
+    """Run the kernels of a whole vocabulary over a rank's columns, with two collectives between.
 
     The first kernel finds a rank's largest logit and the rest of its log-sum-exp; ranks merge them,
     and the second kernel writes the gradient with what all have. A target that is elsewhere is
