@@ -41,6 +41,7 @@ import house  # noqa: E402
 import receipts  # noqa: E402
 from cases import COMPOSITIONS, fitted  # noqa: E402
 from cases_in_halves import IN_HALVES  # noqa: E402
+from cases_of_experts import SHARING_ROWS  # noqa: E402
 from composition import Composition, Outcome, run  # noqa: E402
 
 from headrace.assemble.filled import check_active  # noqa: E402
@@ -159,7 +160,7 @@ def main() -> None:
     dist.barrier()
     worlds: dict[str, World] = {}
     references: dict[str, tuple[Outcome, list[float]]] = {}
-    for case in sorted((*COMPOSITIONS, *IN_HALVES), key=urgency):
+    for case in sorted((*COMPOSITIONS, *IN_HALVES, *SHARING_ROWS), key=urgency):
         composition = fitted(case, ranks)
         if composition is None or (arguments.only and case.name not in arguments.only):
             continue

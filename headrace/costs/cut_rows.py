@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import ceil
 
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger
@@ -10,7 +11,17 @@ from headrace.costs.work import Attention, Matmul, Stream, Work
 
 WEIGHT_LINES = ("weight_cast", "mask_copy")
 """Lines of a block that do not grow with its tokens, or that are a mask's."""
-WEIGHT_WORK = ("weight_cast", "head_cast", "gradients", "clip", "update", "reduce", "count")
+WEIGHT_WORK = (
+    "weight_cast",
+    "head_cast",
+    "experts_read",
+    "experts_stacked",
+    "gradients",
+    "clip",
+    "update",
+    "reduce",
+    "count",
+)
 """How the names of pieces of work begin that do not grow with a block's tokens."""
 KEPT = ("final_norm", "rotation", "work", "embedding_norm", "values")
 """Lines outside of blocks that grow with tokens."""
@@ -57,7 +68,10 @@ def _part(name: str, piece: Work, tokens: float, ranks: int, embedding: float) -
     if isinstance(piece, Matmul):
         place = 2 if name.endswith("/weight") else 0
         ends = list(piece.sizes)
-        ends[place] = min(ends[place], int(tokens * left))  # fewer chunks, if it was one
+        if what.startswith("experts."):  # their rows are choices
+            ends[place] = ceil(ends[place] * left)
+        else:
+            ends[place] = min(ends[place], int(tokens * left))  # fewer chunks, if it was one
         count = piece.count * left * piece.sizes[place] / ends[place]
         return replace(piece, count=count, sizes=tuple(ends))
     if name == "head/sum":  # of the output matrix's gradient, once a chunk

@@ -161,9 +161,10 @@ def _streams(sizes: Any, routed: Routed) -> Iterator[tuple[str, Work]]:
         ):
             yield name, Stream(phase, layers, passes * others, launch=0.0)  # pyright: ignore
         return
-    joined = routed.gates * hidden + rows, hidden + rows + experts * matrices
+    joined = routed.gates * hidden + rows, hidden + rows
     yield "experts_joined/forward", Stream("forward", layers, 2 * joined[0], 2)
-    yield "experts_joined/backward", Stream("backward", layers, 2 * joined[1], 4)
+    yield "experts_joined/backward", Stream("backward", layers, 2 * joined[1], 2)
+    yield "experts_stacked/backward", Stream("backward", layers, 2 * experts * matrices, 2)
 
 
 def divided_work(
@@ -198,6 +199,8 @@ def divided_work(
             return piece.with_bytes(lambda bytes: bytes * others)
         if name.startswith("weight_cast/"):
             return piece.with_bytes(lambda bytes: bytes - cast)
+        if name.startswith("experts_stacked/"):
+            return piece.with_bytes(lambda bytes: bytes * share)
         if name.startswith(("experts_joined/", "activation/")):
             return piece.divided(1 / rows)
         return piece.with_bytes(lambda bytes: bytes * kept) if name.startswith(LEARNED) else piece

@@ -31,6 +31,7 @@ INSIDE = (
     "activation",
     "weight_cast",
     "experts_read",
+    "experts_stacked",
     "head_cast",
     "loss",
 )

@@ -15,6 +15,11 @@ pipelines add it up; divided by the global count of routed tokens, it is the mea
 tokens too: they are routed, so they count, above and below. The module keeps the sum during a
 forward pass and hands it out once (`take_balance`); a block's recomputation keeps nothing.
 
+Ranks that share every row each have t = T / R tokens of it. Each adds up its own probabilities, and
+f_e is the whole row's: the ranks sum the choices that they counted, E numbers of a row, which have
+no gradient. `balance x sum_e f_e x (sum of its own p_e)` is then a rank's part of the row's balance
+loss, and the parts add up to it, as gradients do.
+
 Source: arXiv 2101.03961, 2211.15841, 2412.19437. Shapes: B rows, T tokens, N = B x T, D features,
 F hidden features, E experts, k choices of a token.
 """
@@ -29,10 +34,22 @@ from headrace.core.model_config import ModelConfig
 from headrace.kernels.autocast import compute_dtype
 from headrace.kernels.grouped_linear import grouped_linear
 from headrace.model.mlp import ACTIVATIONS, gate_groups
+from headrace.parallel.tensor import Peers, all_reduce
 
 
 class ExpertLayer(nn.Module):
-    """Apply to each token `top_k` of `experts` gated or plain MLPs."""
+    """Apply to each token `top_k` of `experts` gated or plain MLPs.
+
+    Args:
+        config: the decoder's shape.
+        layer: number of the block.
+        experts: MLPs of the block.
+        top_k: MLPs that a token goes through.
+        ffn: hidden features of one.
+        balance: weight of the balance loss in nats.
+        norm_topk: whether the weights of a token's choices add up to 1.
+        sharers: the ranks that each have a part of every row; None where rows are whole.
+    """
 
     def __init__(
         self,
@@ -44,8 +61,10 @@ class ExpertLayer(nn.Module):
         ffn: int,
         balance: float,
         norm_topk: bool,
+        sharers: Peers | None = None,
     ) -> None:
         super().__init__()
+        self.sharers = sharers
         self.experts, self.top_k, self.balance, self.norm_topk = experts, top_k, balance, norm_topk
         gated = config.gated
         self.gate = F.silu if config.activation == "swiglu" else ACTIVATIONS["gelu_tanh"]
@@ -65,7 +84,7 @@ class ExpertLayer(nn.Module):
         """What takes rows sorted by expert to their experts, and how many rows each has."""
         self.kept_balance: Tensor | None = None
         self.routed_E: Tensor | None = None
-        """Choices of each expert in the last forward pass."""
+        """Choices of each expert in the last forward pass, of whole rows."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
@@ -96,7 +115,10 @@ class ExpertLayer(nn.Module):
         return self._multiply(hidden, self.down, ends_E)
 
     def take_balance(self) -> Tensor | None:
-        """Return the last forward pass's balance loss, summed over rows; None if taken before."""
+        """Return the last forward pass's balance loss, summed over rows; None if taken before.
+
+        Where ranks share rows, it is this rank's part of the sum.
+        """
         kept, self.kept_balance = self.kept_balance, None
         return kept
 
@@ -107,10 +129,16 @@ class ExpertLayer(nn.Module):
         choices_BE = torch.zeros(B, E, dtype=torch.long, device=chosen.device).scatter_add_(
             1, chosen, torch.ones_like(chosen)
         )
-        share_BE = choices_BE.float() * (E / (self.top_k * T))
+        if not torch.is_grad_enabled():
+            return choices_BE
+        routed_BE, length = choices_BE, T
+        if self.sharers is not None:
+            routed_BE = all_reduce(choices_BE, "sum", self.sharers)
+            length = T * self.sharers.ranks
+        share_BE = routed_BE.float() * (E / (self.top_k * length))
         balance = self.balance * T * (share_BE * probability_BTE.mean(1)).sum()
-        if torch.is_grad_enabled() and not _is_recomputation():
-            self.kept_balance, self.routed_E = balance, choices_BE.sum(0)
+        if not _is_recomputation():
+            self.kept_balance, self.routed_E = balance, routed_BE.sum(0)
         return choices_BE
 
     def _multiply(self, rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:

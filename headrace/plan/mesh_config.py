@@ -32,8 +32,8 @@ class MeshConfig(Strict):
     """Groups into which `data` is divided, each of which holds one copy of the model in slices;
     it adds no ranks. `fsdp` and `zero` slice within a group."""
     expert: int = Field(default=1, ge=1, le=RANKS)
-    """Ranks of `data` that divide the experts of a mixture among themselves; it adds no ranks.
-    `expert_parallel` does so."""
+    """Ranks of `data` x `context` that divide the experts of a mixture among themselves; it adds no
+    ranks. `expert_parallel` does so."""
     patience_s: float = Field(default=45.0, ge=0, le=1e6)
     """Seconds after which a rank is named, and the run ends, that does not answer, or does nothing
     while others wait for it; 0 waits for ever."""
@@ -78,7 +78,7 @@ class MeshConfig(Strict):
 
     @model_validator(mode="after")
     def _check_expert(self) -> Self:
-        group = self.data // self.replicate
+        group = self.data * self.context // self.replicate
         if self.auto and self.expert > 1:
             raise Wrong(
                 f"mesh.auto chooses the sizes of all axes, and mesh.expert={self.expert} divides "
@@ -86,9 +86,10 @@ class MeshConfig(Strict):
                 mend("mesh.expert=1") | mend("mesh.auto=false"),
             )
         if not self.auto and group % self.expert:
+            reading = "mesh.data x mesh.context" if self.context > 1 else "mesh.data"
             near = largest_divisor(group, self.expert)
             raise Wrong(
-                f"the {group} ranks of mesh.data / mesh.replicate do not divide into groups of "
+                f"the {group} ranks of {reading} / mesh.replicate do not divide into groups of "
                 f"mesh.expert = {self.expert}; the nearest is mesh.expert={near}",
                 mend(f"mesh.expert={near}"),
             )

@@ -134,7 +134,9 @@ class Context:
 
     def whole(self, *axes: str) -> Remedy:
         """Return the changes after which the model is split along none of `axes` of the mesh."""
-        words: list[str] = []
+        mesh, words = self.plan.mesh, list[str]()
+        if "context" in axes and "expert" not in axes and mesh.data // mesh.replicate % mesh.expert:
+            axes = (*axes, "expert")  # the ranks that are left cannot divide the experts
         for axis in axes:
             splits = [n for n, other in self.plan.techniques.items() if axis in other.axes]
             words += [f"mesh.{axis}=1", *(f"-{name}" for name in splits)]

@@ -49,7 +49,7 @@ def layouts(
 
 
 def groups(plan: Plan, catalogue: Catalogue, *, near: bool) -> Iterator[tuple[str, ...]]:
-    """Yield the words of other groups of the ranks of `data`, which add no rank.
+    """Yield the words of other groups of the ranks of `data` x `context`, which add no rank.
 
     They are copies of the model in slices (`mesh.replicate`) where a technique slices it, and
     shares of experts (`mesh.expert`) where the plan has some.
@@ -60,16 +60,17 @@ def groups(plan: Plan, catalogue: Catalogue, *, near: bool) -> Iterator[tuple[st
         near: whether to yield only sizes that differ by one prime factor.
     """
     mesh = plan.mesh
+    shared = mesh.data * mesh.context
     slicing = any("shard" in technique.composes for technique in plan.techniques.values())
     if slicing or mesh.replicate > 1:
-        fits = [n for n in divisors(mesh.data // mesh.expert) if n < mesh.data * mesh.context]
+        fits = [n for n in divisors(mesh.data) if n < shared and shared // n % mesh.expert == 0]
         for size in _others(mesh.replicate, fits, near):
             yield (f"mesh.replicate={size}",)
     owner = _owner(plan, catalogue, EXPERTS)
     experts = max((getattr(t, "experts", 0) for t in plan.techniques.values()), default=0)
     if owner is None or not experts:
         return
-    fits = [n for n in divisors(mesh.data // mesh.replicate) if n <= experts]
+    fits = [n for n in divisors(shared // mesh.replicate) if n <= experts]
     for size in _others(mesh.expert, fits, near):
         on = owner.name() in plan.techniques
         change = ("+" * (not on) if size > 1 else "-" * on) + owner.name()

@@ -62,9 +62,6 @@ LEARNING: dict[str, Asked] = {
     "techniques/design/mixture_of_experts:MixtureOfExperts.supports#2": Asked(
         ("model.bias=true",), ("mixture_of_experts",)
     ),
-    "techniques/design/mixture_of_experts:MixtureOfExperts.supports#3": Asked(
-        ("mesh.context=2",), ("mixture_of_experts", "context_parallel")
-    ),
     "techniques/design/mixture_of_experts:MixtureOfExperts._supports_gpu#1": Asked(
         (), ("mixture_of_experts",), "V100"
     ),

@@ -494,7 +494,7 @@ def fitted(composition: Composition, ranks: int) -> Composition | None:
             return None
         mesh["replicate"] = groups
     if (among := composition.mesh.get("expert", 1)) > 1:
-        if left // groups % among:
+        if left * mesh.get("context", 1) // groups % among:
             return None
         mesh["expert"] = among
     return replace(composition, mesh={**mesh, "data": left})

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from cases import COMPOSITIONS
 from cases_in_halves import IN_HALVES
+from cases_of_experts import SHARING_ROWS
 from composition import Composition, Outcome, differences, run
 from house import MAGNIFIED, TOLERANCE_FP32
 
@@ -57,7 +58,7 @@ def beyond(found: Outcome, composition: Composition) -> dict[str, float]:
     "composition",
     [
         pytest.param(c, id=c.name, marks=[pytest.mark.slow] * c.slow)
-        for c in (*COMPOSITIONS, *IN_HALVES)
+        for c in (*COMPOSITIONS, *IN_HALVES, *SHARING_ROWS)
     ],
 )
 def test_equals_one_process(composition: Composition, told: Callable[..., Any]) -> None:
@@ -69,6 +70,20 @@ def test_equals_one_process(composition: Composition, told: Callable[..., Any]) 
         return
     wrong = beyond(found.outcome(), composition)
     assert not wrong, f"beyond rounding: {wrong}"
+
+
+@pytest.mark.parametrize(
+    "composition", [pytest.param(c, id=c.name) for c in SHARING_ROWS if not c.slow]
+)
+def test_ranks_that_share_rows_count_the_choices_of_whole_rows(
+    composition: Composition, told: Callable[..., Any]
+) -> None:
+    said = [rank["evidence"]["mixture_of_experts"] for rank in told(composition).ranks]
+    tokens = composition.micro_rows * composition.length
+    assert {one["numbers"]["tokens"] for one in said} == {float(tokens)}
+    ranks = composition.mesh["context"]
+    for at in range(0, len(said), ranks):
+        assert all(one == said[at] and one["active"] for one in said[at : at + ranks])
 
 
 def assert_inside_the_band(found: Outcome, composition: Composition) -> None:

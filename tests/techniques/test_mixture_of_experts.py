@@ -136,7 +136,6 @@ def test_refuses_what_it_cannot_do(tiny_plan: Callable[..., Any]) -> None:
 
     assert isinstance(asked(here), Supported) and isinstance(asked(gpu), Supported)
     for context, how, says in (
-        (here, {"mesh": {"context": 2}}, "mesh.context = 2"),
         (here, {"model": {"pretrained": "there"}}, "dense"),
         (here, {"model": {"bias": True}}, "biases"),
         (replace(gpu, capability=(8, 0)), {}, "older than Hopper"),

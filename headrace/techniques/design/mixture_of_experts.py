@@ -8,8 +8,9 @@ parameters. No token is dropped and no expert is padded: the groups are as large
 Costs: memory of parameters, gradients and optimizer state; every choice copies its token's row; the
 experts' work is uneven until the balance loss evens it. On a GPU the grouped product needs Hopper
 and bf16; elsewhere a loop over experts stands for it, which a GPU would wait for, so it is refused
-there. `expert_parallel` divides the experts over ranks. Left out: capacity, shared experts, and
-biases.
+there. `expert_parallel` divides the experts over ranks. Ranks that share rows (`mesh.context`) tell
+each other how often each expert was chosen in each row, so that the balance loss stays that of
+whole rows. Left out: capacity, shared experts, and biases.
 Source: arXiv 2101.03961 (Switch), 2211.15841 (MegaBlocks), 2412.19437 (DeepSeek-V3).
 """
 
@@ -29,8 +30,10 @@ from headrace.core.strict import Wrong
 from headrace.costs.count import FP32, instants_of
 from headrace.costs.expert_work import Routed, routed_work
 from headrace.costs.ledger import Ledger, Line, Matrix
+from headrace.costs.work import collective
 from headrace.kernels.grouped_linear import OLDEST
 from headrace.model.moe import ExpertLayer
+from headrace.parallel.tensor import Peers, peers_of
 from headrace.plan.technique import (
     Card,
     Context,
@@ -45,6 +48,8 @@ from headrace.plan.technique import (
 UNIT = 8
 """Hidden features come in multiples of 8: 16 bytes of bf16, as the grouped matmul requires."""
 INT64 = 8
+CONTEXT = "context"
+"""Axis of the ranks that each have a part of every row."""
 
 
 class MixtureOfExperts(Technique[Build]):
@@ -111,7 +116,7 @@ class MixtureOfExperts(Technique[Build]):
         )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Require random weights without biases, whole rows, and a CPU or a GPU since Hopper."""
+        """Require random weights without biases, and a CPU or a GPU since Hopper."""
         plan = context.plan
         if plan.model.pretrained:
             return Unsupported(
@@ -119,12 +124,6 @@ class MixtureOfExperts(Technique[Build]):
             )
         if plan.model.bias:
             return Unsupported("experts have no biases", mend("model.bias=false"))
-        if plan.mesh.context > 1:
-            return Unsupported(
-                f"its balance counts whole rows, and mesh.context = {plan.mesh.context} cuts them",
-                context.whole("context"),
-                RefusalKind.COMBINATION,
-            )
         if context.device == "cuda":
             return self._supports_gpu(context)
         return Supported()
@@ -192,7 +191,14 @@ class MixtureOfExperts(Technique[Build]):
             "down_flops": 2 * layers * self.top_k * dim * width,
         }
         matrices = self._matrices(ledger, int(dim), width)
-        return replace(ledger, sizes={**ledger.sizes, **facts}, matrices=matrices)
+        pieces = dict(ledger.work)
+        if sizes[f"{CONTEXT}_ranks"] > 1:
+            counts = INT64 * sizes["rows"] * self.experts
+            pieces["router/choices"] = collective(
+                sizes, CONTEXT, "forward", "all_reduce", counts, layers
+            )
+        facts = {**ledger.sizes, **facts}
+        return replace(ledger, sizes=facts, matrices=matrices, work=pieces)
 
     def _matrices(self, ledger: Ledger, dim: int, width: int) -> dict[str, Matrix]:
         """Return the MLPs' matrices as one for all experts, and the routers'."""
@@ -218,12 +224,14 @@ class MixtureOfExperts(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Fill the MLP, and read its balance loss after each forward pass."""
-        build.parts.mlp = partial(_layer, self)
+        shared = build.world.group(CONTEXT)
+        build.parts.mlp = partial(_layer, self, None if shared is None else peers_of(shared))
         build.auxiliary.append(balance_loss)
 
     def active(self, build: Build) -> Evidence:
         """Report the choices that each expert got in its layer's last pass, none dropped.
 
+        They are those of whole rows, of which this rank may have had a part.
         A layer whose block was left out of every step so far has none yet.
         """
         layers = _layers(build)
@@ -248,7 +256,9 @@ class MixtureOfExperts(Technique[Build]):
         )
 
 
-def _layer(knobs: MixtureOfExperts, config: ModelConfig, layer: int) -> ExpertLayer:
+def _layer(
+    knobs: MixtureOfExperts, sharers: Peers | None, config: ModelConfig, layer: int
+) -> ExpertLayer:
     return ExpertLayer(
         config,
         layer,
@@ -257,6 +267,7 @@ def _layer(knobs: MixtureOfExperts, config: ModelConfig, layer: int) -> ExpertLa
         ffn=knobs.width(config.resolved_ffn),
         balance=knobs.balance,
         norm_topk=knobs.norm_topk,
+        sharers=sharers,
     )
 
 

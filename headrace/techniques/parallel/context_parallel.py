@@ -16,7 +16,8 @@ Documents and windows are exact: blocks that they touch take a mask of one block
 used and never kept.
 
 Not split: a mixer that is not attention, and a prefix that sees both ways. Beside attention only
-what adds up over tokens is exact: a loss that layers keep over whole rows is not.
+what adds up over tokens is exact. A loss that layers keep over whole rows must be made a sum of the
+ranks' parts, as the balance loss of a mixture of experts is (model/moe).
 Source: arXiv 2310.01889; Llama 3 (arXiv 2407.21783, 3.3.2).
 """
 

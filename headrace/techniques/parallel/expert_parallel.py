@@ -1,7 +1,8 @@
 """Divide the experts of a mixture over ranks, and send each token's row to where its experts are.
 
-`mesh.expert` ranks of `data` are a group; each of them reads its own rows and holds its share of
-every layer's experts, and everything else of the model as before. Between router and experts an
+`mesh.expert` ranks of `data` x `context` are a group; each of them reads its own rows, or its own
+part of rows, and holds its share of every layer's experts, and everything else of the model as
+before. Ranks that share rows are the innermost of a group. Between router and experts an
 all-to-all carries each row to the ranks of its experts, and another carries the results back
 (GShard, arXiv 2006.16668; parallel/experts). No token is dropped: the splits are the counts of this
 very step. Router, balance loss and grouped matmul are those of `mixture_of_experts`.
