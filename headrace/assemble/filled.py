@@ -165,7 +165,7 @@ def note_own_attention(build: Build) -> None:
     why = ""
     try:
         with build.autocast(), torch.enable_grad():
-            for spec in dict.fromkeys(map(build.mask.of_layer, layers)):
+            for spec in dict.fromkeys(map(build.model.mask.of_layer, layers)):
                 q, k, mask = _asked(build, spec)
                 operations |= dict.fromkeys(operations_of(attend(q, k, k, mask)))
                 if on_gpu:

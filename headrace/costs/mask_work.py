@@ -8,6 +8,17 @@ from headrace.costs.decoder_work import capped, masked
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import TILE
 
+EACH_HEAD = "mask_of_each_head"
+"""The size of a ledger that is 1 where the dense mask has other numbers for each head."""
+
+
+def mask_of_heads(ledger: Ledger, ranks: float) -> Ledger:
+    """Return the ledger of one of `ranks` that share the heads: it makes their mask alone."""
+    if not ledger.sizes.get(EACH_HEAD):
+        return ledger
+    ledger = ledger.scaled(lambda name: name == "mask", 1 / ranks)
+    return replace(ledger, sizes={**ledger.sizes, "mask": ledger.sizes["mask"] / ranks})
+
 
 def share_of_causal(window: int, length: int) -> float:
     """Return the share of a causal mask's blocks that a window leaves in a row of `length`."""

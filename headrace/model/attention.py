@@ -55,7 +55,7 @@ def check_mask(config: ModelConfig, attend: Any, spec: MaskSpec) -> None:
     Raises:
         ConfigError: the backend does not know a part of it, or its slopes are not this model's.
     """
-    known = COMMON | {"between"} | vars(type(attend)).get("knows", frozenset())
+    known = COMMON | {"between", "alibi_share"} | vars(type(attend)).get("knows", frozenset())
     plain = MaskSpec()
     asked = {f.name for f in fields(spec) if getattr(spec, f.name) != getattr(plain, f.name)}
     if more := sorted(asked - known):

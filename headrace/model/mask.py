@@ -90,6 +90,8 @@ class MaskSpec:
         soft_cap: a score s is made soft_cap x tanh(s / soft_cap), before the slope; 0 is no cap.
         between: layers with the window between two without it; 0 is none without it. A backend sees
             the spec of one layer, `of_layer`.
+        alibi_share: which of how many equal parts of the `alibi` heads is here, (place, parts);
+            ranks that share heads have successive ones.
     """
 
     causal: bool = True
@@ -100,10 +102,18 @@ class MaskSpec:
     alibi: int = 0
     soft_cap: float = 0.0
     between: int = 0
+    alibi_share: tuple[int, int] = (0, 1)
 
     def with_document(self) -> "MaskSpec":
         """Return this mask with the limit that a query sees its own document only."""
         return replace(self, document=True)
+
+    def of_heads(self, place: int, ranks: int) -> "MaskSpec":
+        """Return the mask of one rank's heads, where `ranks` share the heads that this one has."""
+        if not self.alibi:
+            return self
+        first, parts = self.alibi_share
+        return replace(self, alibi_share=(first * ranks + place, parts * ranks))
 
     def is_open(self, layer: int) -> bool:
         """Return whether `layer` is one without the window."""
@@ -194,6 +204,12 @@ def slopes(heads: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.exp2(torch.cat((whole, between)))
 
 
+def own_slopes(spec: MaskSpec, device: torch.device | str = "cpu") -> Tensor:
+    """Return the slopes of the heads that are here, fp32 [H]."""
+    place, parts = spec.alibi_share
+    return slopes(spec.alibi, device).unflatten(0, (parts, -1))[place]
+
+
 def bias(spec: MaskSpec, length: int, device: torch.device | str = "cpu") -> Tensor:
     """Define the bias: return fp32 [1, H, T, T], what is added to each head's scores.
 
@@ -201,7 +217,7 @@ def bias(spec: MaskSpec, length: int, device: torch.device | str = "cpu") -> Ten
     """
     place_T = torch.arange(length, device=device)
     apart_TT = (place_T[:, None] - place_T[None, :]).abs()
-    return -slopes(spec.alibi, device)[None, :, None, None] * apart_TT
+    return -own_slopes(spec, device)[None, :, None, None] * apart_TT
 
 
 def dense(spec: MaskSpec, rows: Rows, length: int, dtype: torch.dtype) -> Tensor:

@@ -42,9 +42,6 @@ CASES: dict[str, Asked] = {
     ),
     "techniques/attention/alibi:Alibi.supports#1": Asked(("model.pretrained=x",), ("alibi",)),
     "techniques/attention/alibi:Alibi.supports#2": Asked(
-        ("mesh.tensor=2",), ("alibi", "tensor_parallel")
-    ),
-    "techniques/attention/alibi:Alibi.supports#3": Asked(
         ("mesh.context=2",), ("alibi", "context_parallel")
     ),
     "model/backend_needs:_lacks_gpu#2": Asked((), ("flash_attention_3",), "V100"),

@@ -53,10 +53,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "position": "learned",
     },
     "wide": {"dim": 512, "heads": 4, "kv_heads": 2, "ffn": 512, "vocab": 307, "init_std": 0.05},
+    "twelve": {"dim": 36, "heads": 12, "kv_heads": 4, "head_dim": 4, "ffn": 20, "vocab": 309},
     "even": {"dim": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 320},
 }
-"""Decoders whose key-value heads split in two; `even` has sizes that kernels of 16 need, and half
-of `wide` is whole blocks of 256."""
+"""Decoders whose key-value heads split in two, those of `twelve` in four; `even` has sizes that
+kernels of 16 need, and half of `wide` is whole blocks of 256."""
 
 
 @dataclass(frozen=True)

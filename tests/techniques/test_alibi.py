@@ -12,7 +12,8 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
 from headrace.data.loader import Micro
 from headrace.inference.sample import generate
-from headrace.model.mask import MaskSpec, Rows, dense
+from headrace.model.mask import MaskSpec, Rows, bias, dense, own_slopes, slopes
+from headrace.parallel.world import World
 from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.attention.alibi import Alibi
 
@@ -94,14 +95,57 @@ def test_evidence_tells_other_slopes_apart(make_tiny: Callable[..., Build]) -> N
     assert not Alibi().active(rotated).active
 
 
-def test_refuses_split_heads_and_split_rows(tiny_plan: Callable[..., Any]) -> None:
-    context = make_context(tiny_plan(ON), torch.device("cpu"))
-    assert isinstance(Alibi().supports(context), Supported)
-    for axis, says in (("tensor", "own slope"), ("context", "no bias")):
-        plan = tiny_plan(ON, f"mesh.{axis}=2", f"techniques.{axis}_parallel={{}}")
-        context = make_context(plan, torch.device("cpu"))
+@pytest.mark.parametrize("place", [0, 1])
+def test_evidence_tells_the_slopes_of_other_heads_apart(
+    make_tiny: Callable[..., Build], place: int
+) -> None:
+    build = make_tiny(ON, "model.kv_heads=2")
+    build.world = World(place, 2, sizes={"tensor": 2})
+    whole = build.model.mask
+    build.model.mask = whole.of_heads(place, 2)
+    evidence = Alibi().active(build)
+    assert evidence.active and "1 heads" in evidence.detail
+    assert evidence.numbers["steepest"] == pytest.approx((1 / 16, 1 / 256)[place], rel=1e-2)
+    build.model.mask = whole.of_heads(1 - place, 2)
+    assert not Alibi().active(build).active
+
+
+def test_ranks_have_the_slopes_of_their_own_heads() -> None:
+    heads, length = 12, 5
+    whole = MaskSpec(alibi=heads)
+    shares = [whole.of_heads(a, 2).of_heads(b, 3) for a in range(2) for b in range(3)]
+    assert torch.cat([own_slopes(spec) for spec in shares]).equal(slopes(heads))
+    assert torch.cat([bias(spec, length) for spec in shares], 1).equal(bias(whole, length))
+    assert MaskSpec(window=3).of_heads(1, 2) == MaskSpec(window=3)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_bias_of_a_rank_is_foreseen_for_its_heads(
+    make_tiny: Callable[..., Build], tiny_plan: Callable[..., Any], axis: str, packed: bool
+) -> None:
+    packing = ["techniques.document_packing={}"] * packed
+    splits = "tensor_parallel" if axis == "tensor" else "ulysses"
+    build = make_tiny(ON, *packing)
+    plan = tiny_plan(
+        ON, "model.kv_heads=2", f"mesh.{axis}=2", f"techniques.{splits}={{}}", *packing
+    )
+    whole, own = (build.predicted(one).memory["mask"].bytes for one in (build.plan, plan))
+    assert own == whole / 2
+
+
+def test_refuses_rows_that_go_round_a_ring(tiny_plan: Callable[..., Any]) -> None:
+    asked: dict[str, tuple[str, ...]] = {
+        "": (),
+        "tensor": ("mesh.tensor=2", "techniques.tensor_parallel={}"),
+        "heads": ("mesh.context=2", "techniques.ulysses={}"),
+        "ring": ("mesh.context=2", "techniques.context_parallel={}"),
+    }
+    for name, changes in asked.items():
+        context = make_context(tiny_plan(ON, *changes), torch.device("cpu"))
         answer = Alibi().supports(context)
-        assert isinstance(answer, Unsupported) and says in answer.reason
+        assert isinstance(answer, Unsupported) == (name == "ring"), name
+        assert isinstance(answer, Supported) or "no bias" in answer.reason
 
 
 def test_a_state_has_no_slopes(make_tiny: Callable[..., Build]) -> None:

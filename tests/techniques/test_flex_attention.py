@@ -32,6 +32,7 @@ SPECS = {
     "blocks": MaskSpec(blocks=BlockPattern(16, random=1, first=1)),
     "blocks by document": MaskSpec(document=True, blocks=BlockPattern(5, stride=3)),
     "slopes": MaskSpec(alibi=H),
+    "slopes of some heads": MaskSpec(alibi=2 * H, alibi_share=(1, 2)),
     "cap": MaskSpec(soft_cap=0.7),
     "all": MaskSpec(True, True, 90, True, BlockPattern(16, 2, 3), H, 0.7),
 }

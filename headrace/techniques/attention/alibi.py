@@ -7,9 +7,10 @@ where rotations break. Distances are counted inside of a document.
 
 The bias is one part of the mask description. torch's SDPA takes it as one dense tensor for all
 layers, heads x length^2 numbers, rounded to the run's precision, and leaves its causal kernel;
-`flex_attention` computes it inside of its kernel. Backends without a bias refuse. Slopes belong to
-the model's heads, and a tensor rank does not know which of them it holds: refused too. Sampling
-computes rows whole. Source: arXiv 2108.12409.
+`flex_attention` computes it inside of its kernel. Backends without a bias refuse, and so does the
+ring of `context_parallel`. Slopes belong to the model's heads: ranks that share these, of a tensor
+or of `ulysses`, have the slopes of their own. Sampling computes rows whole. Source: arXiv
+2108.12409.
 """
 
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.costs.decoder_work import masked
 from headrace.costs.ledger import Ledger, Line
+from headrace.costs.mask_work import EACH_HEAD
 from headrace.model.attention import weights
 from headrace.model.mask import MaskSpec, Rows, slopes
 from headrace.plan.technique import (
@@ -73,20 +75,13 @@ class Alibi(Technique[Build]):
         return {"model.position": "none"}
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Support random weights, with all heads and tokens of a row on one rank."""
+        """Support random weights, where no ring of ranks computes attention."""
         plan = context.plan
         if plan.model.pretrained:
             return Unsupported(
                 "the weights of model.pretrained have learned other positions", "leave it out"
             )
-        if plan.mesh.tensor > 1:
-            return Unsupported(
-                f"each head has its own slope, and mesh.tensor = {plan.mesh.tensor} ranks do not "
-                "know which heads they hold",
-                context.whole("tensor"),
-                RefusalKind.COMBINATION,
-            )
-        if plan.mesh.context > 1:
+        if plan.mesh.context > 1 and context.has_ring:
             return Unsupported(
                 f"the ring of mesh.context = {plan.mesh.context} ranks has no bias",
                 context.whole("context"),
@@ -104,7 +99,7 @@ class Alibi(Technique[Build]):
         else:
             bias = wider * sizes["mask"] / sizes["rows"]
             ledger = ledger.with_line("mask", Line(bias, ("loss", "turn", "backward")))
-        facts = {"mask": wider * sizes["mask"], "mask_copy": 0.0}
+        facts = {"mask": wider * sizes["mask"], "mask_copy": 0.0, EACH_HEAD: 1.0}
         return masked(replace(ledger, sizes={**sizes, **facts}), 1.0, 1.0, extra=SLOPE)
 
     def apply(self, build: Build) -> None:
@@ -113,21 +108,27 @@ class Alibi(Technique[Build]):
         build.mask = replace(build.mask, alibi=build.config.heads)
 
     def active(self, build: Build) -> Evidence:
-        """Read each head's slope from how the run's backend weighs two keys that are else equal."""
-        length, config = build.plan.data.sequence_length, build.config
-        width = config.resolved_head_dim
+        """Read the slope of each head that this rank attends with, as the run's backend has it.
+
+        It is how the backend weighs two keys that are else equal, under the run's own mask.
+        """
+        length, config, world = build.plan.data.sequence_length, build.config, build.world
+        shares = (world.size("tensor"), world.size("context"))
+        width, parts = config.resolved_head_dim, shares[0] * shares[1]
         rotation = build.model.position.prepare(torch.zeros(1, 1, device=build.device))
         q, k = (
-            torch.zeros(1, length, heads, width, dtype=build.dtype, device=build.device)
+            torch.zeros(1, length, heads // parts, width, dtype=build.dtype, device=build.device)
             for heads in (config.heads, config.resolved_kv_heads)
         )
         places = torch.arange(length, device=build.device)
-        attend, right_H = build.model.attend, slopes(config.heads, build.device)
+        attend, mine = build.model.attend, (world.place("tensor"), world.place("context"))
+        right_H = slopes(config.heads, build.device).unflatten(0, (*shares, -1))[mine]
         falls = -log(torch.finfo(build.dtype).tiny) - 1  # a weight that falls by more is none
         apart = max(1, min(APART, length - 1, int(falls / right_H.max().item())))
         with torch.no_grad():
-            spec = MaskSpec(alibi=build.model.mask.alibi)
-            mask = attend.prepare(spec, Rows(places[None]), length)
+            run = build.model.mask
+            spec, own = MaskSpec(alibi=run.alibi, alibi_share=run.alibi_share), length // shares[1]
+            mask = build.model.prepare_mask(spec, Rows(places[None, :own]), own)
             group = torch.zeros_like(places)
             group[-1], group[-1 - apart] = 1, 2
             _, near_H, far_H = weights(attend, mask, q, k, group)[0, -1].unbind(-1)
@@ -136,7 +137,7 @@ class Alibi(Technique[Build]):
         off = (((slope_H - right_H).abs() - rounded).clamp(min=0) / right_H).max().item()
         return Evidence(
             active=rotation is None and off < BAND,
-            detail=f"scores of {config.heads} heads fall by {slope_H.min().item():.3g} to "
+            detail=f"scores of {len(right_H)} heads fall by {slope_H.min().item():.3g} to "
             f"{slope_H.max().item():.3g} per token, {100 * off:.2g}% off their slopes at most",
             numbers={"flattest": slope_H.min().item(), "steepest": slope_H.max().item()},
         )

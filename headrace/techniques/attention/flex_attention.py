@@ -28,7 +28,7 @@ from headrace.assemble.sockets import Build
 from headrace.costs.ledger import Ledger
 from headrace.model.attention import Sdpa, equal_scores, kernels_of
 from headrace.model.backend_needs import lacks
-from headrace.model.mask import MaskSpec, Rows, slopes
+from headrace.model.mask import MaskSpec, Rows, own_slopes
 from headrace.plan.technique import (
     Card,
     Context,
@@ -75,7 +75,7 @@ def mask_mod(spec: MaskSpec, rows: Rows, length: int) -> MaskMod:
 
 def score_mod(spec: MaskSpec, device: torch.device) -> ScoreMod | None:
     """Return the soft cap and `model.mask.bias` of a score; None where scores stay as they are."""
-    cap, slope_H = spec.soft_cap, slopes(spec.alibi, device) if spec.alibi else None
+    cap, slope_H = spec.soft_cap, own_slopes(spec, device) if spec.alibi else None
     if not cap and slope_H is None:
         return None
 
@@ -111,7 +111,7 @@ class FlexBackend(Sdpa):
     def __init__(self) -> None:
         self._blocks = torch.compile(create_block_mask, dynamic=False)
         self._attend = torch.compile(flex_attention, dynamic=False)
-        self._changes: dict[tuple[int, float], ScoreMod | None] = {}
+        self._changes: dict[tuple[int, tuple[int, int], float], ScoreMod | None] = {}
         self.blocks: BlockMask | None = None
         """The block mask of the last forward pass."""
 
@@ -126,7 +126,7 @@ class FlexBackend(Sdpa):
             length,
             device=device,
         )
-        scores = (spec.alibi, spec.soft_cap)
+        scores = (spec.alibi, spec.alibi_share, spec.soft_cap)
         if scores not in self._changes:  # one function object, so that nothing compiles twice
             self._changes[scores] = score_mod(spec, device)
         change = self._changes[scores]

@@ -39,6 +39,7 @@ from headrace.costs.adapters import TRAINED, UNSPLIT, is_unsplit
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.links import COMMUNICATORS
+from headrace.costs.mask_work import mask_of_heads
 from headrace.costs.split_work import has_kernels, split_work
 from headrace.kernels.launches import COUNTS, since
 from headrace.model.lora import DoraLinear, LoraLinear
@@ -233,7 +234,9 @@ class TensorParallel(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Count one rank's share of matrices, activations and work."""
-        sizes, ranks = dict(ledger.sizes), ledger.sizes["tensor_ranks"]
+        ranks = ledger.sizes["tensor_ranks"]
+        ledger = mask_of_heads(ledger, ranks)
+        sizes = dict(ledger.sizes)
         kept = ledger.memory["parameters"].bytes
         whole, trained = sizes["unsplit"] + sizes.get(UNSPLIT, 0.0), sizes.get(TRAINED, 0.0)
         left = learned = (4 * whole + (kept - 4 * whole) / ranks) / kept
@@ -477,7 +480,7 @@ def _embed(embed: nn.Embedding, offset: int, count: int, peers: Peers) -> Callab
 
 
 def _split_model(model: Any, tokens: WholeTokens) -> None:
-    """Split what enters the decoder, and make whole what leaves it."""
+    """Split what enters the decoder, and make whole what leaves it; heads keep their slopes."""
     enter, leave, share_, dim = model.enter, model.leave, model.share, model.config.dim
 
     def share_with_length(rows: Any, length: int, cache: Any = None) -> Any:
@@ -485,6 +488,7 @@ def _split_model(model: Any, tokens: WholeTokens) -> None:
         return share_(rows, length, cache)
 
     model.share = share_with_length
+    model.mask = model.mask.of_heads(tokens.peers.place, tokens.peers.ranks)
     model.enter = lambda ids, shared: tokens.split(enter(ids, shared))
     model.leave = lambda x: tokens.widen(leave(x))
     if isinstance(tokens, SplitTokens):

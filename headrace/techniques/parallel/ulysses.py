@@ -7,8 +7,8 @@ The backend computes what it computes on one rank, with its own mask of whole ro
 serves: cuDNN's, FlashAttention's, flex, varlen.
 
 Against the ring of `context_parallel`: fewer bytes where a key-value head serves few queries, one
-large kernel instead of R small ones, and any mask that does not tell heads apart; but no more ranks
-than there are key-value heads, and nothing hides the exchange.
+large kernel instead of R small ones, and any mask, in which a rank's heads keep their own slopes;
+but no more ranks than there are key-value heads, and nothing hides the exchange.
 
 Its stage is the model's: the decoder is there, and each attention's backend is given the exchange
 around it. Not split: a mixer that is not attention, and a teacher, which would attend within its
@@ -28,6 +28,7 @@ from headrace.assemble.sockets import Build, MicroBatch
 from headrace.core.remedy import mend
 from headrace.costs.cut_rows import cut_rows
 from headrace.costs.ledger import Ledger, Line
+from headrace.costs.mask_work import mask_of_heads
 from headrace.costs.work import Attention, Phase, collective
 from headrace.model.adapter import shape_of
 from headrace.model.attention import Attend
@@ -61,6 +62,7 @@ class Exchange:
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> object:
         """Return the backend's mask of whole rows, from this rank's tokens of them."""
         whole, segments = length * self.peers.ranks, rows.segments_BT
+        spec = spec.of_heads(self.peers.place, self.peers.ranks)
         if not spec.document or segments is None:
             places = torch.arange(whole, device=rows.positions_BT.device)
             return self.attend.prepare(spec, rows._replace(positions_BT=places[None]), whole)
@@ -94,8 +96,6 @@ class Ulysses(RowPartTechnique):
     claims: ClassVar[tuple[str, ...]] = ("place",)
     chunks: ClassVar[int] = 1
     excludes: ClassVar[Mapping[str, str]] = {
-        "alibi": "each head has a slope of its own, and the backend sees a share of the heads "
-        "(arXiv 2108.12409)",
         "distillation": "the teacher has no exchange, and would attend within a part of each row "
         "(derived)",
     }
@@ -127,6 +127,7 @@ class Ulysses(RowPartTechnique):
     def predict(self, ledger: Ledger) -> Ledger:
         """Count a rank's tokens of what is kept, its heads' attention, and the exchange."""
         ledger = cut_rows(ledger, _part)
+        ledger = mask_of_heads(ledger, ledger.sizes["context_ranks"])
         sizes = ledger.sizes
         queries = sizes["tokens"] * sizes["heads"] * sizes["head_dim"] * sizes["activation_bytes"]
         keys = queries * 2 * sizes["kv_heads"] / sizes["heads"]
