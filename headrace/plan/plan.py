@@ -9,6 +9,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from functools import partial
+from math import lcm
 from typing import Any, Literal
 
 import tomli_w
@@ -173,6 +174,11 @@ class Plan(Strict):
     def micro_rows(self) -> int:
         """Return the number of sequences of one forward pass on one rank."""
         return self.batch.micro_sequences or self.rows_per_step // self.mesh.data
+
+    @property
+    def micro_group(self) -> int:
+        """Return the number whose multiples the micro-batches of each step must be on a rank."""
+        return lcm(*(technique.micro_group(self) for technique in self.techniques.values()))
 
     @property
     def horizon_steps(self) -> int | None:

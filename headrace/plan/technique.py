@@ -308,6 +308,10 @@ class Technique(Strict, Generic[B]):
         """Return (first step, tokens of a step) of each stage of a batch that it lets grow."""
         return ()
 
+    def micro_group(self, plan: Any) -> int:
+        """Return the number whose multiples a step's micro-batches must be on each rank."""
+        return 1
+
     def reads(self) -> Mapping[str, str]:
         """Return knob -> the folder of weights that it reads and that no checkpoint holds.
 

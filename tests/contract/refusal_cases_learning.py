@@ -169,12 +169,9 @@ LEARNING: dict[str, Asked] = {
         ("window_schedule", "sliding_window", "context_parallel"),
     ),
     "techniques/schedule/batch_ramp:BatchRamp.supports#1": Asked(
-        ("mesh.pipeline=2",), ("batch_ramp", "pipeline_parallel")
-    ),
-    "techniques/schedule/batch_ramp:BatchRamp.supports#2": Asked(
         ("batch.tokens=256",), ("batch_ramp",)
     ),
-    "techniques/schedule/batch_ramp:BatchRamp.supports#3": Asked(
+    "techniques/schedule/batch_ramp:BatchRamp.supports#2": Asked(
         ("techniques.batch_ramp.divide=64",), ("batch_ramp",)
     ),
     "assemble/scheduled:Falling.supports#1": Asked(

@@ -4,15 +4,21 @@ from typing import Any
 
 from cases import (
     COMPILE,
+    DUAL,
     FSDP,
+    INTERLEAVED,
     PP,
     SAC,
     TP,
     ULYSSES,
+    ZBV,
     case,
 )
 
 ALIBI: dict[str, Any] = {"alibi": {}}
+RAMP: dict[str, Any] = {"batch_ramp": {"divide": 4, "until": 2.0}}
+GROWS: dict[str, Any] = {"steps": 3, "layers": 5}
+"""Steps of 2, 4 and 8 rows."""
 
 RECIPES = [
     case("alibi-tp", ALIBI, TP, tensor=2, data=2, packing=True),
@@ -24,4 +30,24 @@ RECIPES = [
     case("alibi-ulysses-fsdp", ALIBI, ULYSSES, FSDP, context=2, data=2, length=14, micro_rows=1),
     case("alibi-ulysses-tp", ALIBI, ULYSSES, TP, context=2, tensor=2, length=14, shape="twelve"),
     case("alibi-ulysses-compile", ALIBI, ULYSSES, COMPILE, context=2, length=14, slow=True),
+    case("ramp-pp", RAMP, PP, pipeline=2, micro_rows=1, packing=True, **GROWS),
+    case("ramp-pp-smaller", RAMP, PP, pipeline=2, micro_rows=4, shape="tied", **GROWS),
+    case("ramp-pp4-gpt2", RAMP, PP, pipeline=4, shape="gpt2", **GROWS),
+    case("ramp-pp-fsdp", RAMP, PP, FSDP, pipeline=2, data=2, micro_rows=1, slow=True, **GROWS),
+    case("ramp-interleaved", RAMP, INTERLEAVED, pipeline=2, micro_rows=1, shape="tied", **GROWS),
+    case(
+        "ramp-interleaved-fsdp-compile",
+        {"batch_ramp": {"divide": 2, "until": 2.0}},
+        INTERLEAVED,
+        FSDP,
+        SAC,
+        COMPILE,
+        pipeline=2,
+        data=2,
+        micro_rows=1,
+        slow=True,
+        **GROWS,
+    ),
+    case("ramp-zbv", RAMP, ZBV, pipeline=2, micro_rows=1, **GROWS),
+    case("ramp-dualpipev", RAMP, DUAL, pipeline=2, micro_rows=1, shape="tied", **GROWS),
 ]

@@ -21,6 +21,11 @@ from headrace.tuner.lr_find import RangeTest
 NAME = "batch_ramp"
 RAMP = (f"techniques.{NAME}.divide=4", f"techniques.{NAME}.until=4.0")
 """A ramp of 128 tokens in 8 rows: two steps of 2 rows, two of 4, then 8."""
+INTERLEAVED = (
+    "mesh.pipeline=2",
+    "techniques.pipeline_parallel.schedule=interleaved",
+    "techniques.pipeline_parallel.chunks=2",
+)
 Make = Callable[..., Build]
 
 
@@ -98,6 +103,21 @@ def test_refuses_what_does_not_divide_and_names_the_nearest(
     ):
         assert isinstance(refused, Unsupported) and refused.remedy.text == remedy
     assert isinstance(answer(tiny_plan("batch.tokens=256", "batch.micro_sequences=4")), Supported)
+    for count, knobs, remedy in (
+        (8, {"divide": 4}, None),
+        (8, {"divide": 8}, f"techniques.{NAME}.divide=4"),
+        (12, {"divide": 4}, f"techniques.{NAME}.divide=2"),
+        (6, {"divide": 2}, "batch.tokens=128"),
+    ):
+        in_groups = tiny_plan(f"batch.tokens={16 * count}", "batch.micro_sequences=1", *INTERLEAVED)
+        refused = answer(in_groups, **knobs)
+        assert isinstance(refused, Unsupported) == (remedy is not None), count
+        if isinstance(refused, Unsupported):
+            assert refused.remedy.text == remedy and "a multiple of 2" in refused.reason
+    smaller, fewer = "batch.micro_sequences=1", f"techniques.{NAME}.divide=2"
+    for micro, remedy in ((0, smaller), (4, smaller), (2, fewer)):
+        refused = answer(tiny_plan(f"batch.micro_sequences={micro}", *INTERLEAVED), divide=4)
+        assert isinstance(refused, Unsupported) and refused.remedy.text == remedy
     endless = plan.replaced(schedule={"kind": "constant"}, goal={"minutes": 1})
     refused = answer(endless)
     assert isinstance(refused, Unsupported) and refused.remedy.text.startswith("schedule.steps=")
@@ -105,10 +125,15 @@ def test_refuses_what_does_not_divide_and_names_the_nearest(
     assert doubt is not None and doubt.remedy.text == f"techniques.{NAME}.until=4"
 
 
-def test_two_ranks_train_what_one_does(zygote: Any, plan_file: Path) -> None:
-    words = ("guard=false", "goal.steps=5", *RAMP)
+@pytest.mark.parametrize(
+    "split", [("mesh.data=2", "fsdp"), ("mesh.pipeline=2", "pipeline_parallel")]
+)
+def test_two_ranks_train_what_one_does(
+    zygote: Any, plan_file: Path, split: tuple[str, str]
+) -> None:
+    words = ("guard=false", "goal.steps=5", "model.layers=2", *RAMP)
     ended = [zygote.run(plan_file.parent, "train", "tiny.toml", *words, "name=one")]
-    two = ("mesh.data=2", "--with", "fsdp", "name=two")
+    two = (split[0], "--with", split[1], "name=two")
     ended += zygote.ranks(2, plan_file.parent, "train", "tiny.toml", *words, *two)
     assert not any(e.code for e in ended), ended[-1].err
     one, two = (plan_file.parent / "runs" / name for name in ("one", "two"))

@@ -22,7 +22,7 @@ of the gradient, and the sum of both reaches both. The mechanism is parallel/pip
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -155,6 +155,10 @@ class PipelineParallel(Technique[Build]):
                 else mend(f"{me}.schedule=1f1b", f"{me}.chunks=1"),
             )
         return Supported()
+
+    def micro_group(self, plan: Any) -> int:
+        """Return the ranks, where stages take micro-batches by turns, in groups of these."""
+        return plan.mesh.pipeline if self.schedule == "interleaved" else 1
 
     @property
     def is_v(self) -> bool:

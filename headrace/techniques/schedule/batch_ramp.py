@@ -9,8 +9,9 @@ step is divided by the targets of that step, and a goal in tokens counts what wa
 
 The learning rate stays as the schedule says. Micro-batches keep `batch.micro_sequences` where a
 stage has as many rows, so that a larger batch is more of them; with `micro_sequences` = 0 each
-stage is another shape to a compiler. Source: arXiv 1812.06162; arXiv 1711.00489; GPT-3 (arXiv
-2005.14165, section 2.3).
+stage is another shape to a compiler. A pipeline orders its passes anew in each step, and waits
+longer in one of few micro-batches. Where it takes these in groups, stages are whole groups.
+Source: arXiv 1812.06162; arXiv 1711.00489; GPT-3 (arXiv 2005.14165, section 2.3).
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import Field
 
 from headrace.assemble.sockets import Build
-from headrace.core.remedy import mend
+from headrace.core.remedy import Remedy, mend
+from headrace.core.units import divisors
 from headrace.costs.ledger import Ledger
 from headrace.plan.batches import BatchStages
 from headrace.plan.technique import (
@@ -62,6 +64,7 @@ class BatchRamp(Technique[Build]):
         costs=(
             "a lower speed of the first steps, whose batch fills the device less",
             "one more compiled shape per stage where micro_sequences = 0",
+            "a larger bubble of a pipeline in the first steps (derived)",
         ),
         helps="batches that are large for the first losses, as of runs on many devices",
         hurts="batches below the critical size, and goals in steps, which see fewer tokens",
@@ -89,7 +92,8 @@ class BatchRamp(Technique[Build]):
         rows, micro = plan.rows_per_step // plan.mesh.data, plan.micro_rows
         parts = get_args(type(self).model_fields["divide"].annotation)
         whole = [n for n in parts if rows % n == 0]
-        return [n for n in whole if rows // n <= micro or rows // n % micro == 0]
+        alone = [n for n in whole if rows // n <= micro and plan.micro_group == 1]
+        return [n for n in whole if n in alone or rows // n % (micro * plan.micro_group) == 0]
 
     def _tokens(self, plan: Any) -> list[int] | None:
         """Return the batch of each stage, or None where the first is not whole."""
@@ -111,30 +115,39 @@ class BatchRamp(Technique[Build]):
         plan, name = context.plan, self.name()
         if plan is None:
             return Supported()
-        if plan.mesh.pipeline > 1:
-            return Unsupported(
-                "a pipeline is laid out for one number of micro-batches",
-                context.whole("pipeline"),
-            )
-        fits, ranks = self._fits(plan), plan.mesh.data
-        rows, micro = plan.rows_per_step // ranks, plan.micro_rows
+        fits, group = self._fits(plan), plan.micro_group
+        rows, micro = plan.rows_per_step // plan.mesh.data, plan.micro_rows
+        groups = f", {group} or a multiple of {group} in each step" if group > 1 else ""
         if not fits:
-            unit = self.divide * (plan.batch.micro_sequences or 1)
-            near = -(-rows // unit) * unit * ranks * plan.data.sequence_length
             return Unsupported(
-                f"the {rows} rows of a rank cannot be halved into whole micro-batches of {micro}",
-                mend(f"batch.tokens={near}"),
+                f"the {rows} rows of a rank cannot be halved into whole micro-batches of {micro}"
+                f"{groups}",
+                self._nearest(plan),
             )
         if self.divide not in fits:
             near = min(fits, key=lambda n: abs(n - self.divide))
             return Unsupported(
                 f"divide = {self.divide} does not divide the {rows} rows of a rank into whole "
-                f"micro-batches of {micro}",
+                f"micro-batches of {micro}{groups}",
                 mend(f"techniques.{name}.divide={near}"),
             )
         if self._ends(plan) is None:
             return unknown_end(f"techniques.{name}.until", self.until)
         return Supported()
+
+    def _nearest(self, plan: Any) -> Remedy:
+        """Return the nearest micro-batches or the next larger batch that this ramp divides."""
+        ranks, group = plan.mesh.data, plan.micro_group
+        rows, asked = plan.rows_per_step // ranks, plan.batch.micro_sequences
+        if group > 1 and rows % (self.divide * group) == 0:
+            fits = divisors(rows // (self.divide * group))
+            return mend(
+                f"batch.micro_sequences={min(fits, key=lambda n: abs(n - plan.micro_rows))}"
+            )
+        unit = self.divide * group * (asked or 1)
+        near = -(-rows // unit) * unit * ranks * plan.data.sequence_length
+        more = [] if asked or group == 1 else ["batch.micro_sequences=1"]
+        return mend(f"batch.tokens={near}", *more)
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Return what the whole batch costs, which comes: the run's peak, and most of its steps."""
