@@ -92,6 +92,7 @@ def part_of(
         rows=rows._replace(
             positions_BT=cut(rows.positions_BT),
             segments_BT=None if rows.segments_BT is None else cut(rows.segments_BT),
+            noise_BT=None if rows.noise_BT is None else cut(rows.noise_BT),
         ),
         extras=extras or None,
     )

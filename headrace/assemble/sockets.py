@@ -87,8 +87,17 @@ class MicroBatch(NamedTuple):
 def place(build: "Build", micro: Micro) -> MicroBatch:
     """Move a micro-batch to the device; this is the baseline's filler of `Build.place`.
 
-    Without documents, positions count along the sequence, and one row of positions serves all.
+    Without documents, positions count along the sequence, and one row of positions serves all. What
+    `Build.annotate` says of whole rows is added here, before a filler around this one cuts them.
     """
+    work = on_device(build, micro)
+    for annotate in build.annotate:
+        work = annotate(build, work)
+    return work
+
+
+def on_device(build: "Build", micro: Micro) -> MicroBatch:
+    """Return the whole rows of a micro-batch on the device."""
     ids_BT = micro.ids_BT.to(build.device, non_blocking=True)
     targets_BT = micro.targets_BT.to(build.device, non_blocking=True)
     B, T = ids_BT.shape
@@ -237,6 +246,8 @@ class Build:
     values: dict[str, Callable[[int], float]] = field(default_factory=dict)
     recut: list[Callable[["Build", Micro], Micro]] = field(default_factory=list)
     """each arranges a micro-batch's tokens in other sequences, before `place`"""
+    annotate: list[Callable[["Build", MicroBatch], MicroBatch]] = field(default_factory=list)
+    """each adds to a micro-batch what it says of whole rows, before ranks cut them in `place`"""
     objective: Objective = cross_entropy
     """the loss, made of parts that a head's kernels can use (kernels/cross_entropy_objective)"""
     enrich: list[Callable[["Build", Sequence[MicroBatch]], Sequence[MicroBatch]]] = field(
@@ -412,6 +423,7 @@ COMPOSED = (
     "rates",
     "values",
     "recut",
+    "annotate",
     "objective",
     "enrich",
     "terms",

@@ -88,6 +88,9 @@ CASES: dict[str, Asked] = {
     "techniques/attention/prefix_lm:PrefixLm.supports#1": Asked(
         ("techniques.prefix_lm.tokens=256",), ("prefix_lm",)
     ),
+    "techniques/attention/prefix_lm:PrefixLm.supports#2": Asked(
+        ("mesh.context=2", "techniques.prefix_lm.tokens=8"), ("prefix_lm", "context_parallel")
+    ),
     "techniques/attention/short_convolution:ShortConvolution.supports#1": Asked(
         ("model.pretrained=x",), ("short_convolution",)
     ),
@@ -492,7 +495,6 @@ EXCUSED = {
     "tests/cli/test_chain.py",
     "techniques/design/rope:Rope.supports#1": "needs a folder of weights; see test_rope_design",
     "techniques/design/rope:Rope.supports#2": "needs a folder of weights; see test_rope_design",
-    "techniques/attention/prefix_lm:PrefixLm.supports#2": "that both own a socket is told first",
     f"{FLA}:LinearAttention.supports#2": "that both own a socket is told first",
 }
 """Refusals that nothing here can call for, and why."""

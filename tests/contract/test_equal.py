@@ -55,7 +55,7 @@ GRAPHS_ELSEWHERE = {
     "lora": "qlora's graph and dora's hold its adapters",
 }
 """Techniques alone in a set that the quick list compiles in another: each is slow, with why."""
-OF_ALL_BLOCKS = {"place", "enrich", "recut", "source", "config.tied_embeddings"}
+OF_ALL_BLOCKS = {"place", "annotate", "enrich", "recut", "source", "config.tied_embeddings"}
 """Sockets of what stands before the blocks or goes through all: compiling the whole model shows it,
 and takes twice as long as one block and the loss do."""
 OF_NO_GRAPH = AFTER_THE_GRADIENT - {"mask"} | {"transport", "loss_scale", "recover", "clip"}

@@ -4,6 +4,7 @@ from typing import Any
 
 from cases import (
     COMPILE,
+    CP,
     DUAL,
     FSDP,
     INTERLEAVED,
@@ -17,6 +18,8 @@ from cases import (
 
 ALIBI: dict[str, Any] = {"alibi": {}}
 RAMP: dict[str, Any] = {"batch_ramp": {"divide": 4, "until": 2.0}}
+NOISE: dict[str, Any] = {"neftune": {"alpha": 9.0}}
+PREFIX: dict[str, Any] = {"prefix_lm": {"tokens": 7}}
 GROWS: dict[str, Any] = {"steps": 3, "layers": 5}
 """Steps of 2, 4 and 8 rows."""
 
@@ -50,4 +53,36 @@ RECIPES = [
     ),
     case("ramp-zbv", RAMP, ZBV, pipeline=2, micro_rows=1, **GROWS),
     case("ramp-dualpipev", RAMP, DUAL, pipeline=2, micro_rows=1, shape="tied", **GROWS),
+    case("noise-cp", NOISE, CP, context=2, length=12, packing=True),
+    case("noise-cp4-tp", NOISE, CP, TP, context=2, tensor=2, length=20, shape="tied", slow=True),
+    case("noise-cp-fsdp", NOISE, CP, FSDP, context=2, data=2, length=12, micro_rows=1),
+    case("noise-cp-compile", NOISE, CP, COMPILE, context=2, length=12, packing=True, slow=True),
+    case("noise-ulysses", NOISE, ULYSSES, context=2, length=14, shape="tied", packing=True),
+    case("noise-ulysses-pp", NOISE, ULYSSES, PP, context=2, pipeline=2, length=14, micro_rows=1),
+    case("prefix-ulysses", PREFIX, ULYSSES, context=2, length=14, packing=True),
+    case("prefix-ulysses-fsdp", PREFIX, ULYSSES, FSDP, context=2, data=2, length=14, micro_rows=1),
+    case(
+        "prefix-ulysses-compile",
+        PREFIX,
+        ULYSSES,
+        COMPILE,
+        context=2,
+        length=14,
+        packing=True,
+        slow=True,
+    ),
+    case(
+        "alibi-prefix-window-noise-ulysses-tp",
+        ALIBI,
+        PREFIX,
+        {"sliding_window": {"window": 5}},
+        NOISE,
+        ULYSSES,
+        TP,
+        context=2,
+        tensor=2,
+        length=14,
+        shape="twelve",
+        packing=True,
+    ),
 ]

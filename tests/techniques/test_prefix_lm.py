@@ -3,15 +3,18 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from facts import in_order
+from tiny import metrics
 from torch import Tensor
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import make_context
+from headrace.assemble.row_parts import part_of
 from headrace.assemble.sockets import Build, MicroBatch
 from headrace.core.errors import ConfigError
 from headrace.data.loader import Micro, validation_batches
@@ -201,7 +204,7 @@ def test_evidence_and_refusals(
     trunk = make_tiny()
     assert not on.active(trunk).active
     trunk.model.mask = replace(trunk.model.mask, prefix=True)
-    trunk.place = build.place
+    trunk.annotate = build.annotate
     assert on.active(trunk).active
     trunk.place = lambda trunk, micro: build.place(build, micro)._replace(
         targets_BT=micro.targets_BT
@@ -214,8 +217,41 @@ def test_evidence_and_refusals(
     split = tiny_plan(ON, "mesh.context=2", "techniques.context_parallel={}")
     answer = on.supports(make_context(split, torch.device("cpu")))
     assert isinstance(answer, Unsupported) and "both ways" in answer.reason
+    split = tiny_plan(ON, "mesh.context=2", "techniques.ulysses={}")
+    assert isinstance(on.supports(make_context(split, torch.device("cpu"))), Supported)
     with pytest.raises(ConfigError, match=in_order("linear_attention", "prefix", "mask")):
         make_tiny(ON, "techniques.linear_attention={}")
+
+
+def test_noise_and_a_ranks_part_of_rows_stand_beside_it(make_tiny: Callable[..., Build]) -> None:
+    """What whole rows draw is drawn before it is cut, in whatever order techniques are applied."""
+    alone, both = make_tiny(ON), make_tiny(ON, "techniques.neftune={}")
+    micro = alone.loader.step(0).micros[0]
+    one, two = alone.place(alone, micro), both.place(both, micro)
+    assert one.rows.prefix_B is not None and two.rows.prefix_B is not None
+    assert one.targets_BT.equal(two.targets_BT) and one.rows.prefix_B.equal(two.rows.prefix_B)
+    assert one.rows.noise_BT is None and two.rows.noise_BT is not None
+    parts = [part_of(two, 2, 1, lambda x_BT, n=n: x_BT.chunk(2, 1)[n]) for n in range(2)]
+    for name in ("ids_BT", "targets_BT", "index_BT"):
+        assert torch.cat([getattr(part, name) for part in parts], 1).equal(getattr(two, name))
+    noise = [part.rows.noise_BT for part in parts if part.rows.noise_BT is not None]
+    assert torch.cat(noise, 1).equal(two.rows.noise_BT)
+    assert all(part.rows.prefix_B is two.rows.prefix_B for part in parts)
+
+
+def test_ranks_that_share_rows_train_what_one_does(zygote: Any, plan_file: Path) -> None:
+    """Compare losses of training, and of a validation, whose targets prefixes leave out too."""
+    words = ("guard=false", "goal.steps=3", "model.kv_heads=2", "eval.every_steps=2", ON, PACKED)
+    words = ("--with", "neftune", *words)
+    ended = [zygote.run(plan_file.parent, "train", "tiny.toml", *words, "name=one")]
+    two = ("mesh.context=2", "--with", "ulysses", "name=two")
+    ended += zygote.ranks(2, plan_file.parent, "train", "tiny.toml", *words, *two)
+    assert not any(e.code for e in ended), ended[-1].err
+    rows = [metrics(plan_file.parent / "runs" / name) for name in ("one", "two")]
+    assert any("val_loss_nats" in row for row in rows[0])
+    for one, other in zip(*rows, strict=True):
+        same = ("loss", "tokens", *(name for name in one if name.startswith("val_")))
+        assert {n: other[n] for n in same} == pytest.approx({n: one[n] for n in same}, rel=1e-4)
 
 
 def test_the_scores_that_prefixes_add_are_foreseen(tiny_plan: Callable[..., Any]) -> None:

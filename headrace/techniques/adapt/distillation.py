@@ -175,7 +175,7 @@ class Distillation(Technique[Build]):
                 mend("-distillation"),
             )
         for name, other in context.plan.techniques.items():
-            shows_prefix = "mask" in other.composes and "place" in other.claims
+            shows_prefix = {"mask", "annotate"} <= {*other.composes}
             if shows_prefix or "recut" in other.composes:
                 changes = "shows another part of them" if shows_prefix else "cuts them anew"
                 return Unsupported(

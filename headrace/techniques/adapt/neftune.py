@@ -6,7 +6,8 @@ a whole text has about the same length whatever its size. Validation and samplin
 
 The noise is a hash of (seed, place of the token in the stream, feature), as the draws of Sophia
 are: micro-batches, ranks, recomputation and a resume change nothing, and another epoch has other
-noise. It is added behind the embedding's norm where there is one.
+noise. It is added behind the embedding's norm where there is one. Ranks that share rows cut what
+whole rows drew.
 
 Source: NEFTune (Jain et al. 2023, arXiv 2310.05914).
 
@@ -76,7 +77,7 @@ class Neftune(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "adapt"
     stage: ClassVar[Stage] = Stage.LINEAR
-    claims: ClassVar[tuple[str, ...]] = ("place",)
+    composes: ClassVar[tuple[str, ...]] = ("annotate",)
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
@@ -101,7 +102,7 @@ class Neftune(Technique[Build]):
         )
 
     def supports(self, context: Context) -> Supported:
-        """Support every device and layout that reads whole rows."""
+        """Support every device and layout."""
         return Supported()
 
     def is_noisy(self) -> bool:
@@ -122,10 +123,10 @@ class Neftune(Technique[Build]):
         return ledger.reworked(edit)
 
     def apply(self, build: Build) -> None:
-        """Give words to what is placed, and add their noise where the model begins."""
-        place, seed, model = build.place, build.plan.seed, build.model
+        """Give words to whole rows, and add their noise where the model begins."""
+        seed, model = build.plan.seed, build.model
         enter, alpha, dim = model.enter, self.alpha, build.config.dim
-        build.place = lambda build, micro: with_noise(place(build, micro), seed)
+        build.annotate.append(lambda build, work: with_noise(work, seed))
 
         def noisy(ids_BT: Tensor, shared: Any) -> Tensor:
             x_BTD = enter(ids_BT, shared)
@@ -136,13 +137,14 @@ class Neftune(Technique[Build]):
         model.enter = noisy
 
     def active(self, build: Build) -> Evidence:
-        """Compare what the first block reads with and without gradients, of one row."""
+        """Compare what the first block reads with and without gradients, of this rank's tokens."""
         model, length = build.model, build.plan.data.sequence_length
         if model.embed is None:
             return Evidence(None, "this stage of a pipeline embeds nothing")
         ids_BT = torch.zeros(1, length, dtype=torch.int64)
         work = build.place(build, Micro(ids_BT, ids_BT))
-        shared = model.share(work.rows, length)
+        own = work.ids_BT.size(1)
+        shared = model.share(work.rows, own)
         # Outside of a step, shards of the embedding are whole on no rank until they are gathered.
         sharded = [part for part in (model, model.embed) if hasattr(part, "unshard")]
         for part in sharded:
@@ -154,9 +156,9 @@ class Neftune(Technique[Build]):
         for part in sharded:
             part.reshard()  # type: ignore[operator]
         norm = moved_BTD.norm().item()
-        wanted = self.alpha / 3**0.5
+        wanted = self.alpha * (own / (3 * length)) ** 0.5
         return Evidence(
             active=norm > 0,
-            detail=f"noise of length {norm:.3g} on a row; {wanted:.3g} is expected",
+            detail=f"noise of length {norm:.3g} on {own} tokens; {wanted:.3g} is expected",
             numbers={"length": norm, "expected": wanted},
         )

@@ -13,7 +13,8 @@ reaches into another; a document that is shorter teaches nothing. Sampling takes
 the prefix, and keeps its cache.
 
 The prefix is one part of the mask description. torch's SDPA takes it as a dense tensor of rows x
-length^2 and leaves its causal kernel; `flex_attention` computes it. Other backends refuse.
+length^2 and leaves its causal kernel; `flex_attention` computes it. Other backends refuse. Where
+`ulysses` shares rows over ranks, they cut what whole rows drew, and attend over whole rows again.
 Sources: T5 (arXiv 1910.10683, section 3.2.1); UL2 (arXiv 2205.05131).
 
 Shapes: B rows, T tokens.
@@ -81,8 +82,7 @@ class PrefixLm(Technique[Build]):
     timed: ClassVar[bool] = True
     room: ClassVar[str] = "attention"
     stage: ClassVar[Stage] = Stage.PARTS
-    claims: ClassVar[tuple[str, ...]] = ("place",)
-    composes: ClassVar[tuple[str, ...]] = ("mask",)
+    composes: ClassVar[tuple[str, ...]] = ("mask", "annotate")
     equality: ClassVar = "learning"
     symptoms: ClassVar[tuple[str, ...]] = ("recipe",)
     card: ClassVar[Card] = Card(
@@ -102,7 +102,7 @@ class PrefixLm(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Support prefixes shorter than a row, with whole rows on one rank."""
+        """Support prefixes shorter than a row, where no ring of ranks computes attention."""
         plan = context.plan
         length = plan.data.sequence_length
         if self.tokens >= length:
@@ -111,7 +111,7 @@ class PrefixLm(Technique[Build]):
                 f"{length}",
                 mend(f"techniques.prefix_lm.tokens={max(2, length // 2)}"),
             )
-        if plan.mesh.context > 1:
+        if plan.mesh.context > 1 and context.has_ring:
             return Unsupported(
                 f"the ring of mesh.context = {plan.mesh.context} ranks has no prefix that sees "
                 "both ways",
@@ -131,14 +131,14 @@ class PrefixLm(Technique[Build]):
         return masked(ledger, 1.0, 1 + (self.tokens / sizes["length"]) ** 2 / 3, extra=LOOKED_UP)
 
     def apply(self, build: Build) -> None:
-        """Compose the mask, and give prefixes to what is placed."""
+        """Compose the mask, and give prefixes to whole rows."""
         build.mask = replace(build.mask, prefix=True)
-        whole, seed = build.place, build.plan.seed
-        build.place = lambda build, micro: with_prefix(whole(build, micro), self.tokens, seed)
+        seed = build.plan.seed
+        build.annotate.append(lambda build, work: with_prefix(work, self.tokens, seed))
 
     def active(self, build: Build) -> Evidence:
         """Read weights around the longest of some prefixes, and which targets count."""
-        length, spec = build.plan.data.sequence_length, build.model.mask
+        length, spec, world = build.plan.data.sequence_length, build.model.mask, build.world
         ids_BT = torch.zeros(ROWS, length, dtype=torch.int64)
         work = build.place(build, Micro(ids_BT, ids_BT))
         prefix_B, attend = work.rows.prefix_B, build.model.attend
@@ -146,17 +146,23 @@ class PrefixLm(Technique[Build]):
             return Evidence(False, "rows have no prefix, or the mask knows none")
         row = int(prefix_B.argmax())
         prefix = int(prefix_B[row])
-        q, k = equal_scores(build.config, build.device, build.dtype, length=length)
+        parts = world.size("tensor") * world.size("context")  # ranks that share heads
+        q, k = (
+            x[:, :, : x.size(2) // parts]
+            for x in equal_scores(build.config, build.device, build.dtype, length=length)
+        )
         group = torch.zeros(length, dtype=torch.int64, device=build.device)
         group[prefix - 1], group[prefix] = 1, 2
         with torch.no_grad():
             one = work.rows._replace(prefix_B=prefix_B[row : row + 1])
-            mask = attend.prepare(spec.of_layer(0), one, length)
+            mask = build.model.prepare_mask(spec.of_layer(0), one, work.ids_BT.size(1))
             weight_TN = weights(attend, mask, q, k, group)[0].amax(dim=1)
         inside, beyond = weight_TN[0, 1].item(), weight_TN[:prefix, 2].max().item()
-        ignored = int((work.targets_BT[row] == IGNORED).sum())
+        ignored_T = work.targets_BT[row] == IGNORED
+        right = ignored_T.equal(work.index_BT[row] % length < prefix - 1)
+        ignored = int(ignored_T.sum())
         return Evidence(
-            active=prefix > 1 and inside > 0 == beyond and ignored == prefix - 1,
+            active=prefix > 1 and inside > 0 == beyond and right,
             detail=f"of a prefix of {prefix} tokens the first gives the last a weight of "
             f"{inside:.3g}, and all of them {beyond:.3g} to the next; {ignored} targets ignored",
             numbers={"prefix_tokens": prefix, "ignored_targets": ignored},

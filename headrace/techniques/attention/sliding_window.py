@@ -140,11 +140,12 @@ class SlidingWindow(Technique[Build]):
         """Return how far each query's result moves under `mask` with the first token's value."""
         config, blocks = build.config, build.model.blocks.values()
         attend = next(b.mixer.attend for b in blocks if isinstance(b.mixer, SelfAttention))
+        groups, tensor = config.resolved_kv_heads, build.world.size("tensor")
         draw = torch.Generator().manual_seed(0)
         shape = len(place_T), config.resolved_head_dim
         q, k, v = (
             torch.randn(1, shape[0], heads, shape[1], generator=draw).to(build.device, build.dtype)
-            for heads in (config.heads, config.resolved_kv_heads, config.resolved_kv_heads)
+            for heads in (whole // tensor for whole in (config.heads, groups, groups))
         )
         changed = torch.where((place_T == 0)[None, :, None, None], v + 1, v)
         return (attend(q, k, v, mask) - attend(q, k, changed, mask)).abs().amax(dim=(0, 2, 3))
