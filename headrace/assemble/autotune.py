@@ -339,7 +339,7 @@ def _trial(
     check_mask(config, attend, own.mask)
     (*given, gradient), length = tensors, work.ids_BT.size(1)
     call: Callable[..., Tensor] = attend.__call__
-    whole_or_share = own.mask.of_heads(0, own.plan.mesh.tensor)
+    mask_of_rank = own.mask.of_heads(0, own.plan.mesh.tensor)
     if compiler := _compiler(own.plan):
         call = torch.compile(call, backend=compiler, dynamic=False)
 
@@ -357,9 +357,7 @@ def _trial(
     with ExitStack() as flags:
         for enter in own.runtime:
             flags.enter_context(enter())
-        layers_of = Counter(
-            map(whole_or_share.of_layer, attending(config, own.parts.mixer, attend))
-        )
+        layers_of = Counter(map(mask_of_rank.of_layer, attending(config, own.parts.mixer, attend)))
         for spec, layers in layers_of.items():
             masks.append(prepare(spec))
             parts += [(1, partial(prepare, spec)), (layers, partial(forward_backward, masks[-1]))]

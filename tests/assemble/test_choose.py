@@ -59,6 +59,12 @@ class Quick(Sdpa):
     """Compute attention as the baseline does, under another class."""
 
 
+class Sloped(Quick):
+    """Compute slopes too, as the baseline does."""
+
+    knows = frozenset({"alibi"})
+
+
 class Short(Sdpa):
     """Has no kernel here."""
 
@@ -97,6 +103,12 @@ class Fast(Toy):
     """Use a backend that is faster than a baseline slowed by 2 ms."""
 
     attend = Quick
+
+
+class Inclined(Toy):
+    """Use a backend that is as fast and computes slopes."""
+
+    attend = Sloped
 
 
 class Late(Toy):
@@ -317,6 +329,15 @@ def test_calls_are_compiled_where_the_plan_compiles(
     found = choose._find(plans, prepare(plan), CPU, Progress())
     assert found["at"]["compiled_by"] == "aot_eager"
     assert asked == [(Sdpa, "aot_eager"), (Quick, "aot_eager")]
+
+
+def test_slopes_are_those_of_a_tensor_ranks_heads(tiny_plan: Callable[..., Plan]) -> None:
+    split = ("mesh.tensor=2", "techniques.tensor_parallel={}", "model.kv_heads=2")
+    plan = tiny_plan(MEASURED, "techniques.alibi={}", *split)
+    plans, _ = candidates(plan, of(Inclined), CPU)
+    found = choose._find(plans, prepare(plan), CPU, Progress())
+    assert found["at"]["heads"] == plan.model.heads // 2
+    assert not found["refused"] and found["milliseconds"].keys() == {"trunk", "inclined"}
 
 
 def test_masks_are_the_runs(tiny_plan: Callable[..., Plan], slow_baseline: None) -> None:

@@ -36,6 +36,7 @@ RECIPES = [
     case("ramp-pp", RAMP, PP, pipeline=2, micro_rows=1, packing=True, **GROWS),
     case("ramp-pp-smaller", RAMP, PP, pipeline=2, micro_rows=4, shape="tied", **GROWS),
     case("ramp-pp4-gpt2", RAMP, PP, pipeline=4, shape="gpt2", **GROWS),
+    case("ramp-fsdp", RAMP, FSDP, data=2, slow=True, **GROWS),
     case("ramp-pp-fsdp", RAMP, PP, FSDP, pipeline=2, data=2, micro_rows=1, slow=True, **GROWS),
     case("ramp-interleaved", RAMP, INTERLEAVED, pipeline=2, micro_rows=1, shape="tied", **GROWS),
     case(

@@ -143,8 +143,9 @@ def batches(vocab: int, length: int, steps: int = 1) -> list[list[Row]]:
 
 def micros_of(build: Build, rows: list[Row]) -> list[Micro]:
     """This rank's micro-batches of the rows of a step, as the loader would cut them."""
-    world, size = build.world, build.plan.micro_rows
+    world = build.world
     each = len(rows) // world.size("data")
+    size = min(build.plan.micro_rows, each)
     first = world.place("data") * each
     length = build.plan.data.sequence_length
     return [
