@@ -134,12 +134,11 @@ class Context:
 
     def whole(self, *axes: str) -> Remedy:
         """Return the changes after which the model is split along none of `axes` of the mesh."""
-        mesh, words = self.plan.mesh, list[str]()
+        mesh, on, words = self.plan.mesh, self.plan.techniques, list[str]()
         if "context" in axes and "expert" not in axes and mesh.data // mesh.replicate % mesh.expert:
             axes = (*axes, "expert")  # the ranks that are left cannot divide the experts
         for axis in axes:
-            splits = [n for n, other in self.plan.techniques.items() if axis in other.axes]
-            words += [f"mesh.{axis}=1", *(f"-{name}" for name in splits)]
+            words += [f"mesh.{axis}=1", *(f"-{n}" for n, t in on.items() if axis in t.axes)]
         return mend(*words)
 
     def lacks_triton(self) -> "Unsupported | None":
@@ -259,8 +258,7 @@ class Technique(Strict, Generic[B]):
     """Whether `predict` also covers what it does to a step's time, be it nothing."""
     rounds: ClassVar[Rounds] = "other"
     """What an `approximate` technique rounds: `operands` of products, each relative to itself and
-    anew in each step, which a short training shows; `state` that stays from step to step, which
-    only a long one does; or something else."""
+    anew in each step; `state` that stays from step to step; or something else."""
     follows_horizon: ClassVar[bool] = False
     """Whether what a step does depends on where the schedule ends, beside the learning rate. Then
     a state of a shorter run is none of a longer one."""
@@ -269,21 +267,18 @@ class Technique(Strict, Generic[B]):
     symptoms: ClassVar[tuple[str, ...]] = ()
     """Findings of the doctor that the technique is a remedy for, in the words of symptoms.py."""
     loop_changes: ClassVar[tuple[LoopChange, ...]] = ()
-    """Changes of another trainer's loop that do what the technique does, in the words of
-    symptoms.py."""
+    """Changes of another trainer's loop that do the same, in the words of symptoms.py."""
     token_share: ClassVar[float] = 1.0
     """Share of the tokens to a loss that the technique needs, by its card's source; 1 claims
     nothing. A tuner first tries what promises most by this share and by the time of a step."""
     unsaid: ClassVar[Mapping[str, Any]] = {}
     """Knob -> its value in runs from before it was one, where today's default is another."""
     usual_rate: ClassVar[float | None] = None
-    """Learning rate (`optimizer.lr`) that is usual for what it trains in the place of the model's
-    weights; None where it trains these."""
+    """Usual `optimizer.lr` of what it trains instead of the model's weights; None for these."""
     settled: ClassVar[tuple[str, ...]] = ()
     """Names of knobs that no search changes: for tests, or for what a user accepts."""
     blocks: ClassVar[str] = ""
-    """The kernel of its attention over blocks of keys, whose results a ring merges
-    (kernels/block_attention); "" for none."""
+    """Kernel by which a ring computes its attention (kernels/block_attention); "" for none."""
     images: ClassVar[bool] = False
     """Whether it means the same for a network that tells images apart, where no tokens are."""
 
