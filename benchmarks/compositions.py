@@ -41,7 +41,9 @@ import house  # noqa: E402
 import receipts  # noqa: E402
 from cases import COMPOSITIONS, fitted  # noqa: E402
 from cases_in_halves import IN_HALVES  # noqa: E402
+from cases_of_adapters import OF_ADAPTERS  # noqa: E402
 from cases_of_experts import SHARING_ROWS  # noqa: E402
+from cases_of_recipes import RECIPES  # noqa: E402
 from composition import Composition, Outcome, run  # noqa: E402
 
 from headrace.assemble.filled import check_active  # noqa: E402
@@ -160,7 +162,8 @@ def main() -> None:
     dist.barrier()
     worlds: dict[str, World] = {}
     references: dict[str, tuple[Outcome, list[float]]] = {}
-    for case in sorted((*COMPOSITIONS, *IN_HALVES, *SHARING_ROWS), key=urgency):
+    every = (*COMPOSITIONS, *IN_HALVES, *OF_ADAPTERS, *SHARING_ROWS, *RECIPES)
+    for case in sorted(every, key=urgency):
         composition = fitted(case, ranks)
         if composition is None or (arguments.only and case.name not in arguments.only):
             continue

@@ -29,6 +29,8 @@ LAST = "mlp.down/adapter_forward"
 """A sum that nothing needs again, nor the product with the frozen weight in it."""
 PIECE = "mlp_piece"
 """The line of a ledger whose MLPs go in pieces that run again, each from its input."""
+PIECES = "mlp/pieces"
+"""A size: pieces of tokens that an MLP goes in, where it does."""
 StoredBytes = Callable[[int, int, int], float | None]
 """A function of a layer, and of the features in and out of an adapted weight there: its bytes; None
 where it stays as it is."""
@@ -42,6 +44,15 @@ TRAINED, UNSPLIT = "adapters/trained", "adapters/unsplit"
 """Sizes: the numbers of all that learns, and those of them that each tensor rank has whole."""
 LENGTHS = "adapters/lengths"
 """A size: FLOPs of finding how long all adapted rows are, once."""
+BEFORE = "adapters/before"
+"""A size: parts of the first block, attention and MLP, whose input gets no gradient; 0 where the
+embedding learns."""
+NORM_RESULTS, FINAL_RESULT = "adapters/norm_results", "adapters/final_result"
+"""Sizes: results of its norms that a block keeps, and results of the final norm that are kept."""
+SCALES = "adapters/scales"
+"""A size: bytes of stored weights that each tensor rank has whole, as the scales of cut rows."""
+CUT_RESULTS = "adapters/cut_results"
+"""A size: features that a block keeps inside of adapters, of which a tensor rank has a part."""
 AROUND, MLP = ("residual", "norm", "weight_cast"), ("gate_up", "activation", "routed", "router")
 """Lines of a block around its parts, and of its MLP; the others are its mixer's."""
 
@@ -141,12 +152,28 @@ def adapted_ledger(
     matrices = _with_adapters(ledger, taken, adapters, quantized)
     unsplit = _unsplit(matrices, taken, adapters)
     sizes = {**sizes, LENGTHS: float(lengths), TRAINED: float(numbers), UNSPLIT: float(unsplit)}
-    return replace(
-        ledger,
-        sizes=sizes,
-        flops=flops,
-        matrices=_with_adapters(ledger, taken, adapters, quantized),
-    )
+    sizes |= _kept_sizes(ledger, chosen, adapters)
+    return replace(ledger, sizes=sizes, flops=flops, matrices=matrices)
+
+
+def _kept_sizes(ledger: Ledger, chosen: Sequence[str], adapters: AdapterSizes) -> dict[str, float]:
+    """Return the sizes that say what a rank keeps and sends which has a part of each linear.
+
+    Args:
+        ledger: with the memory of a model of which only adapters learn.
+        chosen: what a block calls the adapted linears.
+        adapters: their sizes.
+    """
+    sizes = ledger.sizes
+    tables = adapters.tables(tied=sizes["tied"] > 0)
+    in_mixer = any(name.startswith("mixer.") for name in chosen)
+    cut = sum(sizes.get(f"{name}/out", 0.0) for name in chosen if name not in ROWS)
+    return {
+        BEFORE: 0.0 if TABLES["embedding"] in tables else 1.0 if in_mixer else 2.0,
+        NORM_RESULTS: float(bool(_into_mixer(chosen))) + _is_kept_for_mlp(ledger, chosen),
+        FINAL_RESULT: float(_has_head(tables, sizes)),
+        CUT_RESULTS: adapters.magnitudes * cut,
+    }
 
 
 def _backward_flops(

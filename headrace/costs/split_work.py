@@ -10,10 +10,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil
 
+from headrace.costs.adapters import TRAINED
 from headrace.costs.count import FP32
 from headrace.costs.decoder_work import LEARNED
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import CollectiveOperation
+from headrace.costs.split_adapters import (
+    PREFIX,
+    partial_bytes,
+    split_adapter,
+    summed_lengths,
+    unreached,
+)
 from headrace.costs.work import Attention, Collective, Matmul, Phase, Stream, Work, collective
 
 AXIS = "tensor"
@@ -30,6 +38,7 @@ INSIDE = (
     "embedding_values",
     "activation",
     "weight_cast",
+    "whole_weight",
     "experts_read",
     "experts_stacked",
     "head_cast",
@@ -100,6 +109,8 @@ def _part(name: str, piece: Work, sizes: Mapping[str, float], sequence: bool, ke
         ends, place = list(piece.sizes), CUTS[part][what in ROWS]
         ends[place] //= ranks
         return replace(piece, sizes=tuple(ends))
+    if part.startswith(PREFIX) and what in COLUMNS + ROWS:
+        return split_adapter(what, part, piece, ranks) or _unknown(name, piece)
     if isinstance(piece, Attention):
         rows, heads, kv_heads, length, features = piece.sizes
         return replace(piece, sizes=(rows, heads // ranks, kv_heads // ranks, length, features))
@@ -114,6 +125,11 @@ def _part(name: str, piece: Work, sizes: Mapping[str, float], sequence: bool, ke
         return piece.with_bytes(lambda bytes: bytes - gone)
     if what in BETWEEN + WHOLE:
         return piece
+    return _unknown(name, piece)
+
+
+def _unknown(name: str, piece: Work) -> Work:
+    """Return a piece that has no time, with the reason."""
     return replace(piece, unknown=f"what {name} takes on a rank with a part of it was not counted")
 
 
@@ -126,11 +142,14 @@ def _sends(ledger: Ledger, sequence: bool) -> dict[str, Work]:
     sizes, pieces = ledger.sizes, dict[str, Work]()
     tokens = sizes["tokens"]
     stream = sizes["activation_bytes"] * tokens * sizes["dim"]
-    layers = sizes["layers"]
+    layers, fewer = sizes["layers"], unreached(sizes)
 
     def add(
         name: str, phase: Phase, operation: CollectiveOperation, bytes: float, count: float = 1.0
     ) -> None:
+        count -= fewer.get(name, 0.0)
+        if not count:
+            return
         pieces[name] = collective(sizes, AXIS, phase, operation, bytes, count)
         if operation != "all_reduce":  # ranks' tokens are joined, or cut, in a copy
             pieces[name.replace("/", "/copy_", 1)] = Stream(phase, count, 2 * bytes)
@@ -146,7 +165,8 @@ def _sends(ledger: Ledger, sequence: bool) -> dict[str, Work]:
         add(LAST.format("scatter"), "forward", "reduce_scatter", stream, layers)
         add("parts/gather_back", "backward", "all_gather", stream, 2 * layers)
         add("parts/scatter_back", "backward", "reduce_scatter", stream, 2 * layers)
-        add("embedding/gather_back", "backward", "all_gather", gathered)
+        if not fewer:
+            add("embedding/gather_back", "backward", "all_gather", gathered)
         add("head/gather", "forward", "all_gather", stream)
         add("head/scatter_back", "backward", "reduce_scatter", stream)
     else:
@@ -159,7 +179,11 @@ def _sends(ledger: Ledger, sequence: bool) -> dict[str, Work]:
     add("loss/largest", "forward", "all_reduce", FP32 * tokens / chunks, chunks)
     sums = 3 if has_kernels(ledger.sizes) else 2
     add("loss/sums", "forward", "all_reduce", sums * FP32 * tokens / chunks, chunks)
-    if gradients := _partial(ledger, sequence):
+    for name, phase, bytes, count in summed_lengths(ledger):
+        add(name, phase, "all_reduce", bytes, count)
+    if TRAINED in sizes:
+        add("adapters/gradients", "optimizer", "all_reduce", partial_bytes(sizes))
+    elif gradients := _partial(ledger, sequence):
         add("norms/gradients", "optimizer", "all_reduce", gradients)
     return pieces
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from cases import COMPOSITIONS
 from cases_in_halves import IN_HALVES
+from cases_of_adapters import OF_ADAPTERS
 from cases_of_experts import SHARING_ROWS
 from cases_of_recipes import RECIPES
 from composition import Composition, Outcome, differences, run
@@ -59,7 +60,7 @@ def beyond(found: Outcome, composition: Composition) -> dict[str, float]:
     "composition",
     [
         pytest.param(c, id=c.name, marks=[pytest.mark.slow] * c.slow)
-        for c in (*COMPOSITIONS, *IN_HALVES, *SHARING_ROWS, *RECIPES)
+        for c in (*COMPOSITIONS, *IN_HALVES, *OF_ADAPTERS, *SHARING_ROWS, *RECIPES)
     ],
 )
 def test_equals_one_process(composition: Composition, told: Callable[..., Any]) -> None:

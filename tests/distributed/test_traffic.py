@@ -31,6 +31,8 @@ HALF: dict[str, Any] = {"keys": {"model": {"precision": "bf16"}}}
 TIED_HALF: dict[str, Any] = {"model": {"precision": "bf16", "tied_embeddings": True}}
 FULL: dict[str, Any] = {"full_checkpoint": {}}
 LORA: dict[str, Any] = {"lora": {"rank": 2}}
+DORA: dict[str, Any] = {"dora": {"rank": 2}}
+QLORA: dict[str, Any] = {"qlora": {"rank": 2, "base": "int8"}}
 GPT2: dict[str, Any] = {
     "keys": {
         "model": {
@@ -83,6 +85,19 @@ TWO = [
     even("tp-normed", TP, tensor=2, **NORMED),
     even("tp-whole-gpt2", WHOLE, tensor=2, **GPT2, slow=True),
     even("tp-whole-normed", WHOLE, tensor=2, **NORMED, slow=True),
+    even("tp-lora", TP, LORA, tensor=2),
+    even("tp-lora-gpt2", TP, LORA, tensor=2, slow=True, **GPT2),
+    even("tp-whole-lora", WHOLE, LORA, tensor=2, slow=True),
+    even("tp-lora-outputs", TP, {"lora": {"rank": 2, "targets": ("mlp.gate_up",)}}, tensor=2),
+    even("tp-lora-inputs", TP, {"lora": {"rank": 2, "targets": ("mixer.out",)}}, tensor=2),
+    even("tp-lora-tables", TP, {"lora": {"rank": 2, "train_also": ("head",)}}, tensor=2),
+    even("tp-lora-normed", TP, LORA, tensor=2, slow=True, **NORMED),
+    even("tp-dora", TP, DORA, tensor=2),
+    even("tp-dora-full", TP, DORA, FULL, tensor=2),
+    even("tp-dora-selective", TP, DORA, SAC, tensor=2),
+    even("tp-whole-dora", WHOLE, DORA, tensor=2, slow=True),
+    even("tp-dora-pieces", TP, DORA, {"chunked_mlp": {"chunk_tokens": 16}}, tensor=2),
+    even("tp-qlora", TP, QLORA, tensor=2, slow=True),
     even("tp-pieces", TP, {"chunked_mlp": {"chunk_tokens": 16}}, tensor=2),
     even("tp-chunked", TP, CHUNKED, tensor=2),
     even("tp-full", TP, FULL, tensor=2),
@@ -120,6 +135,19 @@ FOUR = [
     even("cp-4", CP, context=4, slow=True),
     even("ulysses", {"ulysses": {}}, context=2, data=2, slow=True),
     even("tp-fsdp", TP, FSDP, tensor=2, data=2, slow=True),
+    even("tp-fsdp-lora", TP, FSDP, LORA, tensor=2, data=2, slow=True),
+    even("tp-replicas-lora", TP, LORA, tensor=2, data=2, slow=True),
+    even(
+        "pp-lora-tp",
+        PP,
+        TP,
+        {"lora": {"rank": 2, "targets": ("mlp.down",)}},
+        pipeline=2,
+        tensor=2,
+        layers=4,
+        slow=True,
+    ),
+    even("pp-tp-dora", PP, TP, DORA, pipeline=2, tensor=2, layers=4, slow=True),
     even("tp-cp", TP, CP, tensor=2, context=2, slow=True),
     even("pp-fsdp", PP, FSDP, pipeline=2, data=2, layers=4, slow=True),
     even("pp-tp", PP, TP, pipeline=2, tensor=2, layers=4, slow=True),

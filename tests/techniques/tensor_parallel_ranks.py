@@ -233,6 +233,51 @@ def memory(ranks: int, corpus: str, prepared: str, crossed: bool) -> None:
             assert abs(said - held) < 0.001 * held, case  # 521 entries are 261 + 260
 
 
+def adapters_memory(
+    ranks: int, corpus: str, prepared: str, cases: list[tuple[str, Mapping[str, Any], bool]]
+) -> None:
+    """What a layer keeps, the peak, parameters and state, of a rank with its part of adapters.
+
+    Args:
+        ranks: that share the model.
+        corpus: what is read.
+        prepared: where it is prepared.
+        cases: a technique, its knobs, and whether the stream is cut along the sequence.
+    """
+    import house
+    import test_predicts as traced
+
+    def read(self: Any, *args: Any) -> Any:
+        time.sleep(0.05)  # gloo's threads let go of the last collective's tensors
+        return right(self, *args)
+
+    right, traced.Traced._read = traced.Traced._read, read
+    sizes = {"dim": 128, "ffn": 512, "vocab": 522}
+    with worlds(ranks, corpus, prepared) as world:
+        house.build_of = lambda plan: make_build(plan, prepare(plan), world, DEVICE)
+        for case in cases:
+            name, knobs, sequence = case
+            asked = {name: knobs, "tensor_parallel": {"sequence": sequence}}
+            techniques = {n: CATALOGUE.find(n).model_validate(k) for n, k in asked.items()}
+            deep, flat = (
+                traced.Traced(
+                    traced.plan_of(layers=n, **sizes).replaced(
+                        techniques=techniques, mesh={"tensor": ranks}
+                    )
+                )
+                for n in (traced.DEEP, traced.FLAT)
+            )
+            kept, lines = deep.kept - flat.kept, deep.ledger.memory
+            said = traced.kept_by_layers(deep.ledger) - traced.kept_by_layers(flat.ledger)
+            assert abs(said - kept) < traced.SLOPE_BAND * kept, (case, said, kept)
+            if "targets" not in knobs:  # whose peak a CPU's backward work sets, which is no line
+                peak = deep.ledger.peak()[1]
+                assert abs(peak - deep.peak) < traced.PEAK_BAND * deep.peak, (case, peak, deep.peak)
+            assert abs(lines["parameters"].bytes - deep.parameters) < 1, (case, deep.parameters)
+            states = lines["optimizer"].bytes
+            assert abs(states - deep.state) < 0.01 * deep.state, (case, states, deep.state)
+
+
 def bf16_memory(ranks: int, corpus: str, prepared: str) -> None:
     """The peak of a rank that holds a small part in bf16, and the ends of the model beside it."""
     import house

@@ -238,6 +238,26 @@ def test_adapters_are_split_over_tensor_ranks(
     zygote.call(2, tmp_path, ranks, "equals", ranks=2, cases=cases, **data)
 
 
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_tensor_ranks_memory_is_predicted(
+    zygote: Any, tmp_path: Path, corpus: Path, prepared_folder: Path, sequence: bool
+) -> None:
+    """A frozen linear keeps nothing of what ranks gather for it, an adapted one all."""
+    house.put_data_in(str(corpus), str(prepared_folder))
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("lora", {}),
+        *(("lora", {"targets": (one,)}) for one in ("mixer.qkv", "mixer.out", "mlp.down")),
+        ("lora", {"train_also": ("head",)}),
+        ("dora", {}),
+        ("qlora", {}),
+        ("qlora", {"base": "int8", "whole_blocks": 1}),
+    ]
+    cases = [(name, {"rank": 2, **knobs}, sequence) for name, knobs in asked]
+    ranks = Path(__file__).with_name("tensor_parallel_ranks.py")
+    data = {"corpus": str(corpus), "prepared": str(prepared_folder)}
+    zygote.call(2, tmp_path, ranks, "adapters_memory", ranks=2, cases=cases, **data)
+
+
 def test_each_target_has_its_rank_and_second_matrices_their_rate(
     make_tiny: Make, batch: Batch
 ) -> None:

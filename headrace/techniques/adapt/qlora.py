@@ -25,6 +25,7 @@ from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind, UnsupportedError
 from headrace.core.remedy import mend
 from headrace.costs.adapters import ROWS as CUT
+from headrace.costs.adapters import SCALES
 from headrace.costs.count import block_linears
 from headrace.costs.ledger import DERIVED, Ledger
 from headrace.costs.work import Phase, Stream
@@ -175,7 +176,19 @@ class Qlora(AdapterTechnique):
                 kernels * len(chosen),
                 fused * sum(chosen),
             )
-        return replace(ledger, work=work, sizes={**sizes, DERIVED: 1.0})
+        scales = stored * self._whole_scales(sizes)
+        return replace(ledger, work=work, sizes={**sizes, DERIVED: 1.0, SCALES: scales})
+
+    def _whole_scales(self, sizes: Mapping[str, float]) -> float:
+        """Return the bytes of a block's stored weights that each tensor rank has whole."""
+        linears = [key[:-3] for key in sizes if key.endswith("/in")]
+        return sum(
+            quantized_bytes(int(sizes[f"{name}/out"]), 0, self.base)
+            if name in CUT
+            else quantized_bytes(0, int(sizes[f"{name}/in"]), self.base)
+            for name in linears
+            if not self.targets or name in self.targets
+        )
 
     def apply(self, build: Build) -> None:
         """Replace the chosen linears, freeze all but the adapters, store the chosen weights."""

@@ -21,6 +21,7 @@ Shapes: N tokens, n tokens of a piece, D features.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +35,7 @@ from torch.utils.checkpoint import (
 
 from headrace.assemble.sockets import Build
 from headrace.core.remedy import mend
+from headrace.costs.adapters import PIECES
 from headrace.costs.count import holds_casts
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import Matmul, Phase, Stream, Work
@@ -125,7 +127,8 @@ class ChunkedMLP(Technique[Build]):
             most = max(pieces, 5 * stream - piece)
             ledger = ledger.with_line("work", replace(work, bytes=most))
         ledger = self._worked(ledger.with_flops("recompute", up), first)
-        return replace(ledger, sizes={**sizes, "down_flops": unneeded})
+        pieces = float(ceil(sizes["tokens"] / self.chunk_tokens))
+        return replace(ledger, sizes={**sizes, "down_flops": unneeded, PIECES: pieces})
 
     def _worked(self, ledger: Ledger, first: str) -> Ledger:
         """Price smaller matmuls, the first one and the activation twice, and what joins the pieces.

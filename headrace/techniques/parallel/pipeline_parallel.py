@@ -36,6 +36,7 @@ from headrace.costs.count import FP32, instants_of
 from headrace.costs.decoder_work import LEARNED
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.costs.links import COMMUNICATORS
+from headrace.costs.split_adapters import unreached
 from headrace.costs.work import IDLE, Work, collective
 from headrace.model.adapter import shape_of
 from headrace.model.decoder import Decoder, Part
@@ -246,7 +247,7 @@ class PipelineParallel(Technique[Build]):
         sizes = {**ledger.sizes, "layers": here, IDLE: idle}
         sizes["final_norm"] *= last
         learned = memory["gradients"].bytes / max(1.0, ledger.memory["gradients"].bytes)
-        stage = _Stage(rank == 0, last, here, layers, learned)
+        stage = _Stage(rank == 0, last, here, layers, learned, unreached(sizes))
         work = {n: part for n, w in ledger.work.items() if (part := stage.part(n, w)) is not None}
         work |= self._sends(sizes, rank, ranks)
         neighbours = (rank > 0) + (rank < ranks - 1)
@@ -329,6 +330,7 @@ class _Stage:
         here: its layers.
         layers: of the model.
         learned: its share of what learns.
+        fewer: runs of a piece that the model's first block lacks, by the piece's name.
     """
 
     first: bool
@@ -336,6 +338,7 @@ class _Stage:
     here: int
     layers: int
     learned: float
+    fewer: Mapping[str, float]
 
     def part(self, name: str, piece: Work) -> Work | None:
         """Return its own of all pieces of that name; None where it has none."""
@@ -352,7 +355,8 @@ class _Stage:
             share = (2 * self.here + self.last) / (2 * self.layers + 1)
         if piece.phase == "optimizer":
             return piece.with_bytes(lambda bytes: bytes * share)
-        return replace(piece, count=piece.count * share)
+        lacks = self.fewer.get(name, 0.0)
+        return replace(piece, count=(piece.count + lacks) * share - lacks * self.first)
 
 
 @dataclass

@@ -35,11 +35,12 @@ from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import Remedy, mend
 from headrace.core.units import divisors
-from headrace.costs.adapters import TRAINED, UNSPLIT, is_unsplit
+from headrace.costs.adapters import SCALES, TRAINED, UNSPLIT, is_unsplit
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.links import COMMUNICATORS
 from headrace.costs.mask_work import mask_of_heads
+from headrace.costs.split_adapters import gathered_results, split_lines
 from headrace.costs.split_work import has_kernels, split_work
 from headrace.kernels.launches import COUNTS, since
 from headrace.model.lora import DoraLinear, LoraLinear
@@ -238,8 +239,9 @@ class TensorParallel(Technique[Build]):
         ledger = mask_of_heads(ledger, ranks)
         sizes = dict(ledger.sizes)
         kept = ledger.memory["parameters"].bytes
-        whole, trained = sizes["unsplit"] + sizes.get(UNSPLIT, 0.0), sizes.get(TRAINED, 0.0)
-        left = learned = (4 * whole + (kept - 4 * whole) / ranks) / kept
+        trained, unsplit = sizes.get(TRAINED, 0.0), sizes["unsplit"] + sizes.get(UNSPLIT, 0.0)
+        whole = FP32 * unsplit + sizes.get(SCALES, 0.0)
+        left = learned = (whole + (kept - whole) / ranks) / kept
         if trained:  # adapters alone have gradients and states
             learned = (sizes[UNSPLIT] + (trained - sizes[UNSPLIT]) / ranks) / trained
         work = split_work(
@@ -263,7 +265,7 @@ class TensorParallel(Technique[Build]):
             bytes_per_token = sizes["logits_per_token"] + leaf
             ledger = ledger.scaled(lambda name: name == "logits", 1 - less / bytes_per_token)
             sizes["logits_per_token"] -= less
-        stream = sizes["residual"]
+        ledger, stream = split_lines(ledger), sizes["residual"]
         if self.asynchronous:  # torch's workspace: what is sent of one matmul, and what comes
             ledger = ledger.with_line(
                 "symmetric_memory", Line(2 * stream / ranks, ("loss", "turn", "backward"))
@@ -271,9 +273,10 @@ class TensorParallel(Technique[Build]):
         if self.sequence:
             between = ("/residual", "/stream")
             ledger = ledger.scaled(lambda name: name.endswith(between), 1 / ranks)
+            results = gathered_results(sizes)
             for name, line in ledger.memory.items():  # what is gathered from a norm is kept whole
-                whole = {"norm": 2 * stream, "final_norm": stream}.get(name.split("/")[-1])
-                if whole is not None:
+                if (end := name.split("/")[-1]) in results:
+                    whole = results[end] * stream
                     bytes_ = whole + (line.bytes - whole) / ranks
                     ledger = ledger.with_line(name, replace(line, bytes=bytes_))
             sizes |= {"residual": stream / ranks, "written": stream}
