@@ -37,7 +37,9 @@ def pair_composition(one: str, two: str) -> Composition:
     knobs = {n: {**house.tiny_knobs(n, "cpu"), **PAIR_KNOBS.get(n, {})} for n in names}
     whole_step = "optimizer_in_backward" in knobs  # no norm and one micro-batch
     scales = {"float8_linear", "tensor_parallel"} <= knobs.keys()
-    blocks = {"adamw_8bit", "tensor_parallel"} <= knobs.keys()  # its blocks are of 256 columns
+    blocks = any(  # of 256 columns, or of 64
+        {name, "tensor_parallel"} <= knobs.keys() for name in ("adamw_8bit", "qlora")
+    )
     heads = {"ulysses", "tensor_parallel"} <= knobs.keys()  # both share key-value heads
     return Composition(
         f"pair {one} {two}",

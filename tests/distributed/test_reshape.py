@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import PLAN, losses, report, tensors
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -54,8 +55,11 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         ),
     ),
 }
+WHOLE_TOKENS = ("mesh.tensor=2", "techniques.tensor_parallel.sequence=false")
+LAYOUTS["tp"] = (2, WHOLE_TOKENS)
 NARROW = ("techniques.bf16_parameters={}",)
 MIXTURE = ("techniques.mixture_of_experts.experts=5",)
+SLOW = pytest.mark.slow
 MODEL = (
     "model.layers=3",
     "model.tied_embeddings=true",
@@ -179,6 +183,66 @@ def test_matrices_in_bf16_move(zygote: Any, home: Path) -> None:
     kept = [n for n in before if n.startswith("model/") or n.endswith("/rest")]
     assert any(before[name].any() for name in kept if name.endswith("/rest"))
     assert all(torch.equal(before[name], after[name]) for name in kept)
+
+
+ADAPTERS: dict[str, str] = {
+    "lora": "techniques.lora={rank = 3, dropout = 0.5, b_rate = 2.0}",
+    "dora": "techniques.dora={rank = 3, dropout = 0.3}",
+    "qlora": "techniques.qlora={rank = 3, base = 'int8', train_also = ['head']}",
+}
+
+
+@pytest.fixture(scope="module")
+def adapted(zygote: Any, home: Path, corpus: Path, prepared_folder: Path) -> Path:
+    """Make a plan that begins with the weights of the run of one process."""
+    ended = zygote.run(home, "export", "whole", "--to", "hf", "--output", "base")
+    assert ended.code == 0, ended.err
+    before, _, after = PLAN.format(corpus=corpus, prepared=prepared_folder).partition("[model]")
+    data = after[after.index("[data]") :].replace("vocab = 300", 'tokenizer = "base"')
+    (home / "adapted.toml").write_text(f'{before}[model]\npretrained = "base"\n\n{data}')
+    return home
+
+
+def adapt(zygote: Any, home: Path, name: str, layout: str, steps: int, *more: str) -> None:
+    """Go on with a run of adapters until `steps` under a layout."""
+    ranks, keys = LAYOUTS[layout]
+    asked = (f"name={name}", f"goal.steps={steps}", *MODEL[2:], *keys, *more)
+    ended = zygote.ranks(ranks, home, "train", "adapted.toml", *asked)
+    assert [e.code for e in ended] == [0] * ranks, (layout, ended[0].err + ended[-1].err)
+
+
+@pytest.mark.parametrize(
+    "kind", ["dora", *(pytest.param(k, marks=SLOW) for k in ("lora", "qlora"))]
+)
+def test_adapters_move_and_leave(zygote: Any, adapted: Path, kind: str) -> None:
+    """Ranks that share linears go on where one process ended, and write what it writes."""
+    alone, moved = f"{kind}-alone", f"{kind}-moved"
+    adapt(zygote, adapted, alone, "alone", 12, ADAPTERS[kind])
+    for number, layout in enumerate(("tp x fsdp", "alone", "tp x pp", "tp")):
+        more = ("--resume",) if number else ()
+        adapt(zygote, adapted, moved, layout, 3 * (number + 1), ADAPTERS[kind], *more)
+    runs = adapted / "runs"
+    assert_the_same_run(runs / alone, runs / moved)
+    written = []
+    for name in (alone, moved):
+        ended = zygote.run(adapted, "export", name, "--to", "peft", "--output", f"{name}-peft")
+        assert ended.code == 0, ended.err
+        written.append(load_file(adapted / f"{name}-peft" / "adapter_model.safetensors"))
+    assert written[0].keys() == written[1].keys() != set()
+    for name, tensor in written[0].items():
+        torch.testing.assert_close(written[1][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("dora", marks=SLOW), "lora"])
+def test_adapters_resume_to_the_bit(zygote: Any, adapted: Path, kind: str) -> None:
+    names = [f"{kind}-{how}" for how in ("straight", "broken")]
+    adapt(zygote, adapted, names[0], "tp", 8, ADAPTERS[kind])
+    for steps, more in ((4, ()), (8, ("--resume",))):
+        adapt(zygote, adapted, names[1], "tp", steps, ADAPTERS[kind], *more)
+    one, two = (adapted / "runs" / name for name in names)
+    assert torch.equal(losses(one), losses(two))
+    first, second = (tensors(run / "checkpoints" / "latest") for run in (one, two))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,24 @@ def test_what_it_refuses_it_names_a_remedy_that_runs() -> None:
     assert supports(2, kv_heads=2) == supports(3, kv_heads=6) == Supported()
 
 
+@pytest.mark.parametrize("name", ["float8_linear", "lora", "dora", "qlora"])
+def test_what_torch_does_not_overlap_is_refused(name: str) -> None:
+    """Torch overlaps plain matmuls alone, and not one whose sum begins at a correction."""
+    compiler = SimpleNamespace(backend="inductor")
+    plan = SimpleNamespace(
+        mesh=SimpleNamespace(tensor=2),
+        model=ModelConfig(),
+        techniques={"torch_compile": compiler, name: None},
+    )
+    context = replace(house.context_on("cuda"), plan=plan)
+    answer = TensorParallel(asynchronous=True).supports(context)
+    assert isinstance(answer, Unsupported) and name in answer.reason
+    assert answer.remedy.changes == (
+        (f"-{name}",),
+        ("techniques.tensor_parallel.asynchronous=false",),
+    )
+
+
 class Opaque(nn.Module):
     """A part that says nothing."""
 

@@ -78,6 +78,12 @@ COLUMNS: Mapping[str, int] = {"weight": 0, "bias": 0}
 ROWS: Mapping[str, int] = {"weight": 1}
 """Dimension along which a plain linear's parameters are cut, by output or by input features; one
 with other parameters says so itself in `column_parameters` and `row_parameters`."""
+CORRECTS = "adds a correction to their results before that"
+UNFUSED: Mapping[str, str] = {
+    "float8_linear": "casts the first as a whole before",
+    **dict.fromkeys(("lora", "dora", "qlora"), CORRECTS),
+}
+"""Technique whose matmuls torch does not overlap with collectives -> why."""
 INSIDE_LINES = (
     "qkv",
     "attention",
@@ -211,11 +217,11 @@ class TensorParallel(Technique[Build]):
                 mend("+torch_compile", "techniques.torch_compile.backend=inductor") | plain,
                 RefusalKind.COMBINATION,
             )
-        if "float8_linear" in plan.techniques:
+        if other := next((name for name in UNFUSED if name in plan.techniques), ""):
             return Unsupported(
-                f"{key} = true overlaps matmuls with what they read, and float8_linear casts that "
-                "as a whole before",
-                mend("-float8_linear") | plain,
+                f"{key} = true overlaps matmuls with what they read and what is sent of them, and "
+                f"{other} {UNFUSED[other]}",
+                mend(f"-{other}") | plain,
                 RefusalKind.COMBINATION,
             )
         if not self.sequence:
