@@ -4,6 +4,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from house import (
 from headrace.assemble.build import make_build
 from headrace.assemble.filled import check_active
 from headrace.assemble.sockets import Build
+from headrace.costs.work import Attention, Matmul, Work
 from headrace.data.ingest import prepare
 from headrace.kernels.quantized_weight import QuantizedWeight
 from headrace.model.lora import plain
@@ -276,6 +278,41 @@ def adapters_memory(
             assert abs(lines["parameters"].bytes - deep.parameters) < 1, (case, deep.parameters)
             states = lines["optimizer"].bytes
             assert abs(states - deep.state) < 0.01 * deep.state, (case, states, deep.state)
+
+
+def adapters_work(
+    ranks: int, corpus: str, prepared: str, cases: list[tuple[str, Mapping[str, Any], bool]]
+) -> None:
+    """The FLOPs of a rank's matmuls are those of its pieces, none of which has no time."""
+    import house
+    import test_predicts as traced
+
+    with worlds(ranks, corpus, prepared) as world:
+        house.build_of = lambda plan: make_build(plan, prepare(plan), world, DEVICE)
+        for case in cases:
+            name, knobs, sequence = case
+            asked = {name: knobs, "tensor_parallel": {"sequence": sequence}}
+            techniques = {n: CATALOGUE.find(n).model_validate(k) for n, k in asked.items()}
+            plan = traced.plan_of(layers=2, dim=128, ffn=256, vocab=522)
+            plan = plan.replaced(techniques=techniques, mesh={"tensor": ranks})
+            per_token, ledger = traced.counted_flops(plan)
+            unknown = {n: p.unknown for n, p in ledger.work.items() if p.unknown}
+            assert not unknown, (case, unknown)
+            said = sum(map(_flops, ledger.work.values())) / plan.batch.tokens
+            # Of DoRA's lengths the matmuls of rank x rank numbers are no pieces.
+            band = 1e-3 if name == "dora" else 1e-6
+            assert abs(said - per_token) < band * per_token, (case, said, per_token)
+
+
+def _flops(piece: Work) -> float:
+    """Return the FLOPs of a piece, of an attention's backward pass those of its mathematics."""
+    if isinstance(piece, Matmul):
+        return 2.0 * piece.count * prod(piece.sizes)
+    if isinstance(piece, Attention):
+        rows, heads, _, length, features = piece.sizes
+        products = 2 if piece.phase == "forward" else 4
+        return 2.0 * products * piece.count * rows * heads * length**2 * features
+    return 0.0
 
 
 def bf16_memory(ranks: int, corpus: str, prepared: str) -> None:

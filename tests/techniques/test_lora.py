@@ -258,6 +258,19 @@ def test_a_tensor_ranks_memory_is_predicted(
     zygote.call(2, tmp_path, ranks, "adapters_memory", ranks=2, cases=cases, **data)
 
 
+def test_a_tensor_ranks_matmuls_are_predicted(
+    zygote: Any, tmp_path: Path, corpus: Path, prepared_folder: Path
+) -> None:
+    """Each rank has a part of a linear's own matmuls and of one of its adapter's two."""
+    house.put_data_in(str(corpus), str(prepared_folder))
+    knobs = {"rank": 2, "train_also": ALSO}  # the first block's inputs get a gradient too
+    kinds = (("lora", True), ("dora", True), ("qlora", False))
+    cases = [(name, knobs, sequence) for name, sequence in kinds]
+    ranks = Path(__file__).with_name("tensor_parallel_ranks.py")
+    data = {"corpus": str(corpus), "prepared": str(prepared_folder)}
+    zygote.call(2, tmp_path, ranks, "adapters_work", ranks=2, cases=cases, **data)
+
+
 def test_each_target_has_its_rank_and_second_matrices_their_rate(
     make_tiny: Make, batch: Batch
 ) -> None:
