@@ -188,6 +188,28 @@ def _sends(ledger: Ledger, sequence: bool) -> dict[str, Work]:
     return pieces
 
 
+def split_head(ledger: Ledger, ranks: float) -> Ledger:
+    """Return the ledger of one of `ranks` with its share of the head's gradients and logits.
+
+    Reduced in parts, logits are held once less (model/sharded_vocabulary), and a chunk's gradient,
+    which is written over its probabilities, is no third tensor of fp32. Kernels hold nothing beside
+    the logits.
+    """
+    sizes, kernels = dict(ledger.sizes), has_kernels(ledger.sizes)
+    if "logits" in ledger.memory and "logits_per_token" in sizes and not kernels:
+        leaf, one = sizes.get("logits_leaf", 0.0), FP32 * sizes["vocab"]
+        less = one * (2 if leaf >= one and not sizes["capped"] else 1)
+        bytes_per_token = sizes["logits_per_token"] + leaf
+        ledger = ledger.scaled(lambda name: name == "logits", 1 - less / bytes_per_token)
+        sizes["logits_per_token"] -= less
+    stored = sizes["activation_bytes"] if kernels else FP32
+    gone = stored * sizes["embedding"] * (1 - 1 / ranks)
+    if head := ledger.memory.get("head_gradients"):
+        ledger = ledger.with_line("head_gradients", replace(head, bytes=head.bytes - gone))
+    sizes["head_gradients"] -= gone
+    return replace(ledger, sizes=sizes)
+
+
 def has_kernels(sizes: Mapping[str, float]) -> bool:
     """Return whether kernels compute the loss of a share of the vocabulary.
 

@@ -41,7 +41,7 @@ from headrace.costs.ledger import Ledger, Line
 from headrace.costs.links import COMMUNICATORS
 from headrace.costs.mask_work import mask_of_heads
 from headrace.costs.split_adapters import gathered_results, split_lines
-from headrace.costs.split_work import has_kernels, split_work
+from headrace.costs.split_work import split_head, split_work
 from headrace.kernels.launches import COUNTS, since
 from headrace.model.lora import DoraLinear, LoraLinear
 from headrace.model.sharded_vocabulary import ShardedVocabulary
@@ -262,16 +262,8 @@ class TensorParallel(Technique[Build]):
             ),
             1 / ranks,
         )
-        kernels = has_kernels(sizes)  # which hold nothing beside the logits
-        if "logits" in ledger.memory and "logits_per_token" in sizes and not kernels:
-            # Reduced in parts, logits are held once less (model/sharded_vocabulary), and a chunk's
-            # gradient, which is written over its probabilities, is no third tensor of fp32.
-            leaf, one = sizes.get("logits_leaf", 0.0), FP32 * sizes["vocab"]
-            less = one * (2 if leaf >= one and not sizes["capped"] else 1)
-            bytes_per_token = sizes["logits_per_token"] + leaf
-            ledger = ledger.scaled(lambda name: name == "logits", 1 - less / bytes_per_token)
-            sizes["logits_per_token"] -= less
-        ledger, stream = split_lines(ledger), sizes["residual"]
+        ledger = split_lines(split_head(ledger, ranks))
+        sizes, stream = dict(ledger.sizes), sizes["residual"]
         if self.asynchronous:  # torch's workspace: what is sent of one matmul, and what comes
             ledger = ledger.with_line(
                 "symmetric_memory", Line(2 * stream / ranks, ("loss", "turn", "backward"))
@@ -286,11 +278,6 @@ class TensorParallel(Technique[Build]):
                     bytes_ = whole + (line.bytes - whole) / ranks
                     ledger = ledger.with_line(name, replace(line, bytes=bytes_))
             sizes |= {"residual": stream / ranks, "written": stream}
-        stored = sizes["activation_bytes"] if kernels else FP32
-        gone = stored * sizes["embedding"] * (1 - 1 / ranks)
-        if head := ledger.memory.get("head_gradients"):
-            ledger = ledger.with_line("head_gradients", replace(head, bytes=head.bytes - gone))
-        sizes["head_gradients"] -= gone
         sizes |= {name: sizes[name] / ranks for name in INSIDE_SIZES if name in sizes}
         sizes[COMMUNICATORS] = sizes.get(COMMUNICATORS, 0.0) + 1
         flops = {phase: count / ranks for phase, count in ledger.flops.items()}
