@@ -94,7 +94,7 @@ class Ring:
 
     def __init__(self, group: dist.ProcessGroup, kernel: Kernel | None = None) -> None:
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
-        self.kernel = kernel
+        self.kernel: Kernel | None = kernel
         self.launched: set[str] = set()
         """Kernels that computed blocks so far; a release of FlashAttention by its own name."""
         self.traffic = Traffic()

@@ -60,20 +60,10 @@ STATES: Mapping[str, Callable[[Matrix], float]] = {
 }
 """Ledger line -> the bytes of one matrix in it, before optimizers edit the line."""
 WHOLE_BACKWARD = (
-    "torch_compile",
-    "shape_buckets",
-    "cuda_graphs",
-    "selective_checkpoint",
-    "full_checkpoint",
-    "memory_budget",
-    "activation_offload",
-    "chunked_mlp",
-    "chunked_cross_entropy",
-    "fused_cross_entropy",
-    "fused_rms_norm",
-    "fused_rope",
-    "fused_swiglu",
-    "liger_kernels",
+    *("torch_compile", "shape_buckets", "cuda_graphs", "memory_budget", "liger_kernels"),
+    *("selective_checkpoint", "full_checkpoint", "activation_offload", "chunked_mlp"),
+    *("chunked_cross_entropy", "fused_cross_entropy"),
+    *("fused_rms_norm", "fused_rope", "fused_swiglu"),
 )
 """Techniques with a backward pass that is one for a block, computes again what it needs, or gives
 away what it has computed."""
