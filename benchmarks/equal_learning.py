@@ -273,9 +273,9 @@ class Planted:
             self.reading.losses.append(float(numbers[0]))
             self.reading.norms.append(float(numbers[1]))
 
-    def take_over(self, other: "Planted") -> bool:
+    def take_over(self, other: "Planted") -> None:
         """Go on from another's state."""
-        return take_over(self.build, other.build)
+        take_over(self.build, other.build)
 
 
 def planted_reading(plan: Plan, kind: str, size: float, steps: int) -> Reading:
@@ -295,7 +295,7 @@ def judged_in_stretches(plan: Plan, kind: str, size: float, steps: int) -> tuple
     with ExitStack() as stack:
         one = Planted(stack, of_length(plan, steps))
         two = Planted(stack, of_length(plan, steps), kind, size, step_s=0.5)
-        two.reading.beside = one.reading
+        two.reading.beside, two.reading.shares_state = one.reading, True
         for side in (one, two):
             side.train_to(2 * SAME)
         train_on(one, two, SampleSize(worth=worth), lambda: 1e6, 1e6)

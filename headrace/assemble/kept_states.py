@@ -117,20 +117,17 @@ def live(build: Build) -> Iterator[tuple[str, Tensor]]:
             yield f"technique/{who}/{name}", local_of(tensor.detach())
 
 
-def take_over(build: Build, other: Build) -> bool:
-    """Make the state of a build what another's is, in place.
+def keep_alike(build: Build, other: Build) -> bool:
+    """Return whether two builds keep the same tensors, so that one can take over the other's."""
+    own, given = ({n: (t.shape, t.dtype) for n, t in live(b)} for b in (build, other))
+    return own == given and build.state.keys() == other.state.keys()
 
-    Returns:
-        Whether it is. Where they keep other tensors nothing is changed.
-    """
-    own, given = dict(live(build)), dict(live(other))
-    if {n: (t.shape, t.dtype) for n, t in own.items()} != {
-        n: (t.shape, t.dtype) for n, t in given.items()
-    }:
-        return False
+
+def take_over(build: Build, other: Build) -> None:
+    """Make the state of a build what another's is, in place; see `keep_alike`."""
+    given = dict(live(other))
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in live(build):
             tensor.copy_(given[name])
     for who, keeper in build.state.items():
         keeper.load_values(other.state[who].values())
-    return True

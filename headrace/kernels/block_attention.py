@@ -52,6 +52,12 @@ def kernel_for(q_BHtK: Tensor, k_BGsK: Tensor, mask: Mask) -> Kernel:
     return "efficient" if modern and features % (8 if half else 4) == 0 else "plain"
 
 
+def _able(kernel: Kernel, mask: Mask) -> Kernel:
+    if kernel in ("cudnn", "flash") and isinstance(mask, Tensor):
+        raise ValueError(f"the {kernel} kernel takes no mask")
+    return kernel
+
+
 def block_attention(
     q_BHtK: Tensor, k_BGsK: Tensor, v_BGsK: Tensor, mask: Mask, *, kernel: Kernel | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -62,9 +68,12 @@ def block_attention(
         k_BGsK: keys.
         v_BGsK: values.
         mask: which keys a query sees.
-        kernel: another than `kernel_for` chooses, for tests.
+        kernel: another than `kernel_for` chooses.
+
+    Raises:
+        ValueError: that kernel takes no mask, and this one is a tensor.
     """
-    kernel = kernel or kernel_for(q_BHtK, k_BGsK, mask)
+    kernel = _able(kernel or kernel_for(q_BHtK, k_BGsK, mask), mask)
     if kernel == "plain":
         return _plain(q_BHtK, k_BGsK, v_BGsK, mask)
     causal = mask == "causal" if isinstance(mask, str) else False
@@ -113,9 +122,12 @@ def block_attention_backward(
         o_BHtK: the merged output, over all blocks.
         lse_BHt: the merged lse, fp32.
         mask: which keys of this block a query sees.
-        kernel: another than `kernel_for` chooses, for tests.
+        kernel: another than `kernel_for` chooses.
+
+    Raises:
+        ValueError: that kernel takes no mask, and this one is a tensor.
     """
-    kernel = kernel or kernel_for(q_BHtK, k_BGsK, mask)
+    kernel = _able(kernel or kernel_for(q_BHtK, k_BGsK, mask), mask)
     # exp(anything - inf) is 0: what sees nothing gets no gradient.
     lse_BHt = lse_BHt.masked_fill(lse_BHt == -torch.inf, torch.inf).contiguous()
     if kernel == "plain":

@@ -141,7 +141,7 @@ def _lacks_mask(context: Context) -> Unsupported | None:
         on = (n for n, t in context.plan.techniques.items() if ATTENDS in t.claims)
         return Unsupported(
             f"model.{key} needs a mask or a cap, which flash has no kernel for",
-            _with_masks(next(on, "flash_attention")),
+            _with_masks(context, next(on, "flash_attention")),
             RefusalKind.COMBINATION,
         )
     for name, other in context.plan.techniques.items():
@@ -149,13 +149,18 @@ def _lacks_mask(context: Context) -> Unsupported | None:
             reason = f"{name} needs a dense mask, which flash has no kernel for"
             on = (n for n, t in context.plan.techniques.items() if ATTENDS in t.claims)
             return Unsupported(
-                reason, _with_masks(next(on, "flash_attention")), RefusalKind.COMBINATION
+                reason, _with_masks(context, next(on, "flash_attention")), RefusalKind.COMBINATION
             )
     return None
 
 
-def _with_masks(kernel: str) -> Remedy:
-    """Return the changes that put a kernel which has a mask in the place of one that has none."""
+def _with_masks(context: Context | None, kernel: str) -> Remedy:
+    """Return the changes that put a kernel which has a mask in the place of one that has none.
+
+    A ring chooses one by itself where none is asked for.
+    """
+    if context is not None and context.has_ring:
+        return mend(f"-{kernel}")
     return mend(f"-{kernel}", "+varlen_attention") | mend(f"-{kernel}", "+flex_attention")
 
 
@@ -163,5 +168,5 @@ def check_plain(spec: MaskSpec) -> None:
     """Raise UnsupportedError where the causal flag does not say everything."""
     if not spec.is_plain_causal:
         raise UnsupportedError(
-            f"the flash kernel has no mask for {spec}", _with_masks("flash_attention")
+            f"the flash kernel has no mask for {spec}", _with_masks(None, "flash_attention")
         )

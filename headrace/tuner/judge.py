@@ -150,16 +150,20 @@ class WorthMoreSteps:
             return compared.verdict != "undecided"
         return compared.ratio.value > 1 and compared.ratio.high > 1 + self.rules.margin
 
+    @property
+    def asks_stretches(self) -> bool:
+        """Return whether the change rounds operands, and must be shown to learn the same."""
+        asks = self.effect == "approximate" and not self.rules.shown
+        return asks and self.rules.rounding == "operands"
+
     def by_stretches(self, reading: Reading) -> bool:
         """Return whether stretches that begin with the same state show that both learn the same."""
-        other = reading.beside or Reading()
-        return by_stretches(other, reading, self.effect, self.rules.rounding)
+        return self.asks_stretches and by_stretches(reading.beside or Reading(), reading)
 
     @property
     def least_training(self) -> int:
         """Return the steps to which a visit trains at once: those of a short training, if any."""
-        asks = self.effect == "approximate" and not self.rules.shown
-        return BRIEF_STEPS if asks and self.rules.rounding == "operands" else 0
+        return BRIEF_STEPS if self.asks_stretches else 0
 
     def train_to(self, reading: Reading) -> int:
         """Return the steps that both should train so that a gain is shown; 0 for no more."""

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from headrace.core.statistics import Interval, accept, order_abba, paired_ratio
 from headrace.plan.plan import Plan
-from headrace.tuner.equality import STRETCH, STRETCHES
+from headrace.tuner.equality import STRETCH
 from headrace.tuner.readings import Reading
 
 
@@ -47,6 +47,11 @@ class Worth(Protocol):
 
     def train_to(self, reading: Reading) -> int:
         """Return the steps that both should train to show a gain; 0 for no more."""
+        ...
+
+    @property
+    def asks_stretches(self) -> bool:
+        """Return whether the change is of the kind that stretches judge, where they can."""
         ...
 
     def by_stretches(self, reading: Reading) -> bool:
@@ -89,7 +94,9 @@ class SampleSize:
     def to_dict(self) -> dict[str, Any]:
         """Return what two readings of the same have in common, as JSON values."""
         aim = self.worth.aim if self.worth else ""
-        return {"warm": self.warm, "steps": self.timed, "block_s": self.block_s, "aim": aim}
+        rule = {"stretch": STRETCH} if self.worth and self.worth.asks_stretches else {}
+        size = {"warm": self.warm, "steps": self.timed, "block_s": self.block_s, "aim": aim}
+        return size | rule
 
 
 ACCEPT = SampleSize()
@@ -157,8 +164,8 @@ class WarmPlan(Protocol):
         """Train on, untimed, until there were so many steps in all."""
         ...
 
-    def take_over(self, other: Any) -> bool:
-        """Go on from another's state, and return whether both keep the same."""
+    def take_over(self, other: Any) -> None:
+        """Go on from another's state."""
         ...
 
 
@@ -227,16 +234,15 @@ def train_on(
     if size.worth is None or reading.screened:
         return
     pair_s = max(first.step_s, SHORTEST_S) + max(second.step_s, SHORTEST_S)
-    shared = size.worth.by_stretches(reading)
     for _ in range(TRAININGS):
         more = size.worth.train_to(reading) - min(len(reading.losses), len(other.losses))
-        if shared and more > 0:
-            more = max(more, STRETCH * (STRETCHES - len(reading.lags)))
         fits = min(more, int((left_s() - ends_s) / pair_s))
         if more <= 0 or fits < more / 2:
             break
         steps = min(len(reading.losses), len(other.losses)) + fits
-        if not (shared and _train_in_stretches(first, second, fits // STRETCH)):
+        if size.worth.by_stretches(reading):
+            _train_in_stretches(first, second, fits // STRETCH)
+        else:
             first.train_to(steps)
             second.train_to(steps)
         if fits < more:
@@ -245,24 +251,18 @@ def train_on(
     reading.untrained_s = max(0, more) * pair_s
 
 
-def _train_in_stretches(first: WarmPlan, second: WarmPlan, count: int) -> bool:
-    """Train both for so many stretches, each of which the second begins with the first's state.
-
-    Returns:
-        Whether it was so: False, and nothing was trained, where they keep other states.
-    """
+def _train_in_stretches(first: WarmPlan, second: WarmPlan, count: int) -> None:
+    """Train both for so many stretches, each of which the second begins with the first's state."""
     lags, taken = second.reading.lags, max(len(r.losses) for r in (first.reading, second.reading))
     first.train_to(taken)
     second.train_to(taken)
     for _ in range(count):
-        if not second.take_over(first):
-            return False
+        second.take_over(first)
         taken += STRETCH
         first.train_to(taken)
         second.train_to(taken)
         pairs = [r.losses[taken - STRETCH // 2 :] for r in (first.reading, second.reading)]
         lags.append(fmean(b - a for a, b in zip(*pairs, strict=True)))
-    return True
 
 
 def ratio_of(first: Sequence[float], second: Sequence[float]) -> Interval:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from headrace.assemble.filled import PATIENT_STEPS, evidence_after, newest
-from headrace.assemble.kept_states import take_over
+from headrace.assemble.kept_states import keep_alike, take_over
 from headrace.core.errors import RefusalKind
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage
@@ -98,6 +98,7 @@ def time_pair(
             )
             _heat(one, two)
             reading.ready_s = limit.spent_s
+            reading.shares_state = size.worth is not None and keep_alike(two.build, one.build)
             margin = MARGIN.get(two.build.device.type, MARGIN["cpu"])
             take_blocks(one, two, size, limit.left_s, TIMED * limit.seconds, margin)
             train_on(one, two, size, limit.left_s, TRAINED * limit.seconds)
@@ -236,9 +237,9 @@ class _BuiltPlan:
                 self.step()
             self._record()
 
-    def take_over(self, other: "_BuiltPlan") -> bool:
-        """Go on from the other's state, and return whether both keep the same; see kept_states."""
-        return take_over(self.build, other.build)
+    def take_over(self, other: "_BuiltPlan") -> None:
+        """Go on from the other's state."""
+        take_over(self.build, other.build)
 
     def step(self) -> None:
         """Take one more step."""

@@ -58,6 +58,9 @@ class Reading:
     """bytes reserved since the build began, beyond those before; None on a CPU"""
     losses: list[float] = field(default_factory=list)
     """nats per token, one a step"""
+    shares_state: bool = False
+    """whether it can take over the state of the plan beside it, so that stretches show what it
+    learns"""
     lags: list[float] = field(default_factory=list)
     """nats by which the loss was higher in the second half of each stretch of steps that began with
     the state of the plan beside it; none where it trained by itself alone"""

@@ -287,12 +287,10 @@ CASES: dict[str, Asked] = {
     ),
     "assemble/row_parts:RowPartTechnique.supports#1": Asked((), ("context_parallel",)),
     "techniques/parallel/context_parallel:ContextParallel.supports#1": Asked(
-        ("mesh.context=2",), ("context_parallel", "flex_attention"), "H200"
+        ("mesh.context=2", "model.attention_cap=2"), ("context_parallel",)
     ),
-    "techniques/attention/flash_attention_3:FlashAttention3.supports#1": Asked(
-        ("mesh.context=2", "techniques.flash_attention_3.source=kernels"),
-        ("context_parallel", "flash_attention_3"),
-        "H200",
+    "techniques/parallel/context_parallel:ContextParallel.supports#2": Asked(
+        ("mesh.context=2",), ("context_parallel", "flex_attention"), "H200"
     ),
     "assemble/row_parts:RowPartTechnique.supports#3": Asked(
         ("mesh.context=2",), ("context_parallel", "short_convolution")

@@ -1,4 +1,4 @@
-"""What is asked for so that each refusal of a technique that changes learning is made."""
+"""What is asked for so that refusals are made: of what changes learning, and of pairs of ranks."""
 
 from places import Asked
 
@@ -8,6 +8,11 @@ PRUNING = "techniques/precision/weight_pruning:WeightPruning"
 KNOB = "techniques.weight_pruning"
 PAIRED = ("data.tokenizer=x", "data.chat.kind=preference")
 LEARNING: dict[str, Asked] = {
+    "techniques/attention/flash_attention_3:FlashAttention3.supports#1": Asked(
+        ("mesh.context=2", "techniques.flash_attention_3.source=kernels"),
+        ("context_parallel", "flash_attention_3"),
+        "H200",
+    ),
     "techniques/precision/quantization_aware_training:QuantizationAwareTraining.supports#3": Asked(
         ("techniques.quantization_aware_training.start=0.5",),
         ("quantization_aware_training",),

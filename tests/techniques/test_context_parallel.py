@@ -17,6 +17,7 @@ from headrace.assemble.sockets import MicroBatch
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.costs.count import baseline_ledger
 from headrace.costs.ledger import Ledger
+from headrace.kernels.block_attention import block_attention
 from headrace.model.mask import MaskSpec, Rows
 from headrace.plan.mesh_config import MeshConfig
 from headrace.plan.plan import Plan
@@ -110,6 +111,25 @@ def test_a_window_needs_a_kernel_with_a_mask(tiny_plan: Make) -> None:
     answer = TECHNIQUE.supports(context_of(windowed, 2, CudnnAttention()))
     assert isinstance(answer, Unsupported) and "model.window = 3 needs a mask" in answer.reason
     assert isinstance(TECHNIQUE.supports(context_of(windowed, 2)), Supported)
+
+
+@pytest.mark.parametrize(
+    ("other", "width", "says"),
+    [
+        (FlashAttention(), 20, "multiples of 8 features, and these have 20"),
+        (FlashAttention(), 192, ""),
+        (CudnnAttention(), 192, "multiples of 8 features up to 128, and these have 192"),
+        (CudnnAttention(), 128, ""),
+    ],
+)
+def test_blocks_have_heads_that_kernels_take_without_padding(
+    tiny_plan: Make, other: Any, width: int, says: str
+) -> None:
+    plan = tiny_plan()
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"head_dim": width})})
+    answer = TECHNIQUE.supports(context_of(plan, 2, other))
+    assert isinstance(answer, Unsupported if says else Supported)
+    assert not isinstance(answer, Unsupported) or says in answer.reason
 
 
 def test_refuses_apple_gpus(tiny_plan: Make) -> None:
@@ -212,8 +232,14 @@ def test_a_backend_of_a_ring_is_made_ready(monkeypatch: pytest.MonkeyPatch) -> N
     attend = RingAttend(ring_of(0, 2), flash_attention_3.Flash3Sdpa("FA3"))
     rows = Rows(torch.arange(4)[None])
     assert attend.prepare(MaskSpec(), rows, 4) == (True, None, None) and loaded == ["FA3"]
-    with pytest.raises(UnsupportedError, match="has no mask"):
-        attend.prepare(MaskSpec(document=True), rows, 4)
+    for spec in (MaskSpec(document=True), MaskSpec(window=6)):  # of whole rows, which are of 8
+        with pytest.raises(UnsupportedError, match="has no kernel for a block of a ring"):
+            attend.prepare(spec, rows, 4)
+    assert attend.prepare(MaskSpec(window=8), rows, 4).window == 8
+    q = torch.zeros(1, 2, 4, 8)
+    for kernel in ("cudnn", "flash"):
+        with pytest.raises(ValueError, match="takes no mask"):
+            block_attention(q, q, q, torch.ones(1, 4, 4, dtype=torch.bool), kernel=kernel)
 
 
 def test_a_mask_carries_documents_only_where_they_are_asked_for() -> None:

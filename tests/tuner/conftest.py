@@ -131,6 +131,7 @@ class Machine:
                 found.steps *= how["blocks"]
                 self.visits.append(plans[0])
             else:
+                found.shares_state = size.worth is not None
                 take_blocks(sides[0], sides[1], size, left_s, TIMED * limit_s, MARGIN["cuda"])
                 train_on(sides[0], sides[1], size, left_s, TRAINED * limit_s)
         if self.now_s - began_s > limit_s:
@@ -189,9 +190,8 @@ class Made:
         ]
         self.reading.norms += [1.0] * (steps - have)
 
-    def take_over(self, other: "Made") -> bool:
-        """Say that both keep the same state; what moves the losses moves them as before."""
-        return True
+    def take_over(self, other: "Made") -> None:
+        """Take over a state; what moves the losses moves them as before."""
 
     def run(self, blocks: int, steps: int) -> None:
         """Run blocks of steps, note their seconds, and advance the clock by them."""

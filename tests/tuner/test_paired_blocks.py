@@ -32,15 +32,16 @@ class Clocked:
     def __init__(self, step_s: float, now: list[float], noise: float = 0.0) -> None:
         self.step_s, self.now, self.noise = step_s, now, noise
         self.reading, self.runs = Reading(), list[tuple[int, int]]()
+        self.taken = list[tuple[int, int]]()
 
     def train_to(self, steps: int) -> None:
         """Train until `steps` losses exist, and advance the clock by their time."""
         self.now[0] += max(0, steps - len(self.reading.losses)) * self.step_s
         self.reading.losses += [6.0] * (steps - len(self.reading.losses))
 
-    def take_over(self, other: "Clocked") -> bool:
-        """Say that both keep the same state."""
-        return True
+    def take_over(self, other: "Clocked") -> None:
+        """Note which losses both had then."""
+        self.taken.append((len(other.reading.losses), len(self.reading.losses)))
 
     def run(self, blocks: int, steps: int) -> None:
         """On the clock; every other block is slower by `noise`."""
@@ -132,42 +133,32 @@ def test_a_training_goes_on_where_half_of_it_fits(
     assert now[0] <= max(0.0, left_s)
 
 
-@pytest.mark.parametrize(("left_s", "stretches"), [(600.0, 18), (120.0, 15), (60.0, 0)])
-def test_stretches_begin_with_the_state_of_the_other(left_s: float, stretches: int) -> None:
-    """Check how many of 8 s fit, 16 at least being wanted; the plan that is behind catches up.
+@pytest.mark.parametrize(
+    ("left_s", "stretches", "untrained_s"), [(600.0, 18, 0.0), (120.0, 15, 8.0), (60.0, 0, 128.0)]
+)
+def test_stretches_begin_with_the_state_of_the_other(
+    left_s: float, stretches: int, untrained_s: float
+) -> None:
+    """Check how many of 8 s fit; the plan that is behind catches up first.
 
-    The judge here asks for 64 steps, and then for two stretches more.
+    The judge here asks for 16 stretches, and then for two more.
     """
     now = [0.0]
     one, two = Clocked(0.5, now), Clocked(0.5, now)
     two.reading.beside = one.reading
-    one.train_to(10)
-    two.train_to(12)
-    now[0], taken = 0.0, []
+    one.train_to(12)
+    two.train_to(10)
+    now[0] = 0.0
 
-    def take_over(other: Any) -> bool:
-        taken.append((len(one.reading.losses), len(two.reading.losses)))
-        return other is one
+    def wanted(found: Reading) -> int:
+        return 10 + 8 * 16 if len(found.lags) < 16 else 12 + 8 * 18 if len(found.lags) < 18 else 0
 
-    two.take_over = take_over  # type: ignore[method-assign]
-    wants: Any = SimpleNamespace(
-        by_stretches=lambda found: found is two.reading,
-        train_to=lambda found: 64 if not found.lags else 140 + 8 * 2,
-    )
+    wants: Any = SimpleNamespace(by_stretches=lambda found: found is two.reading, train_to=wanted)
     train_on(one, two, SampleSize(worth=wants), lambda: left_s - now[0], 600.0)
-    assert taken == [(12 + 8 * i, 12 + 8 * i) for i in range(stretches)]
+    assert two.taken == [(12 + 8 * i, 12 + 8 * i) for i in range(stretches)]
     assert two.reading.lags == [0.0] * stretches and not one.reading.lags
+    assert two.reading.untrained_s == pytest.approx(untrained_s, abs=2.0)
     assert now[0] <= left_s + 1
-
-
-def test_plans_that_keep_other_states_train_each_by_itself() -> None:
-    now = [0.0]
-    one, two = Clocked(0.5, now), Clocked(0.5, now)
-    two.reading.beside = one.reading
-    wants: Any = SimpleNamespace(by_stretches=lambda _: True, train_to=lambda found: 64)
-    two.take_over = lambda other: False  # type: ignore[method-assign]
-    train_on(one, two, SampleSize(worth=wants), lambda: 600.0, 600.0)
-    assert len(one.reading.losses) == len(two.reading.losses) >= 64 and not two.reading.lags
 
 
 def test_a_visit_fits_its_share() -> None:

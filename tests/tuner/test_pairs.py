@@ -9,14 +9,14 @@ import pytest
 import torch
 from numpy.random import default_rng
 
-from headrace.assemble.kept_states import live, take_over
+from headrace.assemble.kept_states import keep_alike, live, take_over
 from headrace.core.errors import RefusalKind
 from headrace.core.statistics import order_abba
 from headrace.plan.plan import Plan
 from headrace.train.guard import First, inspects
 from headrace.train.train import step
 from headrace.tuner.effects import effect_of
-from headrace.tuner.equality import STRETCHES
+from headrace.tuner.equality import STRETCH, STRETCHES
 from headrace.tuner.judge import Compared, Rules, WorthMoreSteps, judge
 from headrace.tuner.paired_blocks import Limit, SampleSize
 from headrace.tuner.pairs import SAME, measure_with, time_pair, visit
@@ -70,6 +70,8 @@ class Trains:
     def __call__(self, reading: Reading) -> bool:
         return True
 
+    asks_stretches = False
+
     def by_stretches(self, reading: Reading) -> bool:
         return False
 
@@ -90,35 +92,38 @@ def test_two_plans_train_on_where_that_is_to_show_something(plan: Plan, change: 
 
 
 def test_a_plan_takes_over_what_another_has_come_to(plan: Plan, change: Change) -> None:
-    """Its next step is the other's to the bit; one that keeps other states is left as it is."""
+    """Its next step is the other's to the bit; one that keeps other states cannot."""
     for words in ((), ("+muon", "+weight_averaging"), ("+bf16_parameters",)):
         own = change(plan, *words) if words else plan
         with opened(own, text=True) as (one, micros), opened(own, text=True) as (two, _):
             for index in range(3):
                 step(one, micros(index), index)
             step(two, micros(5), 0)
-            assert take_over(two, one)
+            assert keep_alike(two, one)
+            take_over(two, one)
             given = {name: tensor.clone() for name, tensor in live(one)}
             assert given and all(torch.equal(t, given[name]) for name, t in live(two))
             losses = [step(build, micros(3), 3)[:2].tolist() for build in (one, two)]
             assert losses[0] == losses[1]
             assert all(torch.equal(t, dict(live(one))[name]) for name, t in live(two))
-    with opened(plan, text=True) as (one, micros), opened(own, text=True) as (two, _):
-        step(one, micros(0), 0)
-        step(two, micros(1), 0)
-        before = {name: tensor.clone() for name, tensor in live(two)}
-        assert not take_over(two, one)
-        assert all(torch.equal(t, before[name]) for name, t in live(two))
+    for words in (("+bf16_parameters",), ("+muon",), ("+dynamic_batch",)):  # keeps no tensor
+        other = change(plan, *words)
+        with opened(plan, text=True) as (one, micros), opened(other, text=True) as (two, _):
+            step(one, micros(0), 0)
+            step(two, micros(1), 0)
+            assert not keep_alike(two, one)
 
 
 class Stretches(Trains):
     """Has both train in stretches from one state."""
 
+    asks_stretches = True
+
     def by_stretches(self, reading: Reading) -> bool:
-        return True
+        return reading.shares_state
 
     def train_to(self, reading: Reading) -> int:
-        return 0 if reading.lags else 60
+        return 0 if reading.lags else len(reading.losses) + STRETCH * STRETCHES
 
 
 def test_an_exact_change_is_behind_by_nothing_in_stretches(plan: Plan, change: Change) -> None:
@@ -129,7 +134,7 @@ def test_an_exact_change_is_behind_by_nothing_in_stretches(plan: Plan, change: C
     apart = time_pair(plan, change(plan, "+z_loss", "techniques.z_loss.weight=0.1"), size=size)
     assert apart.beside is not None and len(apart.lags) == STRETCHES and all(apart.lags)
     other = time_pair(plan, change(plan, "+muon"), size=size)
-    assert not other.refused and not other.lags and len(other.losses) >= 60
+    assert not other.refused and not other.lags and len(other.losses) >= STRETCH * STRETCHES
 
 
 def test_what_shows_itself_only_once_weights_have_moved_is_in_force(

@@ -35,6 +35,7 @@ from headrace.costs.count import FP32
 from headrace.costs.cut_rows import cut_rows
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import Attention, Phase, Stream, Work, collective
+from headrace.model.adapter import shape_of
 from headrace.model.attention import Attend
 from headrace.model.mask import MaskSpec, Rows
 from headrace.parallel.ring import Ring, RingMask, ring_attention
@@ -49,6 +50,9 @@ from headrace.plan.technique import (
     Unsupported,
 )
 
+EVEN, WIDEST_CUDNN = 8, 128
+"""What divides the features of a head that torch's operations take without padding, and the most
+that cuDNN's does (kernels/block_attention)."""
 CHUNKS = 2
 """Pieces of a row that a rank has: one from each end, for equal causal work."""
 MERGED = 26
@@ -74,7 +78,8 @@ class RingAttend:
     def prepare(self, spec: MaskSpec, rows: Rows, length: int) -> RingMask:
         """Return the mask in the ring's words, with the documents of every rank's tokens."""
         if self.asked is not None:
-            self.asked.prepare(spec, rows, length)
+            self._check_plain(spec.within(length * self.ring.ranks))
+            self.asked.prepare(MaskSpec(), rows, length)  # which loads what is to be loaded
         if spec.prefix:
             raise UnsupportedError(
                 "context_parallel has no mask for a prefix that sees both ways",
@@ -88,6 +93,15 @@ class RingAttend:
         """Return attention of this rank's queries over whole rows."""
         assert isinstance(mask, RingMask)
         return ring_attention(self.ring, q_BTHK, k_BTGK, v_BTGK, mask)
+
+    def _check_plain(self, spec: MaskSpec) -> None:
+        """Raise UnsupportedError where the kernel that was asked for would need a mask."""
+        if not spec.is_plain_causal:
+            owner = type(self.asked).__module__.rpartition(".")[2]
+            raise UnsupportedError(
+                f"{owner} has no kernel for a block of a ring with a mask, and rows have {spec}",
+                mend(f"-{owner}"),
+            )
 
     @property
     def launched(self) -> set[str]:
@@ -125,15 +139,19 @@ class ContextParallel(RowPartTechnique):
 
     def supports(self, context: Context) -> Supported | Unsupported:
         """Require rows that divide, and attention whose results over blocks of keys merge."""
-        answer = super().supports(context)
+        answer, model = super().supports(context), shape_of(context.plan.model)
+        if isinstance(answer, Supported) and model.attention_cap:
+            return Unsupported(
+                f"model.attention_cap = {model.attention_cap:g}, and the ring of mesh.context = "
+                f"{context.plan.mesh.context} ranks has no cap",
+                context.whole(AXIS),
+                RefusalKind.COMBINATION,
+            )
         for name, other in context.plan.techniques.items():
             if isinstance(answer, Unsupported) or ATTENDS not in other.claims:
                 continue
-            why = _not_in_blocks(name, other, context.plan)
-            if why:
-                return Unsupported(
-                    why, mend(f"-{name}") | context.whole(AXIS), RefusalKind.COMBINATION
-                )
+            if why := _not_in_blocks(name, other, context.plan):
+                return Unsupported(why, mend(f"-{name}"), RefusalKind.COMBINATION)
         return answer
 
     def predict(self, ledger: Ledger) -> Ledger:
@@ -175,6 +193,7 @@ class ContextParallel(RowPartTechnique):
 
 def _not_in_blocks(name: str, technique: Technique[Any], plan: Plan) -> str:
     """Return why a technique's attention cannot be computed in blocks; "" where it can."""
+    width = shape_of(plan.model).resolved_head_dim
     if not technique.blocks:
         return f"{name} computes attention over whole rows, and a ring has blocks of their keys"
     masks = [n for n, other in plan.techniques.items() if "mask" in other.composes]
@@ -182,6 +201,10 @@ def _not_in_blocks(name: str, technique: Technique[Any], plan: Plan) -> str:
         masks.append(f"model.window = {plan.model.window}")
     if masks:
         return f"{masks[0]} needs a mask, and {name} has no kernel for a block with one"
+    if width % EVEN or (technique.blocks == "cudnn" and width > WIDEST_CUDNN):
+        fits = f"multiples of {EVEN} features"
+        fits += f" up to {WIDEST_CUDNN}" if technique.blocks == "cudnn" else ""
+        return f"{name} computes blocks of heads of {fits}, and these have {width}"
     return ""
 
 
