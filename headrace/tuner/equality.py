@@ -72,9 +72,8 @@ STRETCHES = 16
 SLOWER = 0.01
 """Share of its learning that an approximate change may lose. After t steps that are so many fewer,
 a training whose loss falls by s nats while they double is 0.014 s behind, so within `NATS` where s
-is 0.7 and less. Of rounded operands the share agrees with what a long training loses; of errors
-that stay, as numbers of a gradient that are always 0, it is a quarter of that, since moments are
-taken over too."""
+is 0.7 and less. Errors that stay, as numbers of a gradient that are always 0, show less than they
+cost, since moments are taken over too: it is asked of operands alone, which round anew."""
 SURE = 2.0
 """Standard deviations of what was learned by which the bound on a lag is narrower: other batches
 move it."""
