@@ -35,6 +35,7 @@ from headrace.parallel.tensor import Peers
 from headrace.plan.plan import OptimizerConfig, Plan
 from headrace.probes import at_hand
 from headrace.techniques.attention import flash_attention_3, linear_attention, varlen_attention
+from headrace.techniques.attention.flash_attention import FlashSdpa
 from headrace.techniques.compile import compile_cache
 from headrace.techniques.memory.adamw_8bit import Adamw8bit
 from headrace.techniques.parallel import pipeline_parallel, tensor_parallel
@@ -236,6 +237,12 @@ def prefix_in_ring(_: pytest.MonkeyPatch) -> None:
     RingAttend(ring_of(0, 2)).prepare(MaskSpec(prefix=True), Rows(torch.arange(4)[None]), 4)
 
 
+def window_in_ring(_: pytest.MonkeyPatch) -> None:
+    """Give a ring a window, and a kernel that has none."""
+    ring = RingAttend(ring_of(0, 2), FlashSdpa())
+    ring.prepare(MaskSpec(window=3), Rows(torch.arange(4)[None]), 4)
+
+
 class Opaque(nn.Module):
     """A part that does not say how it is split."""
 
@@ -317,6 +324,12 @@ TECHNIQUES = {
     f"{CACHE}#2": Call(keep_in("my open", 0o777), kept_there),
     "techniques/memory/adamw_8bit:Adamw8bit.apply.make#1": Call(
         cut_columns, planned(f"{TENSOR} --with adamw_8bit model.dim=320 model.heads=4")
+    ),
+    f"{RING}._check_plain#1": Call(
+        window_in_ring,
+        planned(
+            "mesh.context=2 --with context_parallel --with flash_attention --with sliding_window"
+        ),
     ),
     f"{RING}.prepare#1": Call(
         prefix_in_ring, planned(f"mesh.context=2 --with context_parallel {PREFIX}")

@@ -18,8 +18,8 @@ def place(head_dim: int = 64, composes: tuple[str, ...] = (), **changes: Any) ->
         model=ModelConfig(head_dim=head_dim), data=data, techniques={"other": other}
     )
     here = {"device": "cuda", "device_name": "a GPU", "capability": (9, 0), "has_triton": True}
-    here["capability_text"] = "9.0"
-    return SimpleNamespace(plan=plan, **{**here, "precision": "bf16", **changes})
+    here |= {"capability_text": "9.0", "precision": "bf16", "has_ring": False}
+    return SimpleNamespace(plan=plan, **{**here, **changes})
 
 
 @pytest.mark.parametrize("name", NEEDS)
@@ -45,6 +45,12 @@ def test_every_backend_refuses_other_devices(name: str, changes: dict[str, Any])
         ("FA4", {"head_dim": 300}, RefusalKind.PLAN, "model.head_dim=128"),
         ("FA3", {"capability": (10, 0)}, RefusalKind.DEVICE, "flash_attention"),
         ("flash_attention", {"composes": ("mask",)}, RefusalKind.COMBINATION, "varlen_attention"),
+        (
+            "flash_attention",
+            {"composes": ("mask",), "has_ring": True},
+            RefusalKind.COMBINATION,
+            "--without flash_attention",
+        ),
         ("flex_attention", {"has_triton": False}, RefusalKind.PACKAGE, "pip install triton"),
     ],
 )
