@@ -328,7 +328,7 @@ TECHNIQUES = {
     f"{RING}._check_plain#1": Call(
         window_in_ring,
         planned(
-            "mesh.context=2 --with context_parallel --with flash_attention --with sliding_window"
+            "mesh.context=2 --with context_parallel --with flash_attention --with document_packing"
         ),
     ),
     f"{RING}.prepare#1": Call(
