@@ -125,27 +125,18 @@ def entries(args: argparse.Namespace, machine: Machine) -> list[Entry]:
 
 
 def entry_of(side: Side, args: argparse.Namespace, machine: Machine) -> Entry:
-    """Return a side with its plan and prediction, or why it cannot run.
-
-    What runs by other words than its first has those, and why, in its facts.
-    """
+    """Return a side with its plan and prediction, or why it cannot run."""
     entry = Entry(side, side.ranks or args.ranks)
-    for words in side.either:
-        try:
-            asked = replace(side, words="mesh.data={n}") if side.peer else side
-            entry.plan = asked.plan(args.ranks, words, args.set, tiny=args.tiny)
-            if side.peer:
-                entry.refused = peer_refusal(side, args)
-                return entry
-            check_supported([*entry.plan.techniques.values()], context_of(entry.plan, args))
-            entry.facts["predicted"] = forecast(entry.plan, machine, args)
-        except HeadraceError as error:
-            entry.refused = str(error)
-            continue
-        if entry.refused:
-            entry.facts["replaced"] = {"by": words, "since": entry.refused}
-        entry.refused = ""
-        return entry
+    try:
+        asked = replace(side, words="mesh.data={n}") if side.peer else side
+        entry.plan = asked.plan(args.ranks, args.set, tiny=args.tiny)
+        if side.peer:
+            entry.refused = peer_refusal(side, args)
+            return entry
+        check_supported([*entry.plan.techniques.values()], context_of(entry.plan, args))
+        entry.facts["predicted"] = forecast(entry.plan, machine, args)
+    except HeadraceError as error:
+        entry.refused = str(error)
     return entry
 
 

@@ -64,7 +64,6 @@ class Side:
         brief: tokens of a brief first step, for a row that is too long to be run twice; else 0.
         peer: a peer's name in peers.py, in the place of Headrace.
         saves: saves of the whole state beside which its steps are timed; else 0.
-        either: more words, of which the first ones that run are taken.
     """
 
     name: str
@@ -78,14 +77,12 @@ class Side:
     brief: int = 0
     peer: str = ""
     saves: int = 0
-    either: tuple[str, ...] = ("",)
 
-    def plan(self, ranks: int, either: str, more: list[str], *, tiny: bool) -> Plan:
+    def plan(self, ranks: int, more: list[str], *, tiny: bool) -> Plan:
         """Return the plan of this side.
 
         Args:
             ranks: GPUs of the machine.
-            either: one of the side's own.
             more: overrides over all others.
             tiny: shrink the model, the rows and the batch for a dry run.
 
@@ -98,7 +95,7 @@ class Side:
         base = Plan.read(receipts.plan_file(self.shape).read_text(), known)
         length = max(8 * n, (self.length or base.data.sequence_length) // divisor)
         tokens = (self.tokens or base.batch.tokens) // divisor
-        words = f"{self.words} {either}".format(n=n, half=max(1, n // 2)).split()
+        words = self.words.format(n=n, half=max(1, n // 2)).split()
         if tiny:
             words = [*filter(_is_kept, words), "model.vocab=4096", "device=cpu"]
         sizes = [
@@ -118,8 +115,6 @@ def _is_kept(word: str) -> bool:
 
 
 RING = "+context_parallel mesh.context={n} "
-RING_ALONE = ("", "-cudnn_attention")
-"""What a plan with a ring of keys and values is tried with, the fastest first."""
 SHARDED = f"{LARGE}{FSDP}mesh.data={{n}} "
 FUSED_LOSS = "+fused_cross_entropy"
 EXPERTS = "-fused_swiglu +mixture_of_experts "
@@ -132,7 +127,6 @@ def of_8b(
     words: str = "",
     rows: int = 1,
     peer: str = "",
-    either: tuple[str, ...] = ("",),
 ) -> Side:
     """Return a side of 8b with `rows` rows of 8,192 tokens for each GPU."""
     against = () if name == "8b" else ("8b",)
@@ -144,7 +138,6 @@ def of_8b(
         tokens=8192 * rows,
         against=against,
         peer=peer,
-        either=either,
     )
 
 
@@ -164,17 +157,15 @@ SIDES = (
     Side(
         "tensor",
         "+tensor_parallel mesh.tensor={n}",
-        either=("", "-fused_cross_entropy"),
         against=("one", "fsdp"),
     ),
     Side(
         "tensor_async",
         "+tensor_parallel techniques.tensor_parallel.asynchronous=true mesh.tensor={n}",
-        either=("", "-fused_cross_entropy"),
         against=("one", "fsdp", "tensor"),
     ),
     Side("fsdp_8k", f"{FSDP}mesh.data={{n}}", length=8192, against=()),
-    Side("context_8k", f"{FSDP}{RING}", either=RING_ALONE, length=8192, against=("fsdp_8k",)),
+    Side("context_8k", f"{FSDP}{RING}", length=8192, against=("fsdp_8k",)),
     Side("ulysses_8k", f"{FSDP}+ulysses mesh.context={{n}}", length=8192, against=("fsdp_8k",)),
     Side(
         "fsdp_64k",
@@ -184,7 +175,7 @@ SIDES = (
         tokens=65536,
         against=(),
     ),
-    Side("context_64k", f"{FSDP}{RING}", either=RING_ALONE, length=65536, against=("fsdp_64k",)),
+    Side("context_64k", f"{FSDP}{RING}", length=65536, against=("fsdp_64k",)),
     Side("ulysses_64k", f"{FSDP}+ulysses mesh.context={{n}}", length=65536, against=("fsdp_64k",)),
     Side(
         "pipeline",
@@ -215,11 +206,10 @@ SIDES = (
     of_8b("8b_whole_float8", f"{SHARDED}{FUSED_LOSS} {FP8}"),
     of_8b(
         "8b_tensor2",
-        f"{SHARDED}mesh.data={{half}} {HALF}+tensor_parallel mesh.tensor=2",
-        either=(FUSED_LOSS, ""),
+        f"{SHARDED}mesh.data={{half}} {HALF}+tensor_parallel mesh.tensor=2 {FUSED_LOSS}",
     ),
     of_8b("titan_8b", peer="torchtitan"),
-    Side("context_128k", f"{FSDP}{RING}", either=RING_ALONE, length=131072, against=("one_128k",)),
+    Side("context_128k", f"{FSDP}{RING}", length=131072, against=("one_128k",)),
     Side(
         "one_128k",
         LONG.replace(FSDP, ""),
@@ -234,7 +224,6 @@ SIDES = (
         Side(
             f"long_{name}",
             f"{LONG}{RING}",
-            either=RING_ALONE,
             length=length,
             tokens=1,
             against=("one_128k",),

@@ -27,6 +27,10 @@ Mask = Literal["full", "causal"] | Tensor
 """Which keys a query sees: all; those up to its own place (t = s); or bool [B or 1, t, s]."""
 Kernel = Literal["plain", "flash_cpu", "cudnn", "flash", "efficient"]
 
+HEAD_MULTIPLE = 8
+"""What divides the features of a head that the half-precision kernels take."""
+WIDEST = {"cudnn": 128, "flash": 256}
+"""Kernel -> the most features of a head that it takes."""
 _ATEN = torch.ops.aten
 _ALIGNED_KEYS = 8
 """The efficient kernel wants rows of a mask to begin at multiples of 16 bytes."""
@@ -46,10 +50,16 @@ def kernel_for(q_BHtK: Tensor, k_BGsK: Tensor, mask: Mask) -> Kernel:
         return "plain"
     capability = torch.cuda.get_device_capability(q_BHtK.device)
     modern = capability >= (8, 0)
-    if half and not dense and modern and features % 8 == 0 and features <= 256:
+    if half and not dense and modern and takes_heads("flash", features):
         long = min(q_BHtK.size(2), k_BGsK.size(2)) >= _SHORTEST_CUDNN
-        return "cudnn" if capability >= (9, 0) and features <= 128 and long else "flash"
-    return "efficient" if modern and features % (8 if half else 4) == 0 else "plain"
+        hopper = capability >= (9, 0)
+        return "cudnn" if hopper and takes_heads("cudnn", features) and long else "flash"
+    return "efficient" if modern and features % (HEAD_MULTIPLE if half else 4) == 0 else "plain"
+
+
+def takes_heads(kernel: str, features: int) -> bool:
+    """Return whether a half-precision kernel takes heads of so many features, without padding."""
+    return features % HEAD_MULTIPLE == 0 and features <= WIDEST[kernel]
 
 
 def _able(kernel: Kernel, mask: Mask) -> Kernel:

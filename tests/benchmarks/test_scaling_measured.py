@@ -119,22 +119,24 @@ def test_ranks_that_talk_through_gloo_take_a_reading(
     assert not any(process.is_alive() for process in team.processes)
 
 
-KEPT_BEFORE = "5fe32060"
+KEPT_FROM = "5fe32060"
 """The commit from which gathered weights are kept where they are little."""
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp_float8", "muon_fsdp", "fsdp_8k", "zero1"])
+@pytest.mark.parametrize(
+    "name", ["fsdp", "fsdp_float8", "muon_fsdp", "fsdp_8k", "context_8k", "zero1"]
+)
 def test_peaks_of_two_h200s_are_foreseen(name: str) -> None:
-    """As they were measured; weights that are gathered in bf16 have no other copy in bf16."""
+    """Predict what was measured: weights that are gathered in bf16 have no other copy in bf16."""
     (row,) = (
         row
         for row in rows(receipts.ROOT / "results", "scaling")
         if row.get("kind") == "reading"
         and (row["side"], row["ranks"], row["commit"])
-        == (name, 2, "ec793cf9" if name == "zero1" else KEPT_BEFORE)
+        == (name, 2, "ec793cf9" if name == "zero1" else KEPT_FROM)
     )
     (side,) = (side for side in scaling_sides.SIDES if side.name == name)
-    plan = side.plan(2, "", [], tiny=False)
+    plan = side.plan(2, [], tiny=False)
     context = elsewhere(make_context(plan, torch.device("cpu")), row["hardware"])
     found = predict(plan, context, Machine.assumed(row["hardware"]))
     assert found.memory.peak_bytes == pytest.approx(max(row["peak_bytes_by_rank"]), rel=0.002)

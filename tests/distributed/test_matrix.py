@@ -76,7 +76,7 @@ def cases() -> list[Any]:
 def test_the_pair_is_equal_or_refuses(
     composition: Composition, told: Callable[..., Any], request: pytest.FixtureRequest
 ) -> None:
-    """As the file says, if it is not written anew."""
+    """Compare what becomes of a pair with the file, if that is not written anew."""
     pair = composition.name.removeprefix("pair ")
     FOUND[pair] = found(composition, told)
     if request.config.getoption("--matrix") is None:

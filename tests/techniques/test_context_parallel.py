@@ -116,7 +116,7 @@ def test_a_window_needs_a_kernel_with_a_mask(tiny_plan: Make) -> None:
 @pytest.mark.parametrize(
     ("other", "width", "says"),
     [
-        (FlashAttention(), 20, "multiples of 8 features, and these have 20"),
+        (FlashAttention(), 20, "multiples of 8 features up to 256, and these have 20"),
         (FlashAttention(), 192, ""),
         (CudnnAttention(), 192, "multiples of 8 features up to 128, and these have 192"),
         (CudnnAttention(), 128, ""),

@@ -262,9 +262,9 @@ class FlashAttention3(Technique[Build]):
                 mend("techniques.flash_attention_3.source=torch") | context.whole("context"),
                 RefusalKind.COMBINATION,
             )
-        return lacks(context, self.release) or self._is_here()
+        return lacks(context, self.release) or self._is_here(context)
 
-    def _is_here(self) -> Supported | Unsupported:
+    def _is_here(self, context: Context) -> Supported | Unsupported:
         """Return whether the package with the kernels is installed; nothing is imported."""
         needs = RELEASES[self.release]
         if self.source == "kernels":
@@ -289,7 +289,8 @@ class FlashAttention3(Technique[Build]):
             if self.release == "FA3":
                 source = "techniques.flash_attention_3.source=kernels"
                 fetched = mend(source, text=f"{FETCHER_INSTALL}, with {source}")
-                remedy = remedy.otherwise(Remedy(text=f"{RELEASES['FA4'].install};") | fetched)
+                more = Remedy(text=f"{RELEASES['FA4'].install};")
+                remedy = remedy.otherwise(more if context.has_ring else more | fetched)
             return Unsupported(
                 f"{self.release} ({needs.module}) is not installed", remedy, RefusalKind.PACKAGE
             )

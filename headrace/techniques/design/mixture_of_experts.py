@@ -22,6 +22,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from headrace.assemble.row_parts import AXIS
 from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
 from headrace.core.model_config import ModelConfig
@@ -48,8 +49,6 @@ from headrace.plan.technique import (
 UNIT = 8
 """Hidden features come in multiples of 8: 16 bytes of bf16, as the grouped matmul requires."""
 INT64 = 8
-CONTEXT = "context"
-"""Axis of the ranks that each have a part of every row."""
 
 
 class MixtureOfExperts(Technique[Build]):
@@ -192,10 +191,10 @@ class MixtureOfExperts(Technique[Build]):
         }
         matrices = self._matrices(ledger, int(dim), width)
         pieces = dict(ledger.work)
-        if sizes[f"{CONTEXT}_ranks"] > 1:
+        if sizes[f"{AXIS}_ranks"] > 1:
             counts = INT64 * sizes["rows"] * self.experts
             pieces["router/choices"] = collective(
-                sizes, CONTEXT, "forward", "all_reduce", counts, layers
+                sizes, AXIS, "forward", "all_reduce", counts, layers
             )
         facts = {**ledger.sizes, **facts}
         return replace(ledger, sizes=facts, matrices=matrices, work=pieces)
@@ -224,7 +223,7 @@ class MixtureOfExperts(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Fill the MLP, and read its balance loss after each forward pass."""
-        shared = build.world.group(CONTEXT)
+        shared = build.world.group(AXIS)
         build.parts.mlp = partial(_layer, self, None if shared is None else peers_of(shared))
         build.auxiliary.append(balance_loss)
 

@@ -35,6 +35,7 @@ from headrace.costs.count import FP32
 from headrace.costs.cut_rows import cut_rows
 from headrace.costs.ledger import Ledger, Line
 from headrace.costs.work import Attention, Phase, Stream, Work, collective
+from headrace.kernels.block_attention import HEAD_MULTIPLE, WIDEST, takes_heads
 from headrace.model.adapter import shape_of
 from headrace.model.attention import Attend
 from headrace.model.mask import MaskSpec, Rows
@@ -50,9 +51,6 @@ from headrace.plan.technique import (
     Unsupported,
 )
 
-EVEN, WIDEST_CUDNN = 8, 128
-"""What divides the features of a head that torch's operations take without padding, and the most
-that cuDNN's does (kernels/block_attention)."""
 CHUNKS = 2
 """Pieces of a row that a rank has: one from each end, for equal causal work."""
 MERGED = 26
@@ -193,18 +191,19 @@ class ContextParallel(RowPartTechnique):
 
 def _not_in_blocks(name: str, technique: Technique[Any], plan: Plan) -> str:
     """Return why a technique's attention cannot be computed in blocks; "" where it can."""
-    width = shape_of(plan.model).resolved_head_dim
     if not technique.blocks:
         return f"{name} computes attention over whole rows, and a ring has blocks of their keys"
+    model = shape_of(plan.model)
     masks = [n for n, other in plan.techniques.items() if "mask" in other.composes]
-    if 0 < plan.model.window < plan.data.sequence_length:
-        masks.append(f"model.window = {plan.model.window}")
+    if 0 < model.window < plan.data.sequence_length:
+        masks.append(f"model.window = {model.window}")
     if masks:
         return f"{masks[0]} needs a mask, and {name} has no kernel for a block with one"
-    if width % EVEN or (technique.blocks == "cudnn" and width > WIDEST_CUDNN):
-        fits = f"multiples of {EVEN} features"
-        fits += f" up to {WIDEST_CUDNN}" if technique.blocks == "cudnn" else ""
-        return f"{name} computes blocks of heads of {fits}, and these have {width}"
+    if not takes_heads(technique.blocks, model.resolved_head_dim):
+        return (
+            f"{name} computes blocks of heads of multiples of {HEAD_MULTIPLE} features up to "
+            f"{WIDEST[technique.blocks]}, and these have {model.resolved_head_dim}"
+        )
     return ""
 
 
