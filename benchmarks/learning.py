@@ -67,7 +67,7 @@ SET: dict[str, list[str]] = {
     "optimizer.eps": ["optimizer.eps=1e-8"],
     "techniques.muon.momentum_warmup_steps": ["techniques.muon.momentum_warmup_steps=0"],
     "techniques.muon.weight_decay": ["techniques.muon.weight_decay=0.0"],
-    "techniques.muon.normalize_rows": ["techniques.muon.normalize_rows=true"],
+    "techniques.muon.normalize_rows": ["techniques.muon.normalize_rows=false"],
     "techniques.muon.cautious_decay": ["techniques.muon.cautious_decay=true"],
     "techniques.muon.head_pairs": ["techniques.muon.head_pairs=true"],
 }

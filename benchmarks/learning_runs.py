@@ -7,8 +7,9 @@ look that reaches it ends the run. A plan without a target is looked at as often
 horizon.
 
 Runs of one architecture and shape share what was compiled in this process: `torch_compile` begins
-each build with a reset of the compiler, which is left out between such runs. A few steps of a
-throwaway build stand before the first of them, so that no run pays for what the device does once.
+each build with a reset of the compiler, which is left out here. A few steps of a throwaway build
+stand before the first of them, and one of every other size of a step that its schedules come to, so
+that no run pays for what the device does once.
 """
 
 import gc
@@ -41,6 +42,8 @@ FIRST_LOOK = 20
 """The first of these looks: a rate that still stands high reaches no target before."""
 THROWAWAY_STEPS = 3
 """Steps of the build that stands before the first run of a shape."""
+ENTRIES = 64
+"""Graphs of one function that the compiler keeps: of each shape those of all its sizes of a step."""
 FASTEST = 0.04
 """Bits per byte that a loss may fall by from one look to the next: as long as it is further above
 the target, looks are left out, which would cost more than the steps between them."""
@@ -158,7 +161,7 @@ class Runs:
             "guard=false",
             *overrides,
         ]
-        self._shape = ""
+        self._shapes: set[str] = set()
         first = self.plan("ours", SIDES["ours"].start, text_tokens=10**9)
         self.text_tokens = sum(shards.tokens for shards in prepare(first).train)
 
@@ -212,15 +215,27 @@ class Runs:
     def run(self, plan: Plan, *, limit_s: float = math.inf) -> Reading:
         """Train a plan until its target, its horizon or `limit_s` on the clock."""
         shape = _shape(plan)
-        if shape != self._shape:
-            torch.compiler.reset()
+        if shape not in self._shapes:
             with _one_compiler(), _opened(plan) as build:
-                for index in range(THROWAWAY_STEPS):
+                for index in _thrown_away(plan, build):
                     step(build, build.loader.step(index).micros, index)
                 evaluate(build, plan.eval.tokens)
-            self._shape = shape
+            self._shapes.add(shape)
         with _one_compiler(), _opened(plan) as build:
             return _trained(plan, build, limit_s)
+
+
+def _thrown_away(plan: Plan, build: Build) -> list[int]:
+    """Return the steps of a throwaway build: the first, and each that is cut otherwise than before.
+
+    Schedules cut a step: into other rows, or into another number of them.
+    """
+    assert plan.goal_steps is not None
+    length = build.values.get("sequence_length", lambda index: 0.0)
+    cuts = [(plan.batches.at(index), length(index)) for index in range(plan.goal_steps)]
+    return [
+        index for index, own in enumerate(cuts) if index < THROWAWAY_STEPS or own != cuts[index - 1]
+    ]
 
 
 def _trained(plan: Plan, build: Build, limit_s: float) -> Reading:
@@ -282,8 +297,10 @@ def _one_compiler() -> Iterator[None]:
     Torch's guards still decide whether a graph fits what it is called with.
     """
     reset, torch.compiler.reset = torch.compiler.reset, lambda: None
+    limits = {"recompile_limit": ENTRIES, "accumulated_recompile_limit": 8 * ENTRIES}
     try:
-        yield
+        with torch._dynamo.config.patch(limits):
+            yield
     finally:
         torch.compiler.reset = reset
 

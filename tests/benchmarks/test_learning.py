@@ -8,13 +8,16 @@ from pathlib import Path
 import bought
 import learning
 import learning_page
+import learning_runs
 import pytest
 from learning_runs import LOOKS, SIDES, Point, Runs
 from programs import rows
 from tiny import WORDS
 
 from headrace.assemble.context import elsewhere
+from headrace.assemble.sockets import Build
 from headrace.costs.machine import Machine
+from headrace.train import train
 
 TINY = [
     "device=cpu",
@@ -26,7 +29,7 @@ TINY = [
     "eval.tokens=256",
     "goal.bits_per_byte=3.0",
 ]
-OFF = ["torch_compile", "cudnn_attention"]
+OFF = ["torch_compile", "cudnn_attention", "sequence_length_schedule"]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,7 @@ def test_one_call_each_fills_the_rows_and_goes_on_where_it_was_cut_off(
         call(monkeypatch, text, tmp_path, "search", "--side", side, "--runs", 1)
     call(monkeypatch, text, tmp_path, "search", "--side", "ours", "--runs", 1)  # it has had them
     call(monkeypatch, text, tmp_path, "final", "--seeds", 2)
-    only = ["--only", "muon", "logit_cap", "optimizer.eps"]
+    only = ["--only", "muon", "cosine", "optimizer.eps"]
     few = ["techniques", "--seeds", 2, "--longer", 1, *only]
     call(monkeypatch, text, tmp_path, *few, "--part", "1/2", "--minutes", 0)
     first = [r["technique"] for r in rows(tmp_path, "learning") if r["kind"] == "technique"]
@@ -71,10 +74,10 @@ def test_one_call_each_fills_the_rows_and_goes_on_where_it_was_cut_off(
     parts = {row["technique"]: row for row in found[4:]}
     assert len(first) == 1 and {*parts} == {*only[1:]}  # none twice
     assert parts["muon"]["change"] == "left out" and "muon" not in parts["muon"]["techniques"]
-    assert parts["logit_cap"]["change"] == "added" and parts["logit_cap"]["n"] == 2
+    assert parts["cosine"]["change"] == "added" and parts["cosine"]["n"] == 2
     assert len({row["plan_sha256"] for row in parts.values()}) == 3
     page = learning_page.render(tmp_path)["page"]
-    assert "`logit_cap`" in page and page.count(learning_page.NOT_YET) == 1  # what a budget buys
+    assert "`cosine`" in page and page.count(learning_page.NOT_YET) == 1  # what a budget buys
 
 
 @pytest.mark.slow
@@ -121,6 +124,28 @@ def test_a_point_is_the_plan_that_is_trained(tmp_path: Path, text: Path) -> None
     assert reading.tokens == (plan.goal_steps or 0) * 8 * 8 and len(reading.curve) <= LOOKS
 
 
+def test_every_length_of_rows_is_met_before_the_clock_runs(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shape is thrown away once: a run of another seed begins with its first step."""
+    steps = list[tuple[int, float]]()
+
+    def step(build: Build, micros: list[object], index: int) -> object:
+        steps.append((index, build.values["sequence_length"](index)))
+        return train.step(build, micros, index)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(learning_runs, "step", step)
+    start = "techniques.sequence_length_schedule.start=4"
+    runs = Runs(text, tmp_path, [*TINY, start], OFF[:2])
+    plan = runs.plan("ours", Point(1.0, 8, 0.5, 0.4), words=["goal.bits_per_byte=0.1"])
+    assert runs.run(plan).steps == plan.goal_steps
+    thrown = len(steps) - (plan.goal_steps or 0)
+    assert [length for _, length in steps[:thrown]] == [4] * 3 + [8] and steps[thrown] == (0, 4)
+    count = len(steps)
+    runs.run(plan.with_keys({"seed": 1}))
+    assert steps[count] == (0, 4)
+
+
 @pytest.mark.parametrize("epochs", [0.8, 0.72])
 def test_a_search_walks_to_the_neighbours_of_its_best_point(epochs: float) -> None:
     """Check it from a point of the ladders, and from one between their values."""
@@ -134,8 +159,8 @@ def test_a_search_walks_to_the_neighbours_of_its_best_point(epochs: float) -> No
 
 
 def test_every_change_is_of_the_recipe_or_says_why_not(text: Path, tmp_path: Path) -> None:
-    shape = [word for word in TINY if not word.startswith("model.")]  # deep_thin sets its own
-    runs = Runs(text, tmp_path, shape, OFF)
+    own = ("model.", "data.sequence")  # deep_thin sets the first; the recipe's rows can be cut
+    runs = Runs(text, tmp_path, [word for word in TINY if not word.startswith(own)], OFF[:2])
     start = SIDES["ours"].start
     recipe = runs.plan("ours", start)
     for name, (change, words) in learning.changes([*recipe.techniques]).items():
