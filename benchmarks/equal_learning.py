@@ -17,7 +17,6 @@ and at this size two trainings do not drift apart, so the loss is the error's al
 
 import argparse
 import json
-import math
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from tuner_trials import kept_losses
 
 from headrace.assemble.context import choose_device, make_context
-from headrace.assemble.kept_states import take_over
+from headrace.assemble.kept_states import exchange, take_over
 from headrace.assemble.sockets import Build
 from headrace.cli.catalogue import catalogue
 from headrace.core.statistics import no_worse
@@ -48,6 +47,7 @@ from headrace.tuner.equality import (
     BRIEF_STEPS,
     LEAST_STEPS,
     NATS,
+    STRETCH,
     WANTED_STEPS,
     added_noise,
     equality,
@@ -277,6 +277,14 @@ class Planted:
         """Go on from another's state."""
         take_over(self.build, other.build)
 
+    def loss_with(self, other: "Planted") -> float:
+        """Return the next batch's loss with another's weights, by a step that is taken back."""
+        exchange(self.build, other.build)
+        index = len(self.reading.losses)
+        numbers = train.step(self.build, self.micros(index), index)
+        take_over(self.build, other.build)
+        return float(numbers[0])
+
 
 def planted_reading(plan: Plan, kind: str, size: float, steps: int) -> Reading:
     """Return a training with an error in each step."""
@@ -286,10 +294,12 @@ def planted_reading(plan: Plan, kind: str, size: float, steps: int) -> Reading:
     return planted.reading
 
 
-def judged_in_stretches(plan: Plan, kind: str, size: float, steps: int) -> tuple[str, float]:
-    """Return the judge's verdict on an error by stretches from the same state, and their lag.
+def judged_in_stretches(
+    plan: Plan, kind: str, size: float, steps: int
+) -> tuple[str, dict[str, float]]:
+    """Return the judge's verdict on an error by stretches, with what it adds and its lag in nats.
 
-    It is asked as of a change that halves a step. The lag is the mean of all, in nats.
+    It is asked as of a change that halves a step.
     """
     worth = WorthMoreSteps("approximate", Rules(rounding="operands"))
     with ExitStack() as stack:
@@ -299,11 +309,13 @@ def judged_in_stretches(plan: Plan, kind: str, size: float, steps: int) -> tuple
         for side in (one, two):
             side.train_to(2 * SAME)
         train_on(one, two, SampleSize(worth=worth), lambda: 1e6, 1e6)
-    if not two.reading.lags:
-        return "not asked", math.nan
-    return equality(one.reading, two.reading, "approximate", "operands").verdict, fmean(
-        two.reading.lags
-    )
+    if not (lags := two.reading.lags):
+        return "not asked", {}
+    taken = len(two.reading.losses)
+    sides = (r.losses[taken - STRETCH * len(lags) : taken] for r in (one.reading, two.reading))
+    verdict = equality(one.reading, two.reading, "approximate", "operands").verdict
+    added = fmean(b - a for a, b in zip(*sides, strict=True))
+    return verdict, {"added": added, "lag": fmean(lags)}
 
 
 def verdict_after(steps: int, one: Reading, two: Reading) -> str:
@@ -325,13 +337,12 @@ def judge_planted(args: argparse.Namespace) -> None:
             tail = args.steps // TAIL
             nats = fmean(second.losses[-tail:]) - fmean(base.losses[-tail:])
             verdicts = {str(n): verdict_after(n, base, second) for n in JUDGED}
-            verdicts["stretches"], lag = judged_in_stretches(plan, kind, size, args.steps)
+            verdicts["stretches"], nats_of = judged_in_stretches(plan, kind, size, args.steps)
             noise = added_noise(base, second)
             facts = {"kind": "planted", "planted": kind, "size": size, "seeds": [seed], "n": 1}
             facts |= {"steps": args.steps, "verdicts": verdicts, "added_noise": noise}
-            metrics = {"nats": receipts.spread([nats], "nats")}
-            if math.isfinite(lag):
-                metrics["lag"] = receipts.spread([lag], "nats")
+            nats_of["nats"] = nats
+            metrics = {name: receipts.spread([own], "nats") for name, own in nats_of.items()}
             receipts.append(TOPIC, metrics, results=args.results, **facts)
             print(f"seed {seed} {kind} {size:g}: {nats:+.4f} nats, {verdicts}", flush=True)
 

@@ -43,7 +43,7 @@ FIRST_LOOK = 20
 THROWAWAY_STEPS = 3
 """Steps of the build that stands before the first run of a shape."""
 ENTRIES = 64
-"""Graphs of one function that the compiler keeps: of each shape those of all its sizes of a step."""
+"""Graphs of one function that the compiler keeps: of each shape, of all its sizes of a step."""
 FASTEST = 0.04
 """Bits per byte that a loss may fall by from one look to the next: as long as it is further above
 the target, looks are left out, which would cost more than the steps between them."""

@@ -1,4 +1,4 @@
-"""Keep copies of a run's state in the host's memory, return to one, or take over another build's.
+"""Keep copies of a run's state in the host's memory, return to one, or take another build's.
 
 A state is what a checkpoint saves of tensors: the weights that are trained, the optimizers' states,
 and what techniques keep. Each rank copies its own parts, so nothing is communicated. From a GPU the
@@ -131,3 +131,17 @@ def take_over(build: Build, other: Build) -> None:
             tensor.copy_(given[name])
     for who, keeper in build.state.items():
         keeper.load_values(other.state[who].values())
+
+
+def exchange(build: Build, other: Build) -> None:
+    """Give each of two builds the other's state, in place; see `keep_alike`."""
+    given = dict(live(other))
+    with torch.no_grad():
+        for name, tensor in live(build):
+            own = tensor.clone()
+            tensor.copy_(given[name])
+            given[name].copy_(own)
+    for who, keeper in build.state.items():
+        values = keeper.values()
+        keeper.load_values(other.state[who].values())
+        other.state[who].load_values(values)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import ceil
-from statistics import fmean, median
+from statistics import median
 from typing import Any, Protocol
 
 from headrace.core.statistics import Interval, accept, order_abba, paired_ratio
@@ -168,6 +168,10 @@ class WarmPlan(Protocol):
         """Go on from another's state."""
         ...
 
+    def loss_with(self, other: Any) -> float:
+        """Return the next batch's loss with another's weights; it goes on from this one's state."""
+        ...
+
 
 def take_blocks(
     first: WarmPlan,
@@ -241,7 +245,9 @@ def train_on(
             break
         steps = min(len(reading.losses), len(other.losses)) + fits
         if size.worth.by_stretches(reading):
-            _train_in_stretches(first, second, fits // STRETCH)
+            looks_s = first.step_s / STRETCH  # of each step, for losses with the second's weights
+            most = int((left_s() - ends_s) / (pair_s + looks_s))
+            _train_in_stretches(first, second, min(fits, most) // STRETCH)
         else:
             first.train_to(steps)
             second.train_to(steps)
@@ -252,17 +258,22 @@ def train_on(
 
 
 def _train_in_stretches(first: WarmPlan, second: WarmPlan, count: int) -> None:
-    """Train both for so many stretches, each of which the second begins with the first's state."""
-    lags, taken = second.reading.lags, max(len(r.losses) for r in (first.reading, second.reading))
+    """Train both for so many stretches, each of which begins with the first's state.
+
+    After each the first computes the loss of the next batch with the second's weights, and with its
+    own, which is its next step.
+    """
+    taken = max(len(r.losses) for r in (first.reading, second.reading))
     first.train_to(taken)
     second.train_to(taken)
+    second.take_over(first)
     for _ in range(count):
-        second.take_over(first)
         taken += STRETCH
         first.train_to(taken)
         second.train_to(taken)
-        pairs = [r.losses[taken - STRETCH // 2 :] for r in (first.reading, second.reading)]
-        lags.append(fmean(b - a for a, b in zip(*pairs, strict=True)))
+        loss = first.loss_with(second)
+        first.train_to(taken + 1)
+        second.reading.lags.append(loss - first.reading.losses[taken])
 
 
 def ratio_of(first: Sequence[float], second: Sequence[float]) -> Interval:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from headrace.assemble.filled import PATIENT_STEPS, evidence_after, newest
-from headrace.assemble.kept_states import keep_alike, take_over
+from headrace.assemble.kept_states import exchange, keep_alike, take_over
 from headrace.core.errors import RefusalKind
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage
@@ -240,6 +240,14 @@ class _BuiltPlan:
     def take_over(self, other: "_BuiltPlan") -> None:
         """Go on from the other's state."""
         take_over(self.build, other.build)
+
+    def loss_with(self, other: "_BuiltPlan") -> float:
+        """Return the next batch's loss with the other's weights, by a step that is taken back."""
+        with self._own():
+            exchange(self.build, other.build)
+            numbers = train.step(self.build, self.micros(self.index), self.index)
+            take_over(self.build, other.build)
+        return float(numbers[0])
 
     def step(self) -> None:
         """Take one more step."""

@@ -62,8 +62,8 @@ class Reading:
     """whether it can take over the state of the plan beside it, so that stretches show what it
     learns"""
     lags: list[float] = field(default_factory=list)
-    """nats by which the loss was higher in the second half of each stretch of steps that began with
-    the state of the plan beside it; none where it trained by itself alone"""
+    """nats by which the plan beside it has a higher loss with this one's weights, after each
+    stretch of steps that both began with the same state"""
     norms: list[float] = field(default_factory=list)
     """norms of the whole gradient, one a step, where two plans are timed in alternation"""
     firsts: list[First] = field(default_factory=list)

@@ -43,6 +43,12 @@ class Clocked:
         """Note which losses both had then."""
         self.taken.append((len(other.reading.losses), len(self.reading.losses)))
 
+    def loss_with(self, other: "Clocked") -> float:
+        """Note which losses both had then; a step's time."""
+        self.now[0] += self.step_s
+        self.taken.append((len(self.reading.losses), len(other.reading.losses)))
+        return 6.25
+
     def run(self, blocks: int, steps: int) -> None:
         """On the clock; every other block is slower by `noise`."""
         self.runs.append((blocks, steps))
@@ -134,14 +140,14 @@ def test_a_training_goes_on_where_half_of_it_fits(
 
 
 @pytest.mark.parametrize(
-    ("left_s", "stretches", "untrained_s"), [(600.0, 18, 0.0), (120.0, 15, 8.0), (60.0, 0, 128.0)]
+    ("left_s", "stretches", "untrained_s"), [(600.0, 10, 0.0), (120.0, 7, 14.0), (60.0, 0, 128.0)]
 )
 def test_stretches_begin_with_the_state_of_the_other(
     left_s: float, stretches: int, untrained_s: float
 ) -> None:
-    """Check how many of 8 s fit; the plan that is behind catches up first.
+    """Check how many of 16.5 s fit; the plan that is behind catches up first.
 
-    The judge here asks for 16 stretches, and then for two more.
+    The judge here asks for 8 stretches, and then for two more.
     """
     now = [0.0]
     one, two = Clocked(0.5, now), Clocked(0.5, now)
@@ -151,12 +157,15 @@ def test_stretches_begin_with_the_state_of_the_other(
     now[0] = 0.0
 
     def wanted(found: Reading) -> int:
-        return 10 + 8 * 16 if len(found.lags) < 16 else 12 + 8 * 18 if len(found.lags) < 18 else 0
+        return 10 + 16 * 8 if len(found.lags) < 8 else 12 + 16 * 10 if len(found.lags) < 10 else 0
 
     wants: Any = SimpleNamespace(by_stretches=lambda found: found is two.reading, train_to=wanted)
     train_on(one, two, SampleSize(worth=wants), lambda: left_s - now[0], 600.0)
-    assert two.taken == [(12 + 8 * i, 12 + 8 * i) for i in range(stretches)]
-    assert two.reading.lags == [0.0] * stretches and not one.reading.lags
+    ends = [12 + 16 * i + (i > 8) for i in range(1, stretches + 1)]
+    assert one.taken == [(end, end) for end in ends], "losses with the weights of the other"
+    again = [(141, 141)] if stretches > 8 else []
+    assert two.taken == ([(12, 12), *again] if stretches else [])
+    assert two.reading.lags == [0.25] * stretches and not one.reading.lags
     assert two.reading.untrained_s == pytest.approx(untrained_s, abs=2.0)
     assert now[0] <= left_s + 1
 
