@@ -1,6 +1,6 @@
 """Fit what forecasts assume of hosts to natural runs, and score the forecasts of today's doctor.
 
-    python benchmarks/natural_error.py
+    python benchmarks/natural_error.py [--write results]
 
 Rows of natural_said.jsonl have the step of each run and what bound it; rows of natural.jsonl the
 steps with and without each change. From these steps come the constants of costs/constants.toml
@@ -16,9 +16,10 @@ that a gain's interval rests on:
 Then each run is forecast again by today's code, from what its row says that the doctor knew, with
 constants that are fitted without its workload. The share of gains inside of these intervals and
 the median error of the gains are printed for each device, for first remedies, for all remedies that
-a reader was shown, and for all changes that were measured. A row names the rates that its doctor
-had (`machine`); older rows do not, and are forecast by those of MACHINES. A run whose plan is
-another one today is left out: its memory would be another.
+a reader was shown, and for all changes that were measured. `--write` keeps the first in a row of
+natural_again.jsonl for each device: what the runs of one that is not at hand say of today's code. A
+row names the rates that its doctor had (`machine`); older rows do not, and are forecast by those of
+MACHINES. A run whose plan is another one today is left out: its memory would be another.
 
 On a CPU, whose host is its device, `gain_on_cpu` is fitted likewise: how far off its rates are.
 Nobody kept the rates of the CPU of older rows. Their intervals are symmetric, so their half-widths
@@ -26,6 +27,7 @@ say how much work moved. Changes to bf16 are left out there: their doctor had no
 which a probe times first since.
 """
 
+import argparse
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +35,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import receipts
 import torch
 from natural_runs import RUNS
 from receipts import ROOT
@@ -448,7 +451,21 @@ def show(title: str, scored: Sequence[Score]) -> None:
                 print(f"  {hardware}, {words}: {inside:.0%} of {len(those)}, error {error:.1%}")
 
 
+def write(scored: Sequence[Score], results: Path) -> None:
+    """Append a row for each device: how right forecasts of first remedies are, made again."""
+    for hardware in dict.fromkeys(one.hardware for one in scored):
+        firsts = [one for one in scored if one.first and one.hardware == hardware]
+        metrics = {
+            "coverage": receipts.spread([fmean(one.inside for one in firsts)], "of 1"),
+            "median_error": receipts.spread([median(one.error for one in firsts)], "of the gain"),
+        }
+        receipts.append("natural_again", metrics, results=results, of=hardware, n=len(firsts))
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="folder of receipts")
+    args = parser.parse_args()
     results = ROOT / "results"
     every = natural_runs(results)
     runs = [run for run in every if not run.on_cpu]
@@ -464,7 +481,10 @@ def main() -> None:
     for hardware, (times, n) in wider_steps(runs).items():
         print(f"wider_natural of {hardware}: {times:.3g}, by {n} steps")
     print(f"gain_on_cpu: {fit_cpu(pairs):.3g}, by {sum(not one.half for one in pairs)} gains")
-    show("forecasts of workloads that are left out:", left_out(runs))
+    again = left_out(runs)
+    show("forecasts of workloads that are left out:", again)
+    if args.write:
+        write(again, args.write)
     show("the same on CPUs, where steps in bf16 were probed:", cpu_left_out(pairs))
 
 

@@ -446,9 +446,8 @@ def local_engine(build: Build, micros: Any, objective: Any, scale: Tensor) -> Te
 
 def _sum_gradients(build: Build) -> None:
     """Sum the gradients that are partial on each rank, axis by axis."""
-    parameter_layouts = [
-        (build.layouts[n], p) for n, p in build.model.named_parameters() if p.grad is not None
-    ]
+    named = build.model.named_parameters() if build.world.ranks > 1 else ()
+    parameter_layouts = [(build.layouts[n], p) for n, p in named if p.grad is not None]
     for axis in ("shard", "expert_copies", "tensor", "ends"):
         partial = [local_of(p.grad) for layout, p in parameter_layouts if axis in layout.partial]  # type: ignore[arg-type]
         build.world.sum_gradients_(partial, axis)

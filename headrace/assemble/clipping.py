@@ -26,11 +26,14 @@ def clip(build: Build, max_norm: float) -> Tensor:
 
 def norm_over_ranks(build: Build) -> Tensor:
     """Return the norm of all gradients over all ranks, fp32; each number counts once."""
-    gradients, copies = [], []
-    for name, gradient in _gradients(build):
-        gradients.append(gradient)
-        copies.append(build.layouts[name].copies(build.world, build.model.get_parameter(name)))
-    return gradient_norm(gradients, copies, build.world)
+    gradients = dict(_gradients(build))
+    copies: list[int] = []
+    if build.world.ranks > 1:
+        copies = [
+            build.layouts[name].copies(build.world, build.model.get_parameter(name))
+            for name in gradients
+        ]
+    return gradient_norm([*gradients.values()], copies, build.world)
 
 
 def scale(build: Build, factor: Tensor | None) -> None:

@@ -53,6 +53,21 @@ def test_the_constants_in_use_are_those_that_rows_ask_for(runs: list[Any]) -> No
     assert len(firsts) >= 20 and 0.7 <= sum(firsts) / len(firsts) <= 0.9
 
 
+def test_a_row_tells_of_first_remedies_by_device(tmp_path: Path) -> None:
+    def score(hardware: str, error: float, *, first: bool = True) -> Any:
+        return natural_error.Score(hardware, first, True, error < 0.5, error)
+
+    scored = [score("H100", e) for e in (0.1, 0.2, 0.9)]
+    natural_error.write([*scored, score("H100", 3.0, first=False), score("H200", 0.4)], tmp_path)
+    found = [json.loads(line) for line in (tmp_path / "natural_again.jsonl").open()]
+    assert [(row["of"], row["n"]) for row in found] == [("H100", 3), ("H200", 1)]
+    metrics = [{name: m["value"] for name, m in row["metrics"].items()} for row in found]
+    assert metrics == [
+        {"coverage": pytest.approx(2 / 3), "median_error": 0.2},
+        {"coverage": 1.0, "median_error": 0.4},
+    ]
+
+
 def test_a_cpu_s_rates_are_as_far_off_as_its_rows_say() -> None:
     pairs = natural_error.recorded_pairs(RESULTS)
     assert sum(one.half for one in pairs) >= 20 and sum(not one.half for one in pairs) >= 10
