@@ -3,7 +3,7 @@
     python benchmarks/learning.py search --data DIR --side adamw --runs 12 --minutes 9
     python benchmarks/learning.py search --data DIR --side ours --runs 12 --minutes 9
     python benchmarks/learning.py search --data DIR --shape "d768 L12 h12 V16384 T1024" \
-        --set model.dim=768 model.layers=12 model.heads=12 --start 1 32 0.6 0.6
+        --set model.dim=768 model.layers=12 model.heads=12 --start 1 32 0.6 0.6 0
     python benchmarks/learning.py final --data DIR
     python benchmarks/learning.py techniques --data DIR --minutes 9 [--part 1/3]
 
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import receipts
-from learning_runs import SIDES, Point, Reading, Runs
+from learning_runs import SIDES, Point, Reading, Runs, fingerprint
 
 from headrace.cli.catalogue import catalogue
 from headrace.core.errors import HeadraceError
@@ -42,8 +42,9 @@ TOPIC = "learning"
 LADDERS: dict[str, tuple[float, ...]] = {
     "factor": (0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0),
     "rows": (8, 16, 32, 64, 128),
-    "epochs": (0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.2, 1.5, 1.9, 2.4, 3.0),
+    "epochs": (0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 1.0, 1.2, 1.5, 1.9, 2.4, 3.0),
     "decay": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
+    "final": (0.0, 0.1, 0.2),
 }
 """The values that a search may take, in order; the same for both sides."""
 PATIENCE = 1.25
@@ -120,16 +121,24 @@ def score(row: dict[str, Any]) -> float:
     return 1e6 * (1 + loss) if math.isfinite(loss) else math.inf  # it diverged
 
 
-def searched(args: argparse.Namespace, side: str) -> list[tuple[Point, float]]:
-    """Return the points of a side that the rows hold for this device, with their scores."""
+def searched(args: argparse.Namespace, side: str, runs: Runs) -> list[tuple[Point, float]]:
+    """Return the points of a side that the rows hold for this device, with their scores.
+
+    A row of another recipe or text is none: its plan at that point was another.
+    """
     rows = [r for r in read(args.results) if r["kind"] == "search" and r["side"] == side]
     rows = [r for r in rows if r["hardware"] == receipts.hardware() and r["shape"] == args.shape]
-    return [(Point(**row["point"]), score(row)) for row in rows]
+    points = [(Point(**row["point"]), row) for row in rows]
+    return [
+        (point, score(row))
+        for point, row in points
+        if fingerprint(runs.plan(side, point).dump()) == row["plan_sha256"]
+    ]
 
 
 def search(args: argparse.Namespace, runs: Runs) -> None:
     """Try points of one side until it has had its runs, or the minutes are over."""
-    while len(tried := searched(args, args.side)) < args.runs and not args.over():
+    while len(tried := searched(args, args.side, runs)) < args.runs and not args.over():
         point = proposed(args.start or SIDES[args.side].start, tried)
         best = min((value for _, value in tried), default=math.inf)
         limit_s = PATIENCE * best if best < 1e6 else math.inf
@@ -144,7 +153,7 @@ def final(args: argparse.Namespace, runs: Runs) -> None:
     """Run the best point of each side with the same seeds, in turn, and compare."""
     points, numbers = {}, {}
     for side, what in SIDES.items():
-        tried = searched(args, side)
+        tried = searched(args, side, runs)
         points[side] = min(tried, key=lambda one: one[1])[0] if tried else what.start
         numbers[side] = len(tried)
     if len({*numbers.values()}) > 1:
@@ -193,7 +202,7 @@ def changes(on: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
 
 def techniques(args: argparse.Namespace, runs: Runs) -> None:
     """Compare the recipe with itself, one technique or key changed, and write a row for each."""
-    tried = searched(args, "ours")
+    tried = searched(args, "ours", runs)
     point = min(tried, key=lambda one: one[1])[0] if tried else SIDES["ours"].start
     part, parts = map(int, args.part.split("/"))
     on = [*runs.plan("ours", point).techniques]
@@ -240,7 +249,7 @@ def changed_runs(
 
 def _is_same(row: dict[str, Any], args: argparse.Namespace, point: Point) -> bool:
     """Return whether a row measured a change of this recipe on this device."""
-    if row["kind"] != "technique" or row["point"] != asdict(point):
+    if row["kind"] != "technique" or Point(**row["point"]) != point:
         return False
     enough = "refused" in row or row["n"] >= args.seeds
     return enough and (row["hardware"], row["shape"]) == (receipts.hardware(), args.shape)
@@ -311,8 +320,8 @@ def main() -> None:
     parser.add_argument(
         "--start",
         type=float,
-        nargs=4,
-        metavar=("FACTOR", "ROWS", "EPOCHS", "DECAY"),
+        nargs=5,
+        metavar=("FACTOR", "ROWS", "EPOCHS", "DECAY", "FINAL"),
         help="where a search of another shape begins",
     )
     parser.add_argument("--seeds", type=int, help="5 of final, 3 of techniques")
@@ -329,8 +338,8 @@ def main() -> None:
     args = parser.parse_args()
     receipts.given_commit = args.commit
     if args.start:
-        factor, rows, epochs, decay = args.start
-        args.start = Point(factor, int(rows), epochs, decay)
+        factor, rows, *rest = args.start
+        args.start = Point(factor, int(rows), *rest)
     args.seeds = args.seeds or (5 if args.what == "final" else 3)
     ends = time.perf_counter() + 60 * args.minutes
     args.over = lambda more_s=0.0: time.perf_counter() + more_s > ends

@@ -212,11 +212,12 @@ def search_table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{point['rows']}",
                 f"{point['epochs']:g}",
                 f"{point['decay']:g}" if point["decay"] else "cosine",
+                f"{point.get('final', 0.0):g}",
                 f"{numbers['seconds']['value']:.3g}" if row["reached"] else "not reached",
                 f"{numbers['bits_per_byte']['value']:.4f}",
             )
         )
-    head = ("side", "rate x", "rows", "epochs", "decay", "seconds", "bits per byte")
+    head = ("side", "rate x", "rows", "epochs", "decay", "rate left", "seconds", "bits per byte")
     return markdown(head, lines)
 
 

@@ -61,12 +61,14 @@ class Point:
         rows: sequences of a batch.
         epochs: the schedule's horizon, in passes over the training text.
         decay: last share of the horizon in which the rate falls evenly; 0 is a cosine.
+        final: share of the rate that is left at the horizon.
     """
 
     factor: float
     rows: int
     epochs: float
     decay: float
+    final: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,13 +126,18 @@ class Reading:
 
     @property
     def fingerprint(self) -> str:
-        """Return the plan's fingerprint, whatever its seed and wherever its files lie."""
-        plan = {k: v for k, v in self.plan.items() if k not in ("directory", "name", "seed")}
-        data = {k: v for k, v in plan["data"].items() if k not in PLACES}
-        return receipts.sha256({**plan, "data": data})
+        """Return the plan's fingerprint."""
+        return fingerprint(self.plan)
 
 
 PLACES = ("directory", "sources", "validation")
+
+
+def fingerprint(plan: dict[str, Any]) -> str:
+    """Return the fingerprint of a plan as data, whatever its seed and wherever its files lie."""
+    kept = {k: v for k, v in plan.items() if k not in ("directory", "name", "seed")}
+    data = {k: v for k, v in plan["data"].items() if k not in PLACES}
+    return receipts.sha256({**kept, "data": data})
 
 
 class Runs:
@@ -197,13 +204,12 @@ class Runs:
             own.append(f"techniques.warmup.steps={max(1, round(SIDES[side].warmup * steps))}")
         if not point.decay or DECAY in without:
             without.append(DECAY)
-            own.append(
-                "schedule.final_fraction=0.0"
-            )  # of a cosine, where nothing else is asked for
+            # Of a cosine, where nothing else is asked for.
+            own.append(f"schedule.final_fraction={point.final:g}")
         else:
             with_.append(DECAY)
             own += [f"techniques.{DECAY}.decay_fraction={point.decay:g}"]
-            own += [f"techniques.{DECAY}.final_fraction=0.0"]
+            own += [f"techniques.{DECAY}.final_fraction={point.final:g}"]
         muon = plain.techniques.get("muon")  # whose warmup may be longer than a short horizon
         if muon is not None and "muon" not in off:
             warm = muon.model_dump()["momentum_warmup_steps"]
