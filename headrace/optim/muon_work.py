@@ -131,8 +131,11 @@ class MuonWork:
             pieces_of_work["rows"] = self._stream(
                 4 * low * share * numbers, 12 * chunks * run_count
             )
-        for pieces, rows, columns in self.runs():
-            pieces_of_work |= self._matmuls(self.own * pieces, rows, columns)
+        for index, (pieces, rows, columns) in enumerate(self.runs()):
+            kind = f"{rows}x{columns}"
+            if f"{kind}/gram" in pieces_of_work:  # pairs of queries have the shape of pairs of keys
+                kind = f"{kind}_{index}"
+            pieces_of_work |= self._matmuls(kind, self.own * pieces, rows, columns)
         pieces_of_work |= self._sent(low)
         return {
             f"update/muon_{name}{_suffix(self.cut)}/{what}": w for what, w in pieces_of_work.items()
@@ -143,13 +146,12 @@ class MuonWork:
         launch = COMPILED if self.compiled else EAGER
         return Stream("optimizer", 1, bytes, max(1.0, kernels), launch=launch)
 
-    def _matmuls(self, many: int, rows: int, columns: int) -> dict[str, Work]:
+    def _matmuls(self, name: str, many: int, rows: int, columns: int) -> dict[str, Work]:
         """Return the matmuls of all iterations of so many pieces, and the sums that they add to.
 
         A batch of matrices has the tiles of one matmul as long as all of them.
         """
-        narrow, long = min(rows, columns), max(rows, columns)
-        wide, name = is_wide(rows, columns), f"{rows}x{columns}"
+        narrow, long, wide = min(rows, columns), max(rows, columns), is_wide(rows, columns)
         often = {"gram": STEPS, "squared": STEPS, "product": STEPS}
         if wide:
             often = {"gram": len(SEGMENTS), "squared": SQUARED, "product": len(SEGMENTS)}

@@ -429,16 +429,21 @@ def test_takes_all_that_adapters_train(
     assert make_tiny(MUON, f"techniques.{adapts}.rank=2").routed.keys() == {"muon"}
 
 
+@pytest.mark.parametrize("pairs", [False, True])
 def test_its_products_and_what_is_left_to_adamw_are_foreseen(
-    tiny_plan: Callable[..., Plan],
+    tiny_plan: Callable[..., Plan], pairs: bool
 ) -> None:
-    plain, plan = tiny_plan(), tiny_plan("techniques.muon={}")
+    """Pairs of queries have the shape of pairs of keys, and are priced beside them."""
+    heads = ("model.heads=8", "model.kv_heads=4", "model.head_dim=4")
+    plain = tiny_plan(*heads)
+    plan = tiny_plan(*heads, f"techniques.muon.head_pairs={str(pairs).lower()}")
     before, ledger = (make_ledger(p, make_context(p, torch.device("cpu"))) for p in (plain, plan))
     named = {name: nn.Parameter(torch.randn(m.shape)) for name, m in ledger.updates("muon").items()}
     for p in named.values():
         p.grad = torch.randn_like(p)
     model = plan.model.model_copy(update={"vocab": int(ledger.sizes["vocab"])})
-    optimizer = MuonOptimizer(named, cuts_of(model), lr=LR, momentum=0.9, weight_decay=DECAY)
+    how: dict[str, Any] = {"lr": LR, "momentum": 0.9, "weight_decay": DECAY}
+    optimizer = MuonOptimizer(named, cuts_of(model, pairs), **how)
     optimizer.step()
     with FlopCounterMode(display=False) as counter, Kernels() as kernels:
         optimizer.step()
