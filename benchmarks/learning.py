@@ -71,6 +71,7 @@ SET: dict[str, list[str]] = {
     "techniques.muon.normalize_rows": ["techniques.muon.normalize_rows=false"],
     "techniques.muon.cautious_decay": ["techniques.muon.cautious_decay=true"],
     "techniques.muon.head_pairs": ["techniques.muon.head_pairs=true"],
+    "techniques.muon.fraction": ["techniques.muon.fraction=0.25"],
 }
 """Key of the recipe -> what it is set to instead."""
 

@@ -71,6 +71,11 @@ def is_wide(rows: int, columns: int) -> bool:
     return max(rows, columns) > WIDE * min(rows, columns)
 
 
+def iterated_dtype(matrices: Tensor) -> torch.dtype:
+    """Return the dtype in which matrices are iterated unless another is asked for."""
+    return torch.bfloat16 if matrices.is_cuda else torch.float32
+
+
 def orthogonalize(
     matrices: Tensor,
     name: Name = "polar_express",
@@ -91,7 +96,7 @@ def orthogonalize(
         Matrices of the same shape in that dtype.
     """
     if dtype is None:
-        dtype = torch.bfloat16 if matrices.is_cuda else torch.float32
+        dtype = iterated_dtype(matrices)
     if matrices.ndim == 2:
         return orthogonalize(matrices[None], name, dtype, symmetric=symmetric)[0]
     coefficients, margin = POLYNOMIALS[name]

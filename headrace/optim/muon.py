@@ -13,6 +13,16 @@ Options: `rows` divides each row by the root of its running mean square and give
 norm back (NorMuon, arXiv 2510.05491); `cautious` decays a weight only where update and decay have
 one sign (arXiv 2510.12402); a `MatrixCut` takes fused matrices and heads apart. Over ranks each is
 computed once (parallel/team). A step whose gradient is not finite is masked on the device.
+
+With `fraction` < 1 a step updates a part of each matrix: the rows with the longest momentum, or the
+columns where the matrix is tall (optim/submatrix). The momentum of all others adds up until they
+are taken (Dion2, arXiv 2512.16928):
+
+    m <- m + (1 - b) g        w[taken] <- w[taken] - lr scale polar(m[taken])
+    w <- w - lr decay w       m[taken] <- b m[taken]
+
+`scale` is that of the whole matrix. Dion2 adds g, not (1 - b) g: the polar factor is the same, as
+it has no length, and here m keeps the scale that it has at `fraction` = 1.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.kernels.orthogonalize import Name, orthogonalize
+from headrace.kernels.orthogonalize import Name, iterated_dtype, orthogonalize
+from headrace.optim.submatrix import IDLE, Submatrix, count_touched, longest
 from headrace.parallel.layout import as_parameter, is_dtensor, local_of
 from headrace.parallel.team import Team
 
@@ -56,6 +67,13 @@ class MatrixCut:
         """Return how many matrices one is taken apart into."""
         return sum(count * blocks for count, _, blocks in self.runs) or 1
 
+    def shapes(self, height: int, columns: int) -> list[tuple[int, int, int]]:
+        """Return (pieces, rows, columns) of each kind of piece of one matrix."""
+        if not self.runs:
+            return [(1, height, columns)]
+        runs = self.runs
+        return [(n * blocks, self.groups * rows // blocks, columns) for n, rows, blocks in runs]
+
     def apart(self, batch: Tensor) -> list[Tensor]:
         """Return the pieces of a batch [matrices, rows, columns], a batch for each run."""
         grouped, batches, first = batch.unflatten(1, (self.groups, -1)), [], 0
@@ -81,13 +99,23 @@ WHOLE = MatrixCut(1, ())
 
 @dataclass(frozen=True)
 class MuonRule:
-    """Hold what an update does, as far as a compiled function has it built in."""
+    """Hold what an update does, as far as a compiled function has it built in.
+
+    Args:
+        name: which polynomials.
+        nesterov: look ahead; not below `fraction` = 1.
+        cautious: decay a weight only where update and decay have one sign.
+        rows: give rows even lengths.
+        symmetric: compute half of a symmetric matmul.
+        fraction: share of the rows, or columns of a tall matrix, that a step updates.
+    """
 
     name: Name = "polar_express"
     nesterov: bool = True
     cautious: bool = False
     rows: bool = False
     symmetric: bool = False
+    fraction: float = 1.0
 
 
 @dataclass
@@ -99,12 +127,15 @@ class Scalars:
         shrink: share of a weight that decays; 0 where the step is masked.
         momentum: share of the old momentum that is kept.
         keep: 0 where the step is masked, else 1.
+        feedback: what the momentum of updated rows is multiplied by after the update, 1 where the
+            step is masked; None where a step updates all rows.
     """
 
     lr: Tensor
     shrink: Tensor
     momentum: Tensor
     keep: Tensor
+    feedback: Tensor | None
 
 
 def direction_(
@@ -113,39 +144,61 @@ def direction_(
     """Update the momenta and return the directions, [matrices, rows, columns]."""
     stacked = torch.stack(list(gradients))
     stacked.masked_fill_(keep == 0, 0.0)  # nothing times nan is nan
+    if rule.fraction < 1:
+        return kept.addcmul_(stacked, (1 - momentum) * keep)
     kept.lerp_(stacked, (1 - momentum) * keep)
     return stacked.lerp_(kept, momentum) if rule.nesterov else kept
 
 
 def polar_(
-    directions: Tensor, rows: Tensor | None, keep: Tensor, rule: MuonRule, cut: MatrixCut
+    directions: Tensor,
+    rows: Tensor | None,
+    keep: Tensor,
+    touched: Tensor | None,
+    rule: MuonRule,
+    cut: MatrixCut,
 ) -> Tensor:
     """Return the updates of whole matrices, [matrices, rows, columns], in the iteration's dtype.
+
+    They are IDLE where the rule leaves the weights alone.
 
     Args:
         directions: [matrices, rows, columns].
         rows: running mean squares [matrices, rows], which are updated; None without them.
         keep: 0 where the step is masked.
+        touched: the count of updated rows is added to it; None where all are.
         rule: what is done.
         cut: how the matrices are taken apart.
     """
     if not cut.runs:
         cut = MatrixCut(1, ((1, directions.size(1), 1),))
-    batches = [
-        _long(orthogonalize(batch, rule.name, symmetric=rule.symmetric))
-        for batch in cut.apart(directions)
-    ]
+    orthogonal = [_orthogonal(piece, rule) for piece in cut.apart(directions)]
+    parts, batches = [part for part, _ in orthogonal], [batch for _, batch in orthogonal]
+    del orthogonal
     if rows is not None:
-        squares = cut.apart(rows.unsqueeze(-1))
-        both = [_normalized(b, s, keep) for b, s in zip(batches, squares, strict=True)]
+        squares, taken = cut.apart(rows.unsqueeze(-1)), [part.of_rows() for part in parts]
+        both = [
+            _normalized(b, t.of(s), keep) for b, t, s in zip(batches, taken, squares, strict=True)
+        ]
         batches = [batch for batch, _ in both]
-        rows.copy_(cut.together([s for _, s in both], len(rows)).squeeze(-1))
+        squares = [t.into_(s, new) for t, s, (_, new) in zip(taken, squares, both, strict=True)]
+        rows.copy_(cut.together(squares, len(rows)).squeeze(-1))
+    batches = [part.alone(batch) for part, batch in zip(parts, batches, strict=True)]
+    if touched is not None:
+        for batch in batches:
+            touched.add_(count_touched(batch))
     return cut.together(batches, len(directions))
 
 
-def _long(batch: Tensor) -> Tensor:
-    """Make matrices longer that are taller than wide, so that each row is as long as the others."""
-    rows, columns = batch.shape[1:]
+def _orthogonal(piece: Tensor, rule: MuonRule) -> tuple[Submatrix, Tensor]:
+    """Return what the rule takes of a batch, and that orthogonalised and scaled."""
+    part = longest(piece, rule.fraction, iterated_dtype(piece))
+    batch = orthogonalize(part.of(piece), rule.name, symmetric=rule.symmetric)
+    return part, _long(batch, *piece.shape[1:])
+
+
+def _long(batch: Tensor, rows: int, columns: int) -> Tensor:
+    """Make updates longer where matrices are tall, so that a row is as long as in others."""
     return batch if rows <= columns else batch.mul_((rows / columns) ** 0.5)
 
 
@@ -162,11 +215,20 @@ def _normalized(batch: Tensor, squares: Tensor, keep: Tensor) -> tuple[Tensor, T
 def change_(
     weights: Sequence[Tensor],
     updates: Tensor,
+    kept: Tensor,
     lr: Tensor,
     shrink: Tensor | None,
+    feedback: Tensor | None,
     rule: MuonRule,
 ) -> None:
-    """Subtract the updates [matrices, rows, columns], and the decay where `shrink` is given."""
+    """Subtract the updates [matrices, rows, columns], and the decay where `shrink` is given.
+
+    Where `feedback` is given, the momenta of what is updated are multiplied by it.
+    """
+    if feedback is not None:
+        idle = updates == IDLE
+        kept.mul_(torch.where(idle, 1.0, feedback))
+        updates.masked_fill_(idle, 0.0)
 
     def changed(weight: Tensor, update: Tensor) -> Tensor:
         step = lr * update.float()
@@ -188,12 +250,16 @@ def update_(
     shrink: Tensor | None,
     momentum: Tensor,
     keep: Tensor,
+    feedback: Tensor | None,
+    touched: Tensor | None,
     rule: MuonRule,
     cut: MatrixCut,
 ) -> None:
     """Update whole matrices of one shape, their momenta and their rows' mean squares."""
-    updates = polar_(direction_(gradients, kept, momentum, keep, rule), rows, keep, rule, cut)
-    change_(weights, updates, lr, shrink, rule)
+    updates = polar_(
+        direction_(gradients, kept, momentum, keep, rule), rows, keep, touched, rule, cut
+    )  # the directions are let go of before the weights change
+    change_(weights, updates, kept, lr, shrink, feedback, rule)
 
 
 class MatrixBatch:
@@ -288,6 +354,10 @@ class MuonOptimizer(torch.optim.Optimizer):
         super().__init__(list(named.values()), defaults)
         self.found_inf: Tensor | None = None
         self.orthogonalized = 0
+        self.rows = 0
+        """rows of whole matrices, or columns of tall ones, that this rank took some of"""
+        self.touched: Tensor | None = None
+        """how many of them were updated; None where all are"""
         self.momentum: float | None = None
         """the last step's"""
         self.rule, self.compiled = rule, compiled
@@ -322,11 +392,17 @@ class MuonOptimizer(torch.optim.Optimizer):
             bad = number(0.0) if self.found_inf is None else self.found_inf
             keep = 1.0 - bad.float()
             self.momentum = float(group["momentum"] if now is None else now)
+            momentum, feedback = number(self.momentum), None
+            if self.rule.fraction < 1:
+                feedback = torch.where(keep == 0, 1.0, momentum)
+                if self.touched is None:
+                    self.touched = number(0, dtype=torch.int64)
             scalars = Scalars(
                 number(float(group["lr"])) * keep,
                 number(float(group["lr"]) * group["weight_decay"]) * keep,
-                number(self.momentum),
+                momentum,
                 keep,
+                feedback,
             )
             for batch in batches:
                 for chunk in batch.chunks():
@@ -342,23 +418,33 @@ class MuonOptimizer(torch.optim.Optimizer):
         kept = batch.momentum[chunk]
         rows = None if batch.rows is None else batch.rows[chunk]
         shrink = scalars.shrink if decays else None
-        cut, rule, team = batch.cut, self.rule, batch.team
+        cut, rule, team, keep = batch.cut, self.rule, batch.team, scalars.keep
         self.orthogonalized += cut.pieces * len(taken)
         if team is None:
-            moving = kept, rows, scalars.lr, shrink, scalars.momentum, scalars.keep
-            self._run(update_, weights, gradients, *moving, rule, cut)
+            self._count_rows(len(taken), taken[0].shape, cut)
+            states = kept, rows, scalars.lr, shrink, scalars.momentum, keep
+            how = scalars.feedback, self.touched, rule, cut
+            self._run(update_, weights, gradients, *states, *how)
             return
-        directions = self._run(direction_, gradients, kept, scalars.momentum, scalars.keep, rule)
+        directions = self._run(direction_, gradients, kept, scalars.momentum, keep, rule)
         if directions.is_cuda:
             directions = directions.bfloat16()  # the iteration's dtype: half of the traffic
         whole, mine = team.whole(directions), team.mine(len(taken))
         own = None if rows is None else rows[mine]
         updates = whole
         if len(whole):
-            updates = self._run(polar_, whole, own, scalars.keep, rule, cut)
+            self._count_rows(len(whole), whole.shape[1:], cut)
+            updates = self._run(polar_, whole, own, keep, self.touched, rule, cut)
         if rows is not None and own is not None:
             rows.copy_(team.everyones(own, len(taken)))
-        self._run(change_, weights, team.parts(updates, len(taken)), scalars.lr, shrink, rule)
+        parts = team.parts(updates, len(taken))
+        self._run(change_, weights, parts, kept, scalars.lr, shrink, scalars.feedback, rule)
+
+    def _count_rows(self, count: int, shape: Sequence[int], cut: MatrixCut) -> None:
+        """Count the rows of so many whole matrices, where a step takes some of them."""
+        if self.rule.fraction < 1:
+            shapes = cut.shapes(shape[0], shape[1])
+            self.rows += count * sum(pieces * min(sides) for pieces, *sides in shapes)
 
     def _run(self, function: Any, *given: Any) -> Any:
         """Call a function, compiled for the shapes that it is given where that is asked for."""

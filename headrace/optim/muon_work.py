@@ -12,6 +12,7 @@ from headrace.costs.work import COMPILED, EAGER, Matmul, Stream, Work, collectiv
 from headrace.kernels.orthogonalize import SEGMENTS, SQUARED, STEPS, is_wide
 from headrace.kernels.symmetric_matmul import is_served
 from headrace.optim.muon import CHUNK_MATRICES, CHUNK_NUMBERS, MatrixCut
+from headrace.optim.submatrix import shape_taken
 
 FP32, BF16 = 4, 2
 ITERATED, ITERATED_WIDE = (2, 2), ((1, 5), (2, 4))
@@ -25,6 +26,16 @@ HALF = 0.75
 """Time of half of a product beside all of it: 0.69 and 0.83 of 2,048 and 768 rows (LOG.md)."""
 FUSED_MOMENTUM, FUSED_SCALED, FUSED_WRITTEN = (22, 3), (6, 3), (10, 1)
 """What these are where a compiler fuses them: the direction is bf16 then."""
+PART_MOMENTUM, FUSED_PART_MOMENTUM, PART_SCALARS = (28, 6), (20, 3), 2
+"""Bytes of a number and kernels of a chunk's momentum where a step updates a part of a matrix, as
+the momentum is the direction, without a compiler and with one; and kernels that a step's scalars
+take more. Counted in optim/muon."""
+SELECTED, FUSED_SELECTED = 8, 6
+"""Kernels of a kind of piece: lengths, the largest, what is taken out, IDLE, what is put into it,
+and three that count rows, of which a compiler fuses some. Counted in optim/submatrix."""
+FED_BACK, FUSED_FED_BACK = (19, 3, 4), (8, 0, 0)
+"""Bytes of a number of the momentum that decays where rows were updated, how often a number of the
+update is read or written beside, and kernels of a chunk. Counted in optim/muon."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,7 @@ class MuonWork:
         rows: whether rows are normalised.
         symmetric: whether half of symmetric matmuls is computed alone.
         ahead: whether a direction is more than the momentum.
+        fraction: share of the shorter side of each piece that a step updates.
         slices: ranks of which each holds a slice.
         axis: the axis of the mesh whose `ranks`, with those of tensors, share the matrices.
         sizes: the ledger's.
@@ -53,6 +65,7 @@ class MuonWork:
     rows: bool
     symmetric: bool
     ahead: bool
+    fraction: float
     slices: float
     axis: str
     ranks: int
@@ -72,11 +85,11 @@ class MuonWork:
 
     def runs(self) -> list[tuple[int, int, int]]:
         """Return (pieces, rows, columns) of each kind of piece of one matrix."""
-        height, columns = self.shape
-        if not self.cut.runs:
-            return [(1, height, columns)]
-        groups = self.cut.groups
-        return [(n * blocks, groups * rows // blocks, columns) for n, rows, blocks in self.cut.runs]
+        return self.cut.shapes(self.shape[0], self.shape[1])
+
+    def taken(self) -> list[tuple[int, int, int]]:
+        """Return (pieces, rows, columns) of what is orthogonalised of each kind of piece."""
+        return [(n, *shape_taken(self.fraction, *sides)) for n, *sides in self.runs()]
 
     def peak_bytes(self) -> float:
         """Return the most bytes that an update of one chunk makes."""
@@ -85,25 +98,35 @@ class MuonWork:
         directions = self.ahead * FP32 * self.chunk * prod(self.shape) / self.slices
         whole = low * mine * prod(self.shape)
         sent = 0.0 if self.ranks == 1 else low * self.chunk * prod(self.shape) / self.slices
-        most = 0.0
-        for pieces, rows, columns in self.runs():
+        part, most = self.fraction < 1, 0.0
+        for pieces, rows, columns in self.taken():
             numbers, squares = pieces * rows * columns, pieces * min(rows, columns) ** 2
             shapes = ITERATED_WIDE if is_wide(rows, columns) else (ITERATED,)
             iterated = max(b * numbers + s * squares for b, s in shapes)
-            most = max(most, low * mine * iterated)
+            most = max(most, low * mine * (iterated + part * numbers))
+        chosen = low * mine * self._numbers_taken
         if self.compiled:  # fused: directions are made in bf16, and pieces where they are used
-            return max(directions + whole, whole + most) + sent
+            return max(directions + whole + part * chosen, whole * (not part) + most) + sent
         copied = len(self.runs()) > 1 or self.cut.groups > 1
         apart = whole * copied
         before = directions + (whole if self.ranks > 1 else 0.0)
-        normalized = 3 * whole * self.rows
-        last = sent + 2 * FP32 * self.chunk * prod(self.shape) / self.slices
+        normalized = 3 * chosen * self.rows
+        last = sent + (2 * FP32 + part) * self.chunk * prod(self.shape) / self.slices
         done = self._done_bytes(low * mine)
-        return max(before + apart + done + most, before + (1 + copied) * whole + normalized, last)
+        after = (1 + copied) * whole + normalized
+        if part:
+            placed = (1 + copied) * whole + copied * (1 + self.rows) * chosen
+            after = max(placed, chosen + max(whole, normalized))
+        return max(before + apart + done + most, before + after, last)
 
     def _done_bytes(self, each: float) -> float:
         """Return the bytes of the pieces that are done while the last kind iterates."""
-        return each * sum(n * rows * columns for n, rows, columns in self.runs()[:-1])
+        return each * sum(n * rows * columns for n, rows, columns in self.taken()[:-1])
+
+    @property
+    def _numbers_taken(self) -> int:
+        """Return how many numbers of one matrix are orthogonalised."""
+        return sum(n * rows * columns for n, rows, columns in self.taken())
 
     def work(self) -> dict[str, Work]:
         """Return the pieces of work of one update, by name."""
@@ -114,10 +137,15 @@ class MuonWork:
             streams = (FUSED_MOMENTUM, FUSED_SCALED, FUSED_WRITTEN)
         momentum, scaled, written = streams
         name, low = "x".join(map(str, self.shape)), BF16 if self.on_gpu else FP32
+        taken = self._numbers_taken * self.own
+        if self.fraction < 1:
+            momentum = FUSED_PART_MOMENTUM if self.compiled else PART_MOMENTUM
+            bytes, often, kernels = FUSED_FED_BACK if self.compiled else FED_BACK
+            written = written[0] + bytes + often * low, written[1] + kernels
         run_count = len(self.runs())
         pieces_of_work: dict[str, Work] = {
             "momentum": self._stream(momentum[0] * numbers / self.slices, momentum[1] * chunks),
-            "scaled": self._stream(scaled[0] * share * numbers, scaled[1] * chunks * run_count),
+            "scaled": self._stream(scaled[0] * taken, scaled[1] * chunks * run_count),
             "written": self._stream(
                 written[0] * numbers / self.slices,
                 chunks * written[1] if self.compiled else chunks * written[1] + self.count,
@@ -128,10 +156,10 @@ class MuonWork:
                 4 * low * share * numbers, chunks * (run_count + 1)
             )
         if self.rows:
-            pieces_of_work["rows"] = self._stream(
-                4 * low * share * numbers, 12 * chunks * run_count
-            )
-        for index, (pieces, rows, columns) in enumerate(self.runs()):
+            pieces_of_work["rows"] = self._stream(4 * low * taken, 12 * chunks * run_count)
+        if self.fraction < 1:
+            pieces_of_work["selected"] = self._selected(share * numbers, taken, chunks * run_count)
+        for index, (pieces, rows, columns) in enumerate(self.taken()):
             kind = f"{rows}x{columns}"
             if f"{kind}/gram" in pieces_of_work:  # pairs of queries have the shape of pairs of keys
                 kind = f"{kind}_{index}"
@@ -140,6 +168,21 @@ class MuonWork:
         return {
             f"update/muon_{name}{_suffix(self.cut)}/{what}": w for what, w in pieces_of_work.items()
         }
+
+    def _selected(self, numbers: float, taken: float, batches: int) -> Stream:
+        """Return the search of the longest rows, and what it takes to take them out and put back.
+
+        Args:
+            numbers: of all matrices of this rank.
+            taken: those that are orthogonalised.
+            batches: of pieces of one kind.
+        """
+        low = BF16 if self.on_gpu else FP32
+        cast = self.on_gpu and not self.compiled
+        read = FP32 + 2 * low * cast
+        moved = FP32 + (low if self.compiled else FP32) + 2 * low
+        kernels = FUSED_SELECTED if self.compiled else SELECTED + cast
+        return self._stream((read + low) * numbers + moved * taken, kernels * batches)
 
     def _stream(self, bytes: float, kernels: float) -> Stream:
         """Return a stream of the update."""

@@ -100,6 +100,14 @@ SMALL = {"rows": 1, "vocab": 307}
 """Sizes at which the update is the peak."""
 COMPOSED: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
     "one shape": ({"muon": {}}, {**SMALL, "ffn": 48, "activation": "gelu"}),
+    "a part of one shape": (
+        {"muon": {"fraction": 0.5}},
+        {**SMALL, "ffn": 48, "activation": "gelu"},
+    ),
+    "a part with even rows": (
+        {"muon": {"fraction": 0.5, "normalize_rows": True}},
+        {**SMALL, "ffn": 48},
+    ),
     "a shape of experts": ({"muon": {}, "mixture_of_experts": {}}, SMALL),
     "shapes of adapters": ({"muon": {}, "lora": {"rank": 32}}, SMALL),
     "one linear": ({"lora": {"targets": ("mlp.down",)}}, {}),

@@ -8,6 +8,7 @@ from cases import (
     DUAL,
     FSDP,
     INTERLEAVED,
+    MUON,
     PP,
     SAC,
     TP,
@@ -20,10 +21,16 @@ ALIBI: dict[str, Any] = {"alibi": {}}
 RAMP: dict[str, Any] = {"batch_ramp": {"divide": 4, "until": 2.0}}
 NOISE: dict[str, Any] = {"neftune": {"alpha": 9.0}}
 PREFIX: dict[str, Any] = {"prefix_lm": {"tokens": 7}}
+PART: dict[str, Any] = {"muon": {**MUON["muon"], "fraction": 0.4}}
+"""Muon that updates a part of each matrix: ranks find the longest rows of whole matrices."""
 GROWS: dict[str, Any] = {"steps": 3, "layers": 5}
 """Steps of 2, 4 and 8 rows."""
 
 RECIPES = [
+    case("part-of-muon-fsdp", PART, FSDP, data=2, steps=4),
+    case("part-of-muon-hybrid", PART, FSDP, data=4, replicate=2, steps=4, slow=True),
+    case("part-of-muon-replicas", PART, data=4, steps=4, slow=True),
+    case("part-of-muon-tp-fsdp", PART, TP, FSDP, tensor=2, data=2, steps=4, slow=True),
     case("alibi-tp", ALIBI, TP, tensor=2, data=2, packing=True),
     case("alibi-tp-no-sequence", ALIBI, {"tensor_parallel": {"sequence": False}}, tensor=2),
     case("alibi-tp4", ALIBI, TP, tensor=4, shape="twelve", micro_rows=1, slow=True),

@@ -53,6 +53,13 @@ def muon_with_all(named: dict[str, nn.Parameter]) -> Any:
     return MuonOptimizer(taken, cuts_of(CONFIG, head_pairs=True), rule=rule, **how)
 
 
+def muon_of_a_part(named: dict[str, nn.Parameter]) -> Any:
+    taken = {n: p for n, p in named.items() if n.startswith("blocks.")}
+    how: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
+    rule = MuonRule(cautious=True, rows=True, fraction=0.3)
+    return MuonOptimizer(taken, cuts_of(CONFIG, head_pairs=True), rule=rule, **how)
+
+
 def snapshot(named: dict[str, nn.Parameter], optimizer: Any) -> dict[str, Tensor]:
     """Return weights and all of the optimizer's state."""
     found = {n: p.detach().clone() for n, p in named.items()}
@@ -62,7 +69,7 @@ def snapshot(named: dict[str, nn.Parameter], optimizer: Any) -> dict[str, Tensor
     return found
 
 
-@pytest.mark.parametrize("make", [adamw, muon, muon_with_all])
+@pytest.mark.parametrize("make", [adamw, muon, muon_with_all, muon_of_a_part])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_found_inf_leaves_weights_and_state_bit_equal(
     make: Callable[[dict[str, nn.Parameter]], Any], bad: float
@@ -83,7 +90,7 @@ def test_found_inf_leaves_weights_and_state_bit_equal(
     assert all(after[name].equal(value) for name, value in before.items())
 
 
-@pytest.mark.parametrize("make", [adamw, muon, muon_with_all])
+@pytest.mark.parametrize("make", [adamw, muon, muon_with_all, muon_of_a_part])
 def test_a_masked_first_step_is_no_step(make: Callable[[dict[str, nn.Parameter]], Any]) -> None:
     """What follows a skipped first step is what would have been the first."""
     ends = []

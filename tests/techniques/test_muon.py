@@ -253,11 +253,12 @@ def test_one_graph_a_shape_and_none_for_other_numbers(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_compiled_update_is_the_plain_one(named: dict[str, nn.Parameter]) -> None:
+@pytest.mark.parametrize("part", [1.0, 0.4])
+def test_a_compiled_update_is_the_plain_one(named: dict[str, nn.Parameter], part: float) -> None:
     """It takes the compiler a minute on a CPU."""
     copies = {n: nn.Parameter(p.detach().clone()) for n, p in named.items()}
     how: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
-    how["rule"] = MuonRule(rows=True)
+    how["rule"] = MuonRule(rows=True, fraction=part)
     plain = MuonOptimizer(named, cuts_of(CONFIG), **how)
     compiled = MuonOptimizer(copies, cuts_of(CONFIG), compiled=True, **how)
     for _ in range(2):
@@ -296,7 +297,10 @@ ALL = (
 )
 
 
-@pytest.mark.parametrize("keys", [("techniques.muon={}",), ALL], ids=["plain", "all"])
+PART = (*ALL, "techniques.muon.fraction=0.4")
+
+
+@pytest.mark.parametrize("keys", [("techniques.muon={}",), ALL, PART], ids=["plain", "all", "part"])
 def test_a_resumed_run_is_the_same_run(train: Callable[..., Path], keys: tuple[str, ...]) -> None:
     """Bit for bit, in the middle of the momentum's warmup; a checkpoint holds states by name."""
     keys = (*keys, "goal.steps=6", "checkpoint.every_steps=3", "checkpoint.keep_last=9")
@@ -429,21 +433,22 @@ def test_takes_all_that_adapters_train(
     assert make_tiny(MUON, f"techniques.{adapts}.rank=2").routed.keys() == {"muon"}
 
 
+@pytest.mark.parametrize("part", [1.0, 0.3])
 @pytest.mark.parametrize("pairs", [False, True])
 def test_its_products_and_what_is_left_to_adamw_are_foreseen(
-    tiny_plan: Callable[..., Plan], pairs: bool
+    tiny_plan: Callable[..., Plan], pairs: bool, part: float
 ) -> None:
     """Pairs of queries have the shape of pairs of keys, and are priced beside them."""
+    knobs = f"techniques.muon={{fraction={part},head_pairs={str(pairs).lower()}}}"
     heads = ("model.heads=8", "model.kv_heads=4", "model.head_dim=4")
-    plain = tiny_plan(*heads)
-    plan = tiny_plan(*heads, f"techniques.muon.head_pairs={str(pairs).lower()}")
+    plain, plan = tiny_plan(*heads), tiny_plan(*heads, knobs)
     before, ledger = (make_ledger(p, make_context(p, torch.device("cpu"))) for p in (plain, plan))
     named = {name: nn.Parameter(torch.randn(m.shape)) for name, m in ledger.updates("muon").items()}
     for p in named.values():
         p.grad = torch.randn_like(p)
     model = plan.model.model_copy(update={"vocab": int(ledger.sizes["vocab"])})
     how: dict[str, Any] = {"lr": LR, "momentum": 0.9, "weight_decay": DECAY}
-    optimizer = MuonOptimizer(named, cuts_of(model, pairs), **how)
+    optimizer = MuonOptimizer(named, cuts_of(model, pairs), rule=MuonRule(fraction=part), **how)
     optimizer.step()
     with FlopCounterMode(display=False) as counter, Kernels() as kernels:
         optimizer.step()

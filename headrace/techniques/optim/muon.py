@@ -10,7 +10,8 @@ the results go to all (parallel/team); with `mesh.replicate` each group of slice
 
 Knobs beyond the paper are off unless asked for: a momentum that begins low and rises
 (`momentum_warmup_steps`, a pure function of the step), decay that only goes with the update
-(`cautious_decay`), rows of even length (`normalize_rows`), and pairs of heads apart (`head_pairs`).
+(`cautious_decay`), rows of even length (`normalize_rows`), pairs of heads apart (`head_pairs`), and
+a part of each matrix in a step (`fraction`).
 Source: Keller Jordan, "Muon" (2024); arXiv 2502.16982.
 """
 
@@ -39,7 +40,8 @@ from headrace.optim.muon import (
     MuonRule,
     cut_of,
 )
-from headrace.optim.muon_work import SCALARS, MuonWork
+from headrace.optim.muon_work import PART_SCALARS, SCALARS, MuonWork
+from headrace.optim.submatrix import count_taken
 from headrace.parallel.layout import local_of
 from headrace.parallel.team import Team
 from headrace.plan.plan import Plan
@@ -69,7 +71,8 @@ class Muon(Technique[Build]):
     weight_decay: float = Field(default=0.0, ge=0, le=1)
     """Decoupled decay, times the learning rate."""
     nesterov: bool = True
-    """Look ahead: the direction is momentum x m + (1 - momentum) x gradient, not m alone."""
+    """Look ahead: the direction is momentum x m + (1 - momentum) x gradient, not m alone. With
+    `fraction` below 1 it is m alone."""
     momentum_warmup_steps: int = Field(default=0, ge=0, le=10**9)
     """Steps over which the momentum rises linearly from `momentum_start`; 0 is none. Tuner range 0
     to 500 (github.com/KellerJordan/modded-nanogpt has 300)."""
@@ -83,6 +86,12 @@ class Muon(Technique[Build]):
     head_pairs: bool = False
     """Orthogonalise queries, keys and values for each two heads apart. Heads that share a matrix
     are scaled by one spectrum otherwise ("Muon Split" of the GLM-5 report, 2026: each head)."""
+    fraction: float = Field(default=1.0, gt=0, le=1)
+    """Share of the rows of a matrix that a step updates, or of its columns where it is tall: those
+    with the longest momentum, rounded up. Momentum of the others adds up until they are taken
+    (Dion2, arXiv 2512.16928; with `normalize_rows`, Dion3, arXiv 2608.11612). Below 1 there is no
+    `nesterov`, as in the authors' program: the momentum itself is orthogonalised. Weights decay
+    everywhere. Dion2's default is 0.25."""
     polynomials: Name = "polar_express"
     """How singular values are brought to 1: by Polar Express (arXiv 2505.16932), or by Jordan's
     one polynomial, which leaves them twice as far from it."""
@@ -107,6 +116,8 @@ class Muon(Technique[Build]):
         costs=(
             "15 to 18 matrix products per matrix and step, which do not grow with the batch",
             "a few copies of at most 64M weights at a time during the update (derived)",
+            "with fraction = 0.25 at most a 24th of these products' FLOPs, and 1.1 to 1.3 times "
+            "the update's bytes, of [2048, 8192] and [2048, 2048] (derived)",
         ),
         helps="pretraining from scratch at ordinary batch sizes",
         hurts="tiny batches and wide matrices, where the iteration outweighs the step",
@@ -142,10 +153,12 @@ class Muon(Technique[Build]):
                 RefusalKind.DEVICE,
             )
         dim = context.plan.model.dim if context.plan else LEAST_ROWS
-        if not is_served(dim, dim):
+        taken = count_taken(self.fraction, dim) if context.plan else dim
+        if not is_served(taken, dim):
+            part = f", of which fraction = {self.fraction:g} takes {taken}" * (taken < dim)
             return Unsupported(
                 f"symmetric_matmuls = true takes matrices from {LEAST_ROWS} rows and columns on, "
-                f"by eights, and model.dim = {dim}",
+                f"by eights, and model.dim = {dim}{part}",
                 plain,
             )
         return None
@@ -174,6 +187,13 @@ class Muon(Technique[Build]):
                     f"head_pairs takes heads by two, and the model has {' and '.join(odd)}",
                     mend(f"{own}.head_pairs=false"),
                 )
+        dim = plan.model.dim if plan else None
+        if self.fraction < 1 and dim and count_taken(self.fraction, dim) == dim:
+            return Unsupported(
+                f"fraction = {self.fraction:g} takes all rows of every matrix, as the shorter side "
+                f"has at most model.dim = {dim} of them",
+                mend(f"{own}.fraction=1.0"),
+            )
         return None
 
     def predict(self, ledger: Ledger) -> Ledger:
@@ -190,7 +210,8 @@ class Muon(Technique[Build]):
         batches = [self._batch(ledger, *one) for one in self._alike(ledger).items()]
         ledger = ledger.updating(max(batch.peak_bytes() for batch in batches))
         work = {n: piece for batch in batches for n, piece in batch.work().items()}
-        work["update/muon_scalars"] = Stream("optimizer", 1, 4.0 * SCALARS, SCALARS)
+        scalars = SCALARS + (PART_SCALARS if self.fraction < 1 else 0)
+        work["update/muon_scalars"] = Stream("optimizer", 1, 4.0 * scalars, scalars)
         if any(m.share < 1 for m in taken):
             why = "what ranks send each other of the matrices that muon shares was not counted"
             work = {name: replace(piece, unknown=why) for name, piece in work.items()}
@@ -234,7 +255,8 @@ class Muon(Technique[Build]):
             on_gpu=on_gpu,
             rows=self.normalize_rows,
             symmetric=self.symmetric_matmuls,
-            ahead=self.nesterov,
+            ahead=self.nesterov and self.fraction == 1,
+            fraction=self.fraction,
             slices=slices,
             axis=(axis := "slices" if slices > 1 else "shard"),
             ranks=int(sizes.get(f"{axis}_ranks", 1) * sizes.get("tensor_ranks", 1)),
@@ -271,6 +293,7 @@ class Muon(Technique[Build]):
                         self.cautious_decay,
                         self.normalize_rows,
                         self.symmetric_matmuls,
+                        self.fraction,
                     ),
                     now=lambda: build.now.get(VALUE),
                     team=team,
@@ -290,7 +313,8 @@ class Muon(Technique[Build]):
 
         Each parameter is that many matrices a step as its knobs say. Where rows are normalised,
         each parameter's mean squares are kept, and not all 0 once a gradient has come; where the
-        momentum rises, it is that of a step.
+        momentum rises, it is that of a step. With `fraction` below 1, rows that were updated are
+        counted on the device, and they are fewer than there are.
         """
         optimizer = build.optimizers.get(self.name())
         taken = build.routed.get(self.name(), {})
@@ -308,6 +332,7 @@ class Muon(Technique[Build]):
         gradients = (local_of(p.grad) for p in taken.values() if p.grad is not None)
         # Behind a head of zeros no gradient comes in the first step.
         uneven = self.normalize_rows and not rows and any(bool(g.any()) for g in gradients)
+        updated = 0 if optimizer.touched is None else int(optimizer.touched)
         halves = since(build.notes[self.name()], "symmetric_matmul").get("symmetric_matmul", 0)
         right = (
             done > 0
@@ -317,6 +342,7 @@ class Muon(Technique[Build]):
             and (graphs > 0) == optimizer.compiled
             and (kept > 0) == self.normalize_rows
             and not uneven
+            and self._takes_a_part(optimizer, updated)
             and momentum == now
         )
         return Evidence(
@@ -325,6 +351,7 @@ class Muon(Technique[Build]):
             f"with momentum {momentum:.4g}"
             + (f", by {graphs} compiled functions" if optimizer.compiled else "")
             + (f"; {rows} parameters have even rows" if self.normalize_rows else "")
+            + (f"; {updated} of {optimizer.rows} rows were updated" if self.fraction < 1 else "")
             + (f"; {halves} products were computed by half" if halves else ""),
             numbers={
                 "orthogonalized": done,
@@ -332,8 +359,21 @@ class Muon(Technique[Build]):
                 "momentum": momentum,
                 "graphs": graphs,
                 "normalized": rows,
+                "rows": optimizer.rows,
+                "rows_updated": updated,
                 "halves": halves,
             },
+        )
+
+    def _takes_a_part(self, optimizer: MuonOptimizer, updated: int) -> bool:
+        """Return whether fewer rows were updated than there are, where `fraction` asks for it.
+
+        A rank that orthogonalises no matrix, as there are more ranks than matrices, has no rows.
+        """
+        if self.fraction == 1:
+            return optimizer.touched is None
+        return optimizer.touched is not None and (
+            not optimizer.rows or 0 < updated < optimizer.rows
         )
 
 
