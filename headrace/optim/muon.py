@@ -14,15 +14,16 @@ norm back (NorMuon, arXiv 2510.05491); `cautious` decays a weight only where upd
 one sign (arXiv 2510.12402); a `MatrixCut` takes fused matrices and heads apart. Over ranks each is
 computed once (parallel/team). A step whose gradient is not finite is masked on the device.
 
-With `fraction` < 1 a step updates a part of each matrix: the rows with the longest momentum, or the
-columns where the matrix is tall (optim/submatrix). The momentum of all others adds up until they
-are taken (Dion2, arXiv 2512.16928):
+With `fraction` < 1 a step updates a part of each matrix: the rows with the longest direction, or
+the columns where the matrix is tall (optim/submatrix). The momentum of all others adds up until
+they are taken (Dion2, arXiv 2512.16928):
 
-    m <- m + (1 - b) g        w[taken] <- w[taken] - lr scale polar(m[taken])
+    m <- m + (1 - b) g        w[taken] <- w[taken] - lr scale polar(d[taken])
     w <- w - lr decay w       m[taken] <- b m[taken]
 
 `scale` is that of the whole matrix. Dion2 adds g, not (1 - b) g: the polar factor is the same, as
-it has no length, and here m keeps the scale that it has at `fraction` = 1.
+it has no length, and here m keeps the scale that it has at `fraction` = 1. In Dion2 d is m, as
+without Nesterov here.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,7 +104,7 @@ class MuonRule:
 
     Args:
         name: which polynomials.
-        nesterov: look ahead; not below `fraction` = 1.
+        nesterov: look ahead.
         cautious: decay a weight only where update and decay have one sign.
         rows: give rows even lengths.
         symmetric: compute half of a symmetric matmul.
@@ -145,8 +146,9 @@ def direction_(
     stacked = torch.stack(list(gradients))
     stacked.masked_fill_(keep == 0, 0.0)  # nothing times nan is nan
     if rule.fraction < 1:
-        return kept.addcmul_(stacked, (1 - momentum) * keep)
-    kept.lerp_(stacked, (1 - momentum) * keep)
+        kept.addcmul_(stacked, (1 - momentum) * keep)
+    else:
+        kept.lerp_(stacked, (1 - momentum) * keep)
     return stacked.lerp_(kept, momentum) if rule.nesterov else kept
 
 

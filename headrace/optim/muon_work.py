@@ -27,7 +27,7 @@ HALF = 0.75
 FUSED_MOMENTUM, FUSED_SCALED, FUSED_WRITTEN = (22, 3), (6, 3), (10, 1)
 """What these are where a compiler fuses them: the direction is bf16 then."""
 PART_MOMENTUM, FUSED_PART_MOMENTUM, PART_SCALARS = (28, 6), (20, 3), 2
-"""Bytes of a number and kernels of a chunk's momentum where a step updates a part of a matrix, as
+"""Bytes of a number and kernels of a chunk's momentum where a step updates a part of a matrix and
 the momentum is the direction, without a compiler and with one; and kernels that a step's scalars
 take more. Counted in optim/muon."""
 SELECTED, FUSED_SELECTED = 8, 6
@@ -139,7 +139,8 @@ class MuonWork:
         name, low = "x".join(map(str, self.shape)), BF16 if self.on_gpu else FP32
         taken = self._numbers_taken * self.own
         if self.fraction < 1:
-            momentum = FUSED_PART_MOMENTUM if self.compiled else PART_MOMENTUM
+            if not self.ahead:
+                momentum = FUSED_PART_MOMENTUM if self.compiled else PART_MOMENTUM
             bytes, often, kernels = FUSED_FED_BACK if self.compiled else FED_BACK
             written = written[0] + bytes + often * low, written[1] + kernels
         run_count = len(self.runs())

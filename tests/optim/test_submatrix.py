@@ -52,7 +52,7 @@ def test_two_steps_are_those_that_a_hand_computes() -> None:
     for a, b, c in coefficients:
         near = a * near + b * near**3 + c * near**5
     weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    optimizer = MuonOptimizer({"w": weight}, {}, rule=MuonRule(fraction=0.5), **HOW)
+    optimizer = MuonOptimizer({"w": weight}, {}, rule=MuonRule(nesterov=False, fraction=0.5), **HOW)
     gradients = ([[3.0, 4.0], [1.0, 0.0]], [[-2.5, -3.5], [0.0, 2.0]])
     one = [[0.98 - 0.06 * near, 1.96 - 0.08 * near], [2.94, 3.92]]
     step = 0.1 * near / 5**0.5
@@ -67,15 +67,22 @@ def test_two_steps_are_those_that_a_hand_computes() -> None:
     assert (int(optimizer.touched), optimizer.rows) == (2, 4)  # type: ignore[arg-type]
 
 
-def dion2(weight: Tensor, momentum: Tensor, gradient: Tensor, fraction: float, kind: str) -> Tensor:
-    """Take a step by Dion2's rule in fp64, one matrix at a time; updates `momentum`."""
+def dion2(
+    weight: Tensor, momentum: Tensor, gradient: Tensor, fraction: float, kind: str, ahead: bool
+) -> Tensor:
+    """Take a step by Dion2's rule in fp64, one matrix at a time; updates `momentum`.
+
+    `ahead` adds Nesterov's step to it: with M = m / 0.1, 0.9 m + 0.1 g is as long as 0.9 M + g.
+    """
     momentum += gradient
     tall = weight.size(0) > weight.size(1)
     m = momentum.mT if tall else momentum
+    direction = MOMENTUM * momentum + gradient if ahead else momentum
+    d = direction.mT if tall else direction
     w = (weight * (1 - LR * DECAY)).mT if tall else weight * (1 - LR * DECAY)
-    taken = sorted(range(len(m)), key=lambda row: -float(m[row].norm()))
+    taken = sorted(range(len(m)), key=lambda row: -float(d[row].norm()))
     taken = taken[: count_taken(fraction, len(m))]
-    sub = m[taken].mT if tall else m[taken]
+    sub = d[taken].mT if tall else d[taken]
     polar = reference_orthogonalize(sub) if kind == "svd" else orthogonalize(sub.float())
     long = max(1.0, weight.size(0) / weight.size(1)) ** 0.5
     w[taken] -= LR * long * (polar.mT if tall else polar)
@@ -83,23 +90,26 @@ def dion2(weight: Tensor, momentum: Tensor, gradient: Tensor, fraction: float, k
     return w.mT if tall else w
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("kind", ["polar_express", "svd"])
 @pytest.mark.parametrize("fraction", [0.25, 0.6])
 @pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6)], ids=str)
-def test_five_steps_are_dion2s(shape: tuple[int, int], fraction: float, kind: str) -> None:
+def test_five_steps_are_dion2s(
+    shape: tuple[int, int], fraction: float, kind: str, ahead: bool
+) -> None:
     """To rounding with the same polynomials; an SVD has all singular values at 1."""
     draw = torch.Generator().manual_seed(1)
     named = {n: nn.Parameter(torch.randn(shape, generator=draw)) for n in "abc"}
     right = {n: p.detach().double().clone() for n, p in named.items()}
     momenta = {n: torch.zeros(shape).double() for n in named}
-    optimizer = MuonOptimizer(named, {}, rule=MuonRule(fraction=fraction), **HOW)
+    optimizer = MuonOptimizer(named, {}, rule=MuonRule(nesterov=ahead, fraction=fraction), **HOW)
     for _ in range(5):
         for name, parameter in named.items():
             before = parameter.detach().double().clone()
             parameter.grad = torch.randn(shape, generator=draw)
             begin = before if kind == "svd" else right[name]
             gradient = parameter.grad.double()
-            right[name] = dion2(begin, momenta[name], gradient, fraction, kind)
+            right[name] = dion2(begin, momenta[name], gradient, fraction, kind, ahead)
         old = {n: p.detach().double().clone() for n, p in named.items()}
         optimizer.step()
         for name, parameter in named.items():

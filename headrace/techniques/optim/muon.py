@@ -71,8 +71,7 @@ class Muon(Technique[Build]):
     weight_decay: float = Field(default=0.0, ge=0, le=1)
     """Decoupled decay, times the learning rate."""
     nesterov: bool = True
-    """Look ahead: the direction is momentum x m + (1 - momentum) x gradient, not m alone. With
-    `fraction` below 1 it is m alone."""
+    """Look ahead: the direction is momentum x m + (1 - momentum) x gradient, not m alone."""
     momentum_warmup_steps: int = Field(default=0, ge=0, le=10**9)
     """Steps over which the momentum rises linearly from `momentum_start`; 0 is none. Tuner range 0
     to 500 (github.com/KellerJordan/modded-nanogpt has 300)."""
@@ -88,10 +87,9 @@ class Muon(Technique[Build]):
     are scaled by one spectrum otherwise ("Muon Split" of the GLM-5 report, 2026: each head)."""
     fraction: float = Field(default=1.0, gt=0, le=1)
     """Share of the rows of a matrix that a step updates, or of its columns where it is tall: those
-    with the longest momentum, rounded up. Momentum of the others adds up until they are taken
-    (Dion2, arXiv 2512.16928; with `normalize_rows`, Dion3, arXiv 2608.11612). Below 1 there is no
-    `nesterov`, as in the authors' program: the momentum itself is orthogonalised. Weights decay
-    everywhere. Dion2's default is 0.25."""
+    with the longest direction, rounded up. Momentum of the others adds up until they are taken
+    (Dion2, arXiv 2512.16928; with `normalize_rows`, Dion3, arXiv 2608.11612; the authors' program
+    has no `nesterov`). Weights decay everywhere. Dion2's default is 0.25."""
     polynomials: Name = "polar_express"
     """How singular values are brought to 1: by Polar Express (arXiv 2505.16932), or by Jordan's
     one polynomial, which leaves them twice as far from it."""
@@ -116,7 +114,7 @@ class Muon(Technique[Build]):
         costs=(
             "15 to 18 matrix products per matrix and step, which do not grow with the batch",
             "a few copies of at most 64M weights at a time during the update (derived)",
-            "with fraction = 0.25 at most a 24th of these products' FLOPs, and 1.1 to 1.3 times "
+            "with fraction = 0.25 at most a 24th of these products' FLOPs, and 1.2 to 1.4 times "
             "the update's bytes, of [2048, 8192] and [2048, 2048] (derived)",
         ),
         helps="pretraining from scratch at ordinary batch sizes",
@@ -255,7 +253,7 @@ class Muon(Technique[Build]):
             on_gpu=on_gpu,
             rows=self.normalize_rows,
             symmetric=self.symmetric_matmuls,
-            ahead=self.nesterov and self.fraction == 1,
+            ahead=self.nesterov,
             fraction=self.fraction,
             slices=slices,
             axis=(axis := "slices" if slices > 1 else "shard"),
