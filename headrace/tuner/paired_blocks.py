@@ -117,6 +117,8 @@ MARGIN = {"cuda": 0.005, "cpu": 0.02}
 """Smallest gain that counts, as a share of the step or of the peak, by device."""
 FITS = 0.8
 """Share of its limit that a reading plans to take; the rest is for a plan that is delayed."""
+STEADY = 0.9
+"""The same once both plans are warm and timed, so that what they train on for is known."""
 TRAINED = 0.5
 """Share of its limit that a training may take which goes on to show that a change learns the
 same."""
@@ -142,9 +144,9 @@ class Limit:
         """Return the seconds since it was asked for."""
         return time.time() - self.began_s
 
-    def left_s(self) -> float:
-        """Return the seconds that are left to plan with."""
-        return FITS * self.seconds - self.spent_s
+    def left_s(self, share: float = FITS) -> float:
+        """Return the seconds that are left of a share of the limit, to plan with."""
+        return share * self.seconds - self.spent_s
 
 
 # --- two that are in one process --------------------------------------------------------------

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Protocol
 
@@ -35,6 +36,7 @@ from headrace.train.guard import freed_by, inspects, limits_of
 from headrace.tuner.paired_blocks import (
     ACCEPT,
     MARGIN,
+    STEADY,
     TIMED,
     TRAINED,
     Limit,
@@ -101,7 +103,8 @@ def time_pair(
             reading.shares_state = size.worth is not None and keep_alike(two.build, one.build)
             margin = MARGIN.get(two.build.device.type, MARGIN["cpu"])
             take_blocks(one, two, size, limit.left_s, TIMED * limit.seconds, margin)
-            train_on(one, two, size, limit.left_s, TRAINED * limit.seconds)
+            steady_left_s = partial(limit.left_s, STEADY)
+            train_on(one, two, size, steady_left_s, TRAINED * limit.seconds)
             one.end()
             two.end()
 

@@ -17,6 +17,7 @@ from headrace.train.guard import ALL, MEAN, First
 from headrace.tuner.paired_blocks import (
     FITS,
     MARGIN,
+    STEADY,
     TIMED,
     TRAINED,
     SampleSize,
@@ -114,7 +115,7 @@ class Machine:
     def ask(self, what: Any, *plans: Plan, limit_s: float, size: SampleSize, **how: Any) -> Reading:
         """As a process would: a pair, or one visit."""
         began_s, visited = self.now_s, what is not time_pair
-        limit, left_s = how["limit"], lambda: FITS * limit_s - (self.now_s - began_s)
+        limit, left_s = how["limit"], lambda share=FITS: share * limit_s - (self.now_s - began_s)
         sides = [Made(self, plan) for plan in plans]
         sides[-1].reading.ready_s = self.now_s - began_s
         for place, side in enumerate(sides[: 2 if self.shaken else 0]):
@@ -133,7 +134,7 @@ class Machine:
             else:
                 found.shares_state = size.worth is not None
                 take_blocks(sides[0], sides[1], size, left_s, TIMED * limit_s, MARGIN["cuda"])
-                train_on(sides[0], sides[1], size, left_s, TRAINED * limit_s)
+                train_on(sides[0], sides[1], size, lambda: left_s(STEADY), TRAINED * limit_s)
         if self.now_s - began_s > limit_s:
             self.now_s = began_s + limit_s
             return Reading(refused=f"{NOT_DONE} {limit_s:.0f} s", refusal=RefusalKind.TIME)

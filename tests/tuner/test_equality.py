@@ -459,7 +459,7 @@ def test_what_is_left_unshown_comes_last_beside_other_plans(Machine: Any, plan: 
     tuned = tune(
         plan,
         "time",
-        11,
+        10,
         machine.sources(whole, start_s=1.0),
         machine.measure,
         CUDA,
