@@ -255,7 +255,7 @@ class Planted:
         self, stack: ExitStack, plan: Plan, kind: str = "", size: float = 0.0, step_s: float = 1.0
     ) -> None:
         limits: dict[str, float] = dict.fromkeys((MEAN, ALL, ""), 1.0)  # a guard's are left out
-        self.reading, self.step_s = Reading([step_s] * 4, limits=limits), 0.0
+        self.reading, self.step_s = Reading([step_s] * 4, limits=limits), step_s
         self.build, self.micros = stack.enter_context(opened(plan, text=True))
         if kind:
             plant(self.build, kind, size)
@@ -299,7 +299,7 @@ def judged_in_stretches(
 ) -> tuple[str, dict[str, float]]:
     """Return the judge's verdict on an error by stretches, with what it adds and its lag in nats.
 
-    It is asked as of a change that halves a step.
+    It is asked as of a change that halves a step, and trains on for so many steps at most.
     """
     worth = WorthMoreSteps("approximate", Rules(rounding="operands"))
     with ExitStack() as stack:
@@ -308,7 +308,8 @@ def judged_in_stretches(
         two.reading.beside, two.reading.shares_state = one.reading, True
         for side in (one, two):
             side.train_to(2 * SAME)
-        train_on(one, two, SampleSize(worth=worth), lambda: 1e6, 1e6)
+        most_s = steps * (one.step_s + two.step_s)
+        train_on(one, two, SampleSize(worth=worth), lambda: most_s, most_s)
     if not (lags := two.reading.lags):
         return "not asked", {}
     taken = len(two.reading.losses)
