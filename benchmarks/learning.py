@@ -54,12 +54,11 @@ LONGER = (1.0, 1.5, 2.25)
 ROOMS = ("optim", "schedule", "design", "stability")
 NEEDS: dict[str, list[str]] = {
     "batch_ramp": ["techniques.batch_ramp.until=100"],
-    "cosine": ["-warmup_stable_decay", "techniques.cosine.final_fraction=0.0"],
+    "cosine": ["-warmup_stable_decay"],
     "inverse_sqrt": ["-warmup_stable_decay"],
     "mup": ["-muon"],
     "schedule_free": ["-warmup_stable_decay"],
     "swiglu": ["-relu_squared"],
-    "tied_embeddings": ["techniques.weight_init.zero_head=false"],
 }
 """Technique -> what else changes where it is added to the recipe."""
 SET: dict[str, list[str]] = {

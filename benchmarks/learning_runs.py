@@ -87,10 +87,10 @@ class Side:
 
 
 SIDES = {
-    "adamw": Side("learning_adamw", Point(1.0, 32, 1.9, 0.0), 0.04),
-    "ours": Side("learning", Point(1.0, 32, 0.8, 0.4), 0.02),
+    "adamw": Side("learning_adamw", Point(0.71, 32, 2.4, 0.0), 0.04),
+    "ours": Side("learning", Point(1.0, 32, 0.55, 0.8, 0.1), 0.02),
 }
-"""Side -> its plan and its start: for AdamW the best of results/time_to_quality.jsonl."""
+"""Side -> its plan and its start: for AdamW the best of its search on an H100."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,8 @@ class Runs:
         if not point.decay or DECAY in without:
             without.append(DECAY)
             # Of a cosine, where nothing else is asked for.
-            own.append(f"schedule.final_fraction={point.final:g}")
+            key = "techniques.cosine" if "cosine" in with_ else "schedule"
+            own.append(f"{key}.final_fraction={point.final:g}")
         else:
             with_.append(DECAY)
             own += [f"techniques.{DECAY}.decay_fraction={point.decay:g}"]
