@@ -481,10 +481,10 @@ def main() -> None:
     for hardware, (times, n) in wider_steps(runs).items():
         print(f"wider_natural of {hardware}: {times:.3g}, by {n} steps")
     print(f"gain_on_cpu: {fit_cpu(pairs):.3g}, by {sum(not one.half for one in pairs)} gains")
-    again = left_out(runs)
-    show("forecasts of workloads that are left out:", again)
+    forecasts = left_out(runs)
+    show("forecasts of workloads that are left out:", forecasts)
     if args.write:
-        write(again, args.write)
+        write(forecasts, args.write)
     show("the same on CPUs, where steps in bf16 were probed:", cpu_left_out(pairs))
 
 

@@ -118,7 +118,8 @@ MARGIN = {"cuda": 0.005, "cpu": 0.02}
 FITS = 0.8
 """Share of its limit that a reading plans to take; the rest is for a plan that is delayed."""
 STEADY = 0.9
-"""The same once both plans are warm and timed, so that what they train on for is known."""
+"""Share of its limit that it plans to take once both plans are warm and timed: what they train on
+for is known."""
 TRAINED = 0.5
 """Share of its limit that a training may take which goes on to show that a change learns the
 same."""
