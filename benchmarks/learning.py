@@ -26,6 +26,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -207,7 +208,7 @@ def techniques(args: argparse.Namespace, runs: Runs) -> None:
     part, parts = map(int, args.part.split("/"))
     on = [*runs.plan("ours", point).techniques]
     every = {name: what for name, what in changes(on).items() if name in (args.only or [name])}
-    done = {row["technique"] for row in read(args.results) if _is_same(row, args, point)}
+    done = {row["technique"] for row in read(args.results) if _is_same(row, args, point, runs)}
     left = [name for name in [*every][part - 1 :: parts] if name not in done]
     base: list[Reading] = []
     for name in left:
@@ -247,12 +248,19 @@ def changed_runs(
     raise AssertionError("there is no horizon")
 
 
-def _is_same(row: dict[str, Any], args: argparse.Namespace, point: Point) -> bool:
+def _is_same(row: dict[str, Any], args: argparse.Namespace, point: Point, runs: Runs) -> bool:
     """Return whether a row measured a change of this recipe on this device."""
     if row["kind"] != "technique" or Point(**row["point"]) != point:
         return False
-    enough = "refused" in row or row["n"] >= args.seeds
-    return enough and (row["hardware"], row["shape"]) == (receipts.hardware(), args.shape)
+    if (row["hardware"], row["shape"]) != (receipts.hardware(), args.shape):
+        return False
+    if "refused" in row:
+        return True
+    longer = replace(point, epochs=point.epochs * row["horizon_factor"])
+    with suppress(HeadraceError):  # this recipe cannot be changed so
+        plan = runs.plan("ours", longer, words=row["words"])
+        return row["n"] >= args.seeds and fingerprint(plan.dump()) == row["plan_sha256"]
+    return False
 
 
 # --- rows ------------------------------------------------------------------------------------
