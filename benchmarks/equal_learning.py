@@ -308,8 +308,9 @@ def judged_in_stretches(
         two.reading.beside, two.reading.shares_state = one.reading, True
         for side in (one, two):
             side.train_to(2 * SAME)
-        most_s = steps * (one.step_s + two.step_s)
-        train_on(one, two, SampleSize(worth=worth), lambda: most_s, most_s)
+        pair_s, losses = one.step_s + two.step_s, two.reading.losses
+        asked = SampleSize(worth=worth)
+        train_on(one, two, asked, lambda: pair_s * (steps - len(losses)), pair_s * steps)
     if not (lags := two.reading.lags):
         return "not asked", {}
     taken = len(two.reading.losses)

@@ -44,6 +44,8 @@ THROWAWAY_STEPS = 3
 """Steps of the build that stands before the first run of a shape."""
 ENTRIES = 64
 """Graphs of one function that the compiler keeps: of each shape, of all its sizes of a step."""
+MOST_SHAPES = 6
+"""Shapes whose graphs are kept side by side: one has up to eight of a function."""
 FASTEST = 0.04
 """Bits per byte that a loss may fall by from one look to the next: as long as it is further above
 the target, looks are left out, which would cost more than the steps between them."""
@@ -223,6 +225,9 @@ class Runs:
         """Train a plan until its target, its horizon or `limit_s` on the clock."""
         shape = _shape(plan)
         if shape not in self._shapes:
+            if len(self._shapes) == MOST_SHAPES:
+                torch.compiler.reset()
+                self._shapes.clear()
             with _one_compiler(), _opened(plan) as build:
                 for index in _thrown_away(plan, build):
                     step(build, build.loader.step(index).micros, index)

@@ -455,6 +455,8 @@ def write(scored: Sequence[Score], results: Path) -> None:
     """Append a row for each device: how right forecasts of first remedies are, made again."""
     for hardware in dict.fromkeys(one.hardware for one in scored):
         firsts = [one for one in scored if one.first and one.hardware == hardware]
+        if not firsts:
+            continue
         metrics = {
             "coverage": receipts.spread([fmean(one.inside for one in firsts)], "of 1"),
             "median_error": receipts.spread([median(one.error for one in firsts)], "of the gain"),

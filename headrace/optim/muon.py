@@ -26,6 +26,7 @@ it has no length, and here m keeps the scale that it has at `fraction` = 1. In D
 without Nesterov here.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -237,7 +238,10 @@ def change_(
         if shrink is None:
             return step
         decay = shrink * weight
-        return step + (torch.where(update * weight >= 0, decay, 0.0) if rule.cautious else decay)
+        if not rule.cautious:
+            return step + decay
+        sign = update * weight
+        return step + torch.where(sign >= 0 if feedback is None else sign > 0, decay, 0.0)
 
     steps = [changed(w, u) for w, u in zip(weights, updates.unbind(0), strict=True)]
     torch._foreach_sub_(list(weights), steps)  # type: ignore[attr-defined]
@@ -356,8 +360,9 @@ class MuonOptimizer(torch.optim.Optimizer):
         super().__init__(list(named.values()), defaults)
         self.found_inf: Tensor | None = None
         self.orthogonalized = 0
-        self.rows = 0
-        """rows of whole matrices, or columns of tall ones, that this rank took some of"""
+        self.sides: Counter[int] = Counter()
+        """rows, or columns of a tall one, -> whole matrices with as many that this rank took some
+        of"""
         self.touched: Tensor | None = None
         """how many of them were updated; None where all are"""
         self.momentum: float | None = None
@@ -445,8 +450,8 @@ class MuonOptimizer(torch.optim.Optimizer):
     def _count_rows(self, count: int, shape: Sequence[int], cut: MatrixCut) -> None:
         """Count the rows of so many whole matrices, where a step takes some of them."""
         if self.rule.fraction < 1:
-            shapes = cut.shapes(shape[0], shape[1])
-            self.rows += count * sum(pieces * min(sides) for pieces, *sides in shapes)
+            for pieces, *sides in cut.shapes(shape[0], shape[1]):
+                self.sides[min(sides)] += count * pieces
 
     def _run(self, function: Any, *given: Any) -> Any:
         """Call a function, compiled for the shapes that it is given where that is asked for."""

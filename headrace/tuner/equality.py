@@ -157,7 +157,7 @@ def equality(one: Reading, two: Reading, effect: Effect, rounding: Rounds = "oth
         effect: what the change does to learning.
         rounding: what it rounds.
     """
-    if not all(map(isfinite, two.losses)):
+    if not all(map(isfinite, (*two.losses, *two.lags))):
         return Equality("different", "its loss is not finite")
     n = min(len(one.losses), len(two.losses))  # steps that both took
     a, b = one.losses[:n], two.losses[:n]
@@ -201,10 +201,11 @@ def _trained(a: list[float], b: list[float], noise: float, least: int) -> Equali
 def _kept_up(a: list[float], b: list[float], lags: list[float]) -> Equality:
     """Judge by stretches that began with the same state: what is added, and what is not learned.
 
-    No loss is told: what is added is no difference of two trainings.
+    It gives no loss: what is added is no difference of two trainings.
 
     Args:
-        a: losses of the first plan; the last are those of the stretches.
+        a: losses of the first plan. The last are those of the stretches, and between two trainings
+            of them of one step more, which begins with the same state too.
         b: the second's, of the same steps.
         lags: nats by which the first's loss is higher with the second's weights after a stretch.
     """
@@ -222,7 +223,8 @@ def _kept_up(a: list[float], b: list[float], lags: list[float]) -> Equality:
         amount / (count - 1) for amount in (learned - scatter, learned, learned + scatter)
     )
     more = no_worse(added, NATS, LEVEL, BATCHES)
-    less = no_worse(lags, SLOWER * least, LEVEL, BATCHES)
+    pieces = count if count < 2 * BATCHES else BATCHES  # none is left out
+    less = no_worse(lags, SLOWER * least, LEVEL, pieces)
     share, half = less.mean / each, less.half / each
     reason = f"in {steps} steps from the same weights it adds {more.mean:+.4f} nats"
     reason += f" ({more.mean - more.half:+.4f} to {more.mean + more.half:+.4f}) and learns"

@@ -10,6 +10,7 @@ from statistics import median
 from headrace.core.units import format_seconds
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage
+from headrace.tuner.equality import STRETCH
 from headrace.tuner.paired_blocks import FITS, PAIR_STEPS, TRAINED
 
 SOONER = 0.5
@@ -69,6 +70,8 @@ def needs(
     steps: int,
     step_s: float,
     after_s: float,
+    *,
+    looks: bool = False,
 ) -> TrialSeconds | None:
     """Return what a trial takes; None where nothing like it was measured.
 
@@ -82,10 +85,13 @@ def needs(
         steps: of each in a training that must show that it learns the same; 0 for none.
         step_s: of the plan before, measured or predicted.
         after_s: of the changed plan, as it is predicted.
+        looks: the training is one in stretches, after each of which the plan before takes a step
+            with the other's weights.
     """
     alike = [seconds for one, seconds in ready if one == compiled]
     if not step_s or not (alike or steps):
         return None
     first = SOONER if alike and alike[0] == ready[0][1] else 1.0
     ready_s = median(alike[1:]) if len(alike) > 1 else first * sum(alike)
-    return TrialSeconds(ready_s, PAIR_STEPS * step_s, steps * (step_s + after_s), steps)
+    trained_s = steps * (step_s + after_s + looks * step_s / STRETCH)
+    return TrialSeconds(ready_s, PAIR_STEPS * step_s, trained_s, steps)

@@ -241,16 +241,16 @@ def train_on(
     if size.worth is None or reading.screened:
         return
     pair_s = max(first.step_s, SHORTEST_S) + max(second.step_s, SHORTEST_S)
+    if stretches := size.worth.by_stretches(reading):
+        pair_s += first.step_s / STRETCH  # for losses with the second's weights
     for _ in range(TRAININGS):
         more = size.worth.train_to(reading) - min(len(reading.losses), len(other.losses))
         fits = min(more, int((left_s() - ends_s) / pair_s))
         if more <= 0 or fits < more / 2:
             break
         steps = min(len(reading.losses), len(other.losses)) + fits
-        if size.worth.by_stretches(reading):
-            looks_s = first.step_s / STRETCH  # of each step, for losses with the second's weights
-            most = int((left_s() - ends_s) / (pair_s + looks_s))
-            _train_in_stretches(first, second, min(fits, most) // STRETCH)
+        if stretches:
+            _train_in_stretches(first, second, fits // STRETCH)
         else:
             first.train_to(steps)
             second.train_to(steps)

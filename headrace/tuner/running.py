@@ -237,7 +237,9 @@ class Tuning:
         steps = least_steps(rounding, together=together) if rounds else 0
         step_s = self.pool.best_s or self.first_s or best.prediction.time.step_s or 0.0
         after_s = step_s / (self.pool.faster(proposal) or 1.0)
-        return needs(self.ready_of, compiles(proposal.plan), steps, step_s, after_s)
+        looks = together and rounding == "operands"
+        compiled = compiles(proposal.plan)
+        return needs(self.ready_of, compiled, steps, step_s, after_s, looks=looks)
 
     @property
     def trial_s(self) -> float:

@@ -131,6 +131,9 @@ LEARNING: dict[str, Asked] = {
         ("techniques.muon.head_pairs=true", "model.heads=3", "model.dim=48"), ("muon",)
     ),
     "techniques/optim/muon:Muon._wrong#4": Asked(("techniques.muon.fraction=0.9999",), ("muon",)),
+    "techniques/optim/muon:Muon._wrong#5": Asked(
+        ("techniques.muon.fraction=0.5", "techniques.muon.momentum=0"), ("muon",)
+    ),
     "techniques/optim/sophia:Sophia.supports#1": Asked(
         ("mesh.pipeline=2", "techniques.sophia.share=0.5"), ("sophia", "pipeline_parallel")
     ),

@@ -64,7 +64,7 @@ def test_two_steps_are_those_that_a_hand_computes() -> None:
         torch.testing.assert_close(weight.data, torch.tensor(now), rtol=1e-5, atol=1e-6)
         kept = optimizer.state[weight]["momentum"]
         torch.testing.assert_close(10 * kept, torch.tensor(momentum), rtol=1e-5, atol=1e-5)
-    assert (int(optimizer.touched), optimizer.rows) == (2, 4)  # type: ignore[arg-type]
+    assert (int(optimizer.touched), optimizer.sides) == (2, {2: 2})  # type: ignore[arg-type]
 
 
 def dion2(
@@ -139,7 +139,7 @@ def test_all_of_a_matrix_is_the_update_without_a_fraction() -> None:
         for name, parameter in named.items():
             assert parameter.equal(right[name][0])
             assert optimizer.state[parameter]["momentum"].equal(right[name][1])
-    assert optimizer.touched is None and optimizer.rows == 0
+    assert optimizer.touched is None and not optimizer.sides
 
 
 @pytest.mark.parametrize("rule", [{}, {"rows": True, "cautious": True}], ids=str)
@@ -173,8 +173,8 @@ def test_a_fused_matrix_moves_as_its_pieces_do_alone(
     for name, parameter in whole.items():
         for index, piece in enumerate(taken_apart(cut, parameter)):
             torch.testing.assert_close(piece, alone[f"{name}{index}"].data, rtol=1e-4, atol=1e-6)
-    counts = [(int(o.touched), o.rows) for o in optimizers]  # type: ignore[arg-type]
-    assert counts == [(4 * 3 * (4 + 3 + 3), 4 * 3 * (7 + 6 + 6))] * 2
+    counts = [(int(o.touched), o.sides) for o in optimizers]  # type: ignore[arg-type]
+    assert counts == [(4 * 3 * (4 + 3 + 3), {7: 4 * 3, 6: 4 * 3 * 2})] * 2
 
 
 def taken_apart(cut: MatrixCut, matrix: Tensor) -> list[Tensor]:
@@ -221,3 +221,16 @@ def test_nothing_waits_and_no_number_compiles_anew(
     for name, parameter in named.items():
         assert parameter.equal(copies[name])
     assert int(optimizer.touched) == int(plain.touched) == 3 * 2 * 2  # type: ignore[arg-type]
+
+
+def test_rows_that_wait_do_not_decay_where_decay_is_cautious() -> None:
+    """One of two rows is updated, and what of it has the sign of its update decays."""
+    rule = MuonRule(nesterov=False, cautious=True, fraction=0.5)
+    weight = nn.Parameter(torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
+    optimizer = MuonOptimizer({"w": weight}, {}, rule=rule, **HOW)
+    weight.grad = torch.tensor([[3.0, 4.0], [1.0, 0.0]])
+    optimizer.step()
+    assert weight[1].tolist() == [3.0, 4.0]
+    shrunk = 1 - HOW["lr"] * HOW["weight_decay"]
+    near = (weight[0, 1] + 2.0) / -0.8  # times the rate; this number has not decayed
+    torch.testing.assert_close(weight[0, 0].detach(), shrunk - 0.6 * near.detach())

@@ -40,7 +40,8 @@ def test_evidence_fails_where_all_rows_are_updated(
     make_tiny: Callable[..., Build], batch: Callable[[Build], list[Any]]
 ) -> None:
     """An update that ignores the knob, and one whose selection takes everything, are found."""
-    for knob, rule in ((PART, {"fraction": 1.0}), (PART, {"fraction": 0.99}), ("", {})):
+    rules = [(PART, {"fraction": wrong}) for wrong in (1.0, 0.99, 0.5)]
+    for knob, rule in (*rules, ("", {})):
         build = make_tiny(knob or "techniques.muon={}")
         technique, optimizer = build.plan.techniques["muon"], build.optimizers["muon"]
         assert isinstance(optimizer, MuonOptimizer)
@@ -56,6 +57,17 @@ def test_a_fraction_that_takes_every_row_is_refused(make_tiny: Callable[..., Bui
         make_tiny("techniques.muon.fraction=0.95")
     assert "techniques.muon.fraction=1.0" in caught.value.remedy.text
     assert "muon" in make_tiny("techniques.muon.fraction=0.93").optimizers
+    with pytest.raises(UnsupportedError, match=r"at most techniques.lora.rank = 8 of them"):
+        make_tiny("techniques.muon.fraction=0.9", "techniques.lora.rank=8")
+
+
+def test_momenta_that_nesterov_would_forget_are_refused(make_tiny: Callable[..., Build]) -> None:
+    """A momentum of 0 leaves the gradient alone, and rows that wait would lose theirs."""
+    for knobs in (("momentum=0",), ("momentum_start=0", "momentum_warmup_steps=2")):
+        words = (PART, *(f"techniques.muon.{knob}" for knob in knobs))
+        with pytest.raises(UnsupportedError, match="what fraction leaves out would be lost"):
+            make_tiny(*words)
+        assert "muon" in make_tiny(*words, "techniques.muon.nesterov=false").optimizers
 
 
 @pytest.mark.parametrize(("fraction", "dim", "served"), [(0.25, 4096, True), (0.25, 2048, False)])

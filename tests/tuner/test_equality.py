@@ -227,6 +227,10 @@ def test_stretches_from_the_same_state_show_what_is_learned(
     assert ((found.enough or 0) > len(after.losses)) == (verdict == "not shown")
     few = judged(replace(after, lags=after.lags[:-1]), before, "approximate", rules)
     assert few.verdict == "not shown" and few.enough == len(after.losses) + STRETCH
+    broken = judged(
+        replace(after, lags=[*after.lags[1:], float("nan")]), before, "approximate", rules
+    )
+    assert broken.verdict == "different" and broken.reason == "its loss is not finite"
     flat = replace(before, losses=[6.0] * len(before.losses))
     said = judged(after, flat, "approximate", rules).reason
     assert "hardly anything was learned in 128 steps" in said
@@ -234,6 +238,26 @@ def test_stretches_from_the_same_state_show_what_is_learned(
     assert own.loss == pytest.approx(added), (
         "two trainings of their own are compared by their losses"
     )
+
+
+def test_no_stretch_is_left_out() -> None:
+    """Check that seven of fifteen in which all of the learning is lost count."""
+    before, after = stretched(0.0, 1e-4, 2 * STRETCHES - 1)
+    after.lags[:7] = [0.02 * STRETCH] * 7
+    assert equality(before, after, "approximate", "operands").verdict == "different"
+
+
+def test_a_limit_that_is_exceeded_by_what_was_surely_learned_alone_is_not() -> None:
+    """Where batches differ, 1% of the most that may have been learned is the limit to exceed."""
+    draw = default_rng(0)
+    verdicts = []
+    for share in (0.0105, 0.05):
+        before, after = stretched(share, 1e-6, STRETCHES)
+        noise = 0.4 * draw.standard_normal(len(before.losses))
+        before.losses = [loss + n for loss, n in zip(before.losses, noise, strict=True)]
+        after.losses = [loss + 1e-4 for loss in before.losses[:-1]]
+        verdicts.append(equality(before, after, "approximate", "operands").verdict)
+    assert verdicts == ["not shown", "different"]
 
 
 @pytest.mark.parametrize(("share", "most"), [(0.02, 0.02), (0.05, 0.0)])

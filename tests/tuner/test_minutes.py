@@ -27,6 +27,8 @@ def test_a_trial_takes_what_those_like_it_took() -> None:
     rounds = needs(ready, False, 160, 0.5, 0.5)
     assert rounds is not None and rounds.trained_s == 160.0 and rounds.limit_s == 320.0
     assert rounds.words == "ready in 7.0 s, a look in 14.5 s, 160 steps of both in 3 min"
+    looked = needs(ready, False, 160, 0.5, 0.5, looks=True)
+    assert looked is not None and looked.trained_s == 165.0, "a step more after each stretch"
     unmeasured = needs([], True, 160, 0.5, 0.25)
     assert unmeasured is not None and (unmeasured.ready_s, unmeasured.trained_s) == (0.0, 120.0)
     assert unmeasured.words == "a look in 14.5 s, 160 steps of both in 2 min"

@@ -15,10 +15,11 @@ from headrace.core.statistics import order_abba
 from headrace.plan.plan import Plan
 from headrace.train.guard import First, inspects
 from headrace.train.train import step
+from headrace.tuner import pairs
 from headrace.tuner.effects import effect_of
 from headrace.tuner.equality import STRETCH, STRETCHES
 from headrace.tuner.judge import Compared, Rules, WorthMoreSteps, judge
-from headrace.tuner.paired_blocks import Limit, SampleSize
+from headrace.tuner.paired_blocks import FITS, STEADY, Limit, SampleSize
 from headrace.tuner.pairs import SAME, measure_with, time_pair, visit
 from headrace.tuner.readings import Reading, StepClock, opened, read
 from headrace.tuner.worker import Worker
@@ -108,15 +109,28 @@ def test_a_plan_takes_over_what_another_has_come_to(plan: Plan, change: Change) 
             assert all(torch.equal(t, dict(live(one))[name]) for name, t in live(two))
             step(two, micros(4), 4)
             each = [{name: t.clone() for name, t in live(build)} for build in (two, one)]
+            values = [{who: k.values() for who, k in b.state.items()} for b in (one, two)]
             exchange(one, two)
             for build, before in zip((one, two), each, strict=True):
                 assert all(torch.equal(t, before[name]) for name, t in live(build))
+            kept = [{who: k.values() for who, k in build.state.items()} for build in (one, two)]
+            assert kept == values[::-1] and (kept[0] != kept[1] or not kept[0])
     for words in (("+bf16_parameters",), ("+muon",), ("+dynamic_batch",)):  # keeps no tensor
         other = change(plan, *words)
         with opened(plan, text=True) as (one, micros), opened(other, text=True) as (two, _):
             step(one, micros(0), 0)
             step(two, micros(1), 0)
             assert not keep_alike(two, one)
+
+
+def test_steps_whose_time_is_known_may_take_more_of_a_limit(
+    plan: Plan, change: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_s: list[float] = []
+    for name in ("take_blocks", "train_on"):
+        monkeypatch.setattr(pairs, name, lambda *given: left_s.append(given[3]()))
+    time_pair(plan, change(plan, "+full_checkpoint"), size=SMALL, limit=Limit(1000.0))
+    assert left_s[1] - left_s[0] == pytest.approx(1000 * (STEADY - FITS), abs=10)
 
 
 class Stretches(Trains):

@@ -89,7 +89,8 @@ class Muon(Technique[Build]):
     """Share of the rows of a matrix that a step updates, or of its columns where it is tall: those
     with the longest direction, rounded up. Momentum of the others adds up until they are taken
     (Dion2, arXiv 2512.16928; with `normalize_rows`, Dion3, arXiv 2608.11612; the authors' program
-    has no `nesterov`). Weights decay everywhere. Dion2's default is 0.25."""
+    has no `nesterov`). Weights decay everywhere, and with `cautious_decay` only where they are
+    updated. Dion2's default is 0.25."""
     polynomials: Name = "polar_express"
     """How singular values are brought to 1: by Polar Express (arXiv 2505.16932), or by Jordan's
     one polynomial, which leaves them twice as far from it."""
@@ -114,7 +115,7 @@ class Muon(Technique[Build]):
         costs=(
             "15 to 18 matrix products per matrix and step, which do not grow with the batch",
             "a few copies of at most 64M weights at a time during the update (derived)",
-            "with fraction = 0.25 at most a 24th of these products' FLOPs, and 1.2 to 1.4 times "
+            "with fraction = 0.25 at most a 24th of these matmuls' FLOPs, and 1.2 to 1.4 times "
             "the update's bytes, of [2048, 8192] and [2048, 2048] (derived)",
         ),
         helps="pretraining from scratch at ordinary batch sizes",
@@ -185,12 +186,20 @@ class Muon(Technique[Build]):
                     f"head_pairs takes heads by two, and the model has {' and '.join(odd)}",
                     mend(f"{own}.head_pairs=false"),
                 )
-        dim = plan.model.dim if plan else None
-        if self.fraction < 1 and dim and count_taken(self.fraction, dim) == dim:
+        if self.fraction == 1:
+            return None
+        key, side = _longest_side(plan) if plan else ("", 0)
+        if side and count_taken(self.fraction, side) == side:
             return Unsupported(
                 f"fraction = {self.fraction:g} takes all rows of every matrix, as the shorter side "
-                f"has at most model.dim = {dim} of them",
+                f"has at most {key} = {side} of them",
                 mend(f"{own}.fraction=1.0"),
+            )
+        if self.nesterov and not (self.momentum and (self.momentum_start or not warmup)):
+            return Unsupported(
+                "with a momentum of 0 and nesterov the direction is the gradient alone, so that "
+                "what fraction leaves out would be lost",
+                mend(f"{own}.nesterov=false"),
             )
         return None
 
@@ -331,6 +340,7 @@ class Muon(Technique[Build]):
         # Behind a head of zeros no gradient comes in the first step.
         uneven = self.normalize_rows and not rows and any(bool(g.any()) for g in gradients)
         updated = 0 if optimizer.touched is None else int(optimizer.touched)
+        there = sum(side * count for side, count in optimizer.sides.items())
         halves = since(build.notes[self.name()], "symmetric_matmul").get("symmetric_matmul", 0)
         right = (
             done > 0
@@ -349,7 +359,7 @@ class Muon(Technique[Build]):
             f"with momentum {momentum:.4g}"
             + (f", by {graphs} compiled functions" if optimizer.compiled else "")
             + (f"; {rows} parameters have even rows" if self.normalize_rows else "")
-            + (f"; {updated} of {optimizer.rows} rows were updated" if self.fraction < 1 else "")
+            + (f"; {updated} of {there} rows were updated" if self.fraction < 1 else "")
             + (f"; {halves} products were computed by half" if halves else ""),
             numbers={
                 "orthogonalized": done,
@@ -357,22 +367,30 @@ class Muon(Technique[Build]):
                 "momentum": momentum,
                 "graphs": graphs,
                 "normalized": rows,
-                "rows": optimizer.rows,
+                "rows": there,
                 "rows_updated": updated,
                 "halves": halves,
             },
         )
 
     def _takes_a_part(self, optimizer: MuonOptimizer, updated: int) -> bool:
-        """Return whether fewer rows were updated than there are, where `fraction` asks for it.
+        """Return whether as many rows were updated as `fraction` asks for.
 
         A rank that orthogonalises no matrix, as there are more ranks than matrices, has no rows.
         """
         if self.fraction == 1:
             return optimizer.touched is None
-        return optimizer.touched is not None and (
-            not optimizer.rows or 0 < updated < optimizer.rows
-        )
+        asked = sum(n * count_taken(self.fraction, side) for side, n in optimizer.sides.items())
+        return optimizer.touched is not None and updated == asked
+
+
+def _longest_side(plan: Plan) -> tuple[str, int]:
+    """Return the key of what bounds the shorter side of every matrix that is trained, and it."""
+    for name, other in plan.techniques.items():
+        rank = getattr(other, "rank", None)
+        if "frozen" in other.composes and isinstance(rank, int):
+            return f"techniques.{name}.rank", rank
+    return "model.dim", plan.model.dim
 
 
 def cuts_of(config: ModelConfig, head_pairs: bool = False) -> dict[str, MatrixCut]:
