@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from tuner_trials import kept_losses
 
 from headrace.assemble.context import choose_device, make_context
-from headrace.assemble.kept_states import exchange, take_over
+from headrace.assemble.kept_states import take_over
 from headrace.assemble.sockets import Build
 from headrace.cli.catalogue import catalogue
 from headrace.core.statistics import no_worse
@@ -54,7 +54,7 @@ from headrace.tuner.equality import (
 )
 from headrace.tuner.judge import Rules, WorthMoreSteps
 from headrace.tuner.paired_blocks import SampleSize, train_on
-from headrace.tuner.pairs import SAME
+from headrace.tuner.pairs import SAME, loss_with
 from headrace.tuner.readings import Reading, opened
 from headrace.tuner.store import fingerprint
 from headrace.tuner.worker import Worker
@@ -279,11 +279,8 @@ class Planted:
 
     def loss_with(self, other: "Planted") -> float:
         """Return the next batch's loss with another's weights, by a step that is taken back."""
-        exchange(self.build, other.build)
         index = len(self.reading.losses)
-        numbers = train.step(self.build, self.micros(index), index)
-        take_over(self.build, other.build)
-        return float(numbers[0])
+        return loss_with(self.build, other.build, self.micros(index), index)
 
 
 def planted_reading(plan: Plan, kind: str, size: float, steps: int) -> Reading:

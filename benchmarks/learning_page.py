@@ -208,6 +208,7 @@ def search_table(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             (
                 row["side"],
+                f"{row['hardware']}, {row['shape']}, {row['commit']}",
                 f"{point['factor']:g}",
                 f"{point['rows']}",
                 f"{point['epochs']:g}",
@@ -217,7 +218,10 @@ def search_table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{numbers['bits_per_byte']['value']:.4f}",
             )
         )
-    head = ("side", "rate x", "rows", "epochs", "decay", "rate left", "seconds", "bits per byte")
+    head = (
+        *("side", "where", "rate x", "rows", "epochs", "decay", "rate left", "seconds"),
+        "bits per byte",
+    )
     return markdown(head, lines)
 
 
@@ -263,9 +267,9 @@ def render(results: Path) -> dict[str, str]:
         "(`benchmarks/bought.py`).\n",
         bought_table(budgets) if budgets else f"{NOT_YET}\n",
         "## One technique at a time\n",
-        "The recipe of `benchmarks/plans/learning.toml`, one technique left out, added, or one\n"
-        "key set to another value. `horizon` is the factor of the recipe's length that the\n"
-        "changed one was given.\n",
+        "The recipe of `benchmarks/plans/learning.toml`, as it was at the row's commit, one\n"
+        "technique left out, added, or one key set to another value. `horizon` is the factor of\n"
+        "the recipe's length that the changed one was given.\n",
         shown,
         technique_table(measured) if measured else f"{NOT_YET}\n",
         "## The search\n",
@@ -287,6 +291,7 @@ def _receipts(measured: Sequence[Gain]) -> str:
             "high": None if g.high is None else round(g.high, 3),
             "verdict": g.verdict,
             **{key: g.row[key] for key in ("n", "hardware", "shape", "date", "commit")},
+            **({"set_to": g.words.partition("=")[2]} if g.change == "set" else {}),
         }
         for g in measured
         if not g.refused

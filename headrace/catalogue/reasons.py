@@ -9,7 +9,7 @@ that would set it so. What has none of these is told as such.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,8 @@ class LearningReceipt:
     Args:
         line: a technique's name, or a key.
         change: how the recipe was changed: "added", "left out" or "set".
-        ratio: seconds without the line over seconds with it; None where no seed had both.
+        ratio: seconds without the line over seconds with it, and of a key that was set over those
+            with the recipe's own value; None where no seed had both.
         low: lower end of its interval of 95%.
         high: upper end; None where there is none.
         verdict: "helps", "hurts" or "not shown".
@@ -40,6 +41,7 @@ class LearningReceipt:
         shape: the model's shape.
         date: day of the measurement.
         commit: of the code.
+        set_to: what a key was set to, as JSON; "" of a technique.
     """
 
     line: str
@@ -53,6 +55,15 @@ class LearningReceipt:
     shape: str
     date: str
     commit: str | None
+    set_to: str = ""
+
+    def of(self, value: Any) -> "LearningReceipt":
+        """Return the receipt of a line with this value: the other way round where it was set so."""
+        if not self.set_to or json.loads(self.set_to) != json.loads(json.dumps(value)):
+            return self
+        ratio, low, high = (1 / end if end else None for end in (self.ratio, self.high, self.low))
+        verdict = {"helps": "hurts", "hurts": "helps"}.get(self.verdict, self.verdict)
+        return replace(self, ratio=ratio, low=low, high=high, verdict=verdict)
 
     @property
     def text(self) -> str:
@@ -104,14 +115,14 @@ def reasons(plan: Plan, known: Catalogue, file: Path = RECEIPTS) -> list[LineRea
         for knob, value in knobs.items():
             key = f"techniques.{name}.{knob}"
             if key in measured:
-                why.append(LineReason(key, value, "receipt", measured[key].text))
+                why.append(LineReason(key, value, "receipt", measured[key].of(value).text))
     made = {key for keys in plan.made().values() for key in keys}
     setters = _setters(plan, known)
     for key, value, meaning in _keys(plan):
         if key in made or key in PLACES:
             continue
         if key in measured:
-            why.append(LineReason(key, value, "receipt", measured[key].text))
+            why.append(LineReason(key, value, "receipt", measured[key].of(value).text))
         elif (setter := setters.get((key, repr(value)))) is not None:
             evidence, text = _of_technique(setter, measured)
             why.append(LineReason(key, value, evidence, f"as {setter.name()}: {text}"))

@@ -24,8 +24,8 @@ that the guard of a run allows. That is asked of every change.
   steps. So where both plans are in one process, and the change rounds operands, the second takes
   over the first's weights and moments every `STRETCH` steps. Errors that would grow are gone then,
   and two are left, each with its limit. What rounding adds to the losses of these steps may be
-  `NATS`; fp8 at 1B parameters added 0.002 from a stretch's first step on, where the weights are the
-  same. What is learned less is seen without that: before the second takes over, the first computes
+  `NATS`: it is there from a stretch's first step on, where the weights are the same. What is
+  learned less is seen without that: before the second takes over, the first computes
   one loss with the second's weights and one with its own. They may differ by `SLOWER` of what a
   stretch lowers the loss.
 - Where weights or moments are kept rounded, the error stays from step to step, and a short training

@@ -16,7 +16,7 @@ one process, which nothing can tell apart.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,9 @@ from torch import Tensor
 
 from headrace.assemble.filled import PATIENT_STEPS, evidence_after, newest
 from headrace.assemble.kept_states import exchange, keep_alike, take_over
+from headrace.assemble.sockets import Build
 from headrace.core.errors import RefusalKind
+from headrace.data.loader import Micro
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Stage
 from headrace.train import train
@@ -247,10 +249,7 @@ class _BuiltPlan:
     def loss_with(self, other: "_BuiltPlan") -> float:
         """Return the next batch's loss with the other's weights, by a step that is taken back."""
         with self._own():
-            exchange(self.build, other.build)
-            numbers = train.step(self.build, self.micros(self.index), self.index)
-            take_over(self.build, other.build)
-        return float(numbers[0])
+            return loss_with(self.build, other.build, self.micros(self.index), self.index)
 
     def step(self) -> None:
         """Take one more step."""
@@ -283,6 +282,17 @@ class _BuiltPlan:
         finite = torch.stack(self.numbers)[:, 2].tolist()
         if not all(finite):
             self.reading.refuse(RefusalKind.OTHER, f"step {finite.index(0.0)} was not finite")
+
+
+def loss_with(build: Build, other: Build, micros: Sequence[Micro], index: int) -> float:
+    """Return a batch's loss with another build's weights, and give both this one's state.
+
+    It is that of a step which is taken back.
+    """
+    exchange(build, other)
+    numbers = train.step(build, micros, index)
+    take_over(build, other)
+    return float(numbers[0])
 
 
 @contextmanager

@@ -38,7 +38,6 @@ def one_run() -> Any:
     return natural_error.NaturalRun("1m", "H100", MeasuredRun(0.01), before, ())
 
 
-@pytest.mark.slow
 def test_the_constants_in_use_are_those_that_rows_ask_for(runs: list[Any]) -> None:
     """Check that the constants follow when rows come: `natural_error.py`."""
     gpus = [run for run in runs if not run.on_cpu]

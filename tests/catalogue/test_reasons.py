@@ -44,6 +44,24 @@ def test_a_receipt_comes_before_a_source_and_what_has_none_says_so(tmp_path: Pat
     assert "  model.dim = 768\n    no receipt; it is: Features of the residual stream." in text
 
 
+@pytest.mark.parametrize(
+    ("set_to", "text"),
+    [
+        ("0.0", "helps: the target 1.25x sooner with it (1.11x to 1.43x;"),
+        ("0.05", "hurts: the target 0.80x sooner with it (0.70x to 0.90x;"),
+    ],
+)
+def test_a_key_has_the_receipt_of_its_own_value(tmp_path: Path, set_to: str, text: str) -> None:
+    """A recipe with the value that another one was set to is the other side of that pair."""
+    line = {"line": "techniques.muon.weight_decay", "change": "set", "set_to": set_to}
+    ends = {"ratio": 1.25, "low": 1 / 0.9, "high": 1 / 0.7}
+    file = tmp_path / "learning.json"
+    file.write_text(json.dumps([MUON | line | ends]))
+    plan = Plan.read(read_recipe("124m"), KNOWN)
+    found = {one.line: one for one in reasons(plan, KNOWN, file)}
+    assert found["techniques.muon.weight_decay"].text.startswith(text)
+
+
 @pytest.mark.parametrize("name", recipes())
 def test_every_line_of_a_recipe_has_a_reason(name: str) -> None:
     plan = Plan.read(read_recipe(name), KNOWN)
