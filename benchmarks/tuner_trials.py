@@ -210,6 +210,7 @@ class Bench:
         """Try the trials of this part without a row, print what is left, and return all of them."""
         known, limit_s = self.known(), self.args.limit_s
         trials, waiting = mine(trials_of(start), self.args.part), list[Trial]()
+        trials = [trial for trial in trials if {*self.args.having} <= {*trial.change}]
         for trial in trials:
             row = known.get(self.key(trial))
             if row is None or (row.get("verdict") == "cut" and row["limit_s"] < limit_s):
@@ -417,6 +418,9 @@ def parser() -> argparse.ArgumentParser:
     accepted.add_argument("--minutes", type=float, default=9.0, help="of all; nothing begins later")
     accepted.add_argument(
         "--part", type=parts.part, default=(1, 1), help="K/N of each list of trials"
+    )
+    accepted.add_argument(
+        "--having", nargs="*", default=[], help="only changes that have these words, as +tf32"
     )
     accepted.add_argument("--limit-s", type=float, default=LIMIT_S, help="of one pair")
     accepted.add_argument(
