@@ -152,9 +152,6 @@ CASES: dict[str, Asked] = {
     "techniques/compile/cuda_graphs:CudaGraphs.supports#4": Asked(
         ("mesh.data=2",), ("cuda_graphs", "torch_compile"), "H200"
     ),
-    "techniques/compile/cuda_graphs:CudaGraphs.supports#5": Asked(
-        (), ("cuda_graphs", "torch_compile", "sequence_length_schedule"), "H200"
-    ),
     "techniques/compile/cudnn_autotune:CudnnAutotune.supports#1": Asked((), ("cudnn_autotune",)),
     "techniques/compile/cudnn_autotune:CudnnAutotune.supports#4": Asked(
         (), ("cudnn_autotune",), "H200"

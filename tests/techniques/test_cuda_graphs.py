@@ -43,11 +43,6 @@ def test_a_cpu_records_nothing(make_tiny: Make) -> None:
             "records nothing",
             "techniques.torch_compile.backend=inductor",
         ),
-        (
-            (COMPILE, "techniques.sequence_length_schedule.start=4"),
-            "recorded anew",
-            "--with shape_buckets",
-        ),
     ],
 )
 def test_refused_with_its_reason(
@@ -62,6 +57,11 @@ def test_taken_with_a_compiler_on_one_gpu(tiny_plan: Callable[..., Plan]) -> Non
     plan = tiny_plan(ON, COMPILE)
     assert isinstance(on_a_gpu(plan), Supported)
     assert isinstance(on_a_gpu(tiny_plan(ON, COMPILE, "mesh.data=2"), ranks=2), Unsupported)
+
+
+def test_rows_that_grow_are_taken(tiny_plan: Callable[..., Plan]) -> None:
+    growing = "techniques.sequence_length_schedule.start=4"
+    assert isinstance(on_a_gpu(tiny_plan(ON, COMPILE, growing)), Supported)
 
 
 @pytest.mark.parametrize("other", sorted(CudaGraphs.excludes))
@@ -205,6 +205,27 @@ def test_a_recorded_run_is_the_compiled_run(
     numbers = evidence.numbers
     assert evidence.active and numbers["recorded"] > 0 and numbers["skipped"] == 0
     assert len(replays) > 2 * numbers["recorded"]
+
+
+@pytest.mark.gpu
+@gpu
+def test_rows_that_grow_are_recorded_at_each_length(make_tiny: Make) -> None:
+    """Each of four lengths warms up, is recorded and replayed, and equals single launches."""
+    keys = (
+        COMPILE,
+        "device=cuda",
+        "data.sequence_length=32",
+        "batch.tokens=256",
+        "techniques.sequence_length_schedule.start=4",
+        "techniques.sequence_length_schedule.until=12",
+    )
+    plain = run_on_gpu(make_tiny(*keys), 18)
+    build = make_tiny(ON, *keys)
+    for one, two in zip(run_on_gpu(build, 18), plain, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
+    assert len(build.notes["sequence_length_schedule"]) == 4
+    numbers = build.plan.techniques["cuda_graphs"].active(build).numbers
+    assert numbers["skipped"] == 0 and numbers["recorded"] >= 4 * 3, "states, loss and backward"
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Cut the same stream into shorter rows: each target comes once, with its document and place."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -146,3 +147,21 @@ def test_under_context_parallelism_every_length_splits(tiny_plan: Callable[..., 
     assert isinstance(SequenceLengthSchedule(start=4).supports(split), Supported)
     refused = SequenceLengthSchedule(start=2).supports(split)
     assert isinstance(refused, Unsupported) and refused.remedy.text.endswith("start=4")
+
+
+def test_more_lengths_than_torch_makes_graphs_of_are_compiled(make_tiny: Callable[..., Build]) -> None:
+    """Ten lengths: torch makes 8 graphs of a function before it gives up, and the run would end."""
+    build = make_tiny(
+        "data.sequence_length=1024",
+        "batch.tokens=1024",
+        f"techniques.{NAME}.start=2",
+        f"techniques.{NAME}.until=10",
+        "techniques.torch_compile.backend=eager",
+    )
+    with ExitStack() as flags:
+        for enter in build.runtime:
+            flags.enter_context(enter())
+        for index in range(11):
+            step(build, build.loader.step(index).micros, index)
+    assert [*build.notes[NAME]] == [2**n for n in range(1, 11)]
+    assert build.plan.techniques["torch_compile"].active(build).numbers["graphs"] == 11

@@ -11,7 +11,8 @@ next begins: each micro-batch says that it begins, and gradients, which are outp
 out of the pool after a step's first micro-batch when others follow (pytorch/pytorch#169545).
 
 Cost: inputs are copied to fixed places; the pool gives nothing back between forward and backward;
-each shape is recorded by itself; code that is not compiled launches as before. Left out: recording
+each shape is compiled and recorded by itself, in the pool of all; code that is not compiled
+launches as before. Left out: recording
 the optimizer and the parts between graphs, and collectives inside of graphs.
 Source: torch._inductor.cudagraph_trees; docs.pytorch.org, CUDAGraph Trees.
 """
@@ -45,7 +46,6 @@ RECORDING = "inductor"
 """The backend that records what it compiles."""
 SETTLED = 8
 """Micro-batches: one to warm up and one to record, of a few lengths."""
-LENGTHS, BUCKETS = "sequence_length_schedule", "shape_buckets"
 
 
 class CudaGraphs(Technique[Build]):
@@ -83,14 +83,14 @@ class CudaGraphs(Technique[Build]):
     )
 
     def supports(self, context: Context) -> Supported | Unsupported:
-        """Support an NVIDIA GPU, inductor, one process, and rows of few lengths."""
+        """Support an NVIDIA GPU, inductor and one process."""
         if context.device != "cuda":
             return Unsupported(
                 f"{context.device} has no CUDA graphs", mend("device=cuda"), RefusalKind.DEVICE
             )
         plan = context.plan
-        on: Mapping[str, Technique[Any]] = plan.techniques if plan else {}
-        compiling = [t for t in on.values() if "compiled" in t.composes]
+        on = plan.techniques.values() if plan else ()
+        compiling = [t for t in on if "compiled" in t.composes]
         if not compiling:
             return Unsupported(
                 "it records what is compiled, and nothing is",
@@ -108,13 +108,6 @@ class CudaGraphs(Technique[Build]):
             return Unsupported(
                 f"collectives of {context.ranks} ranks inside of recordings are not proven here",
                 context.whole(*(axis for axis, size in plan.mesh.sizes.items() if size > 1)),
-                RefusalKind.COMBINATION,
-            )
-        if LENGTHS in on and BUCKETS not in on:
-            return Unsupported(
-                f"{LENGTHS} gives rows a new length every so often, and each is compiled and "
-                "recorded anew, into memory that is kept",
-                mend(f"+{BUCKETS}") | mend(f"-{LENGTHS}"),
                 RefusalKind.COMBINATION,
             )
         return Supported()

@@ -9,6 +9,7 @@ starts sooner. Source: PyTorch 2 (ASPLOS 2024, doi 10.1145/3620665.3640366).
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -154,7 +155,7 @@ class TorchCompile(Technique[Build]):
             build.compiled.append("loss")
         elif model.head is not None:
             model.head.compile_inside(lambda function: torch.compile(function, **how))
-        build.runtime.append(_keep_side_effects)
+        build.runtime.append(partial(_settings, _lengths(build.plan)))
         build.notes[self.name()] = _graphs()
 
     def _how(self) -> dict[str, Any]:
@@ -207,14 +208,25 @@ def _kept(kind: str, line: Line, ledger: Ledger) -> float:
     return line.bytes
 
 
-def _keep_side_effects() -> AbstractContextManager[Any]:
-    """Let a checkpointed block keep what `auxiliary` reads; a tracer would refuse it otherwise.
+def _lengths(plan: Any) -> int:
+    """Return how many lengths rows may have in the run: where they grow, they double."""
+    grows = any({"recut", "values"} <= {*t.composes} for t in plan.techniques.values())
+    return plan.data.sequence_length.bit_length() if grows else 1
 
-    Recomputing the block does not keep it again, and nobody reads it then.
+
+def _settings(lengths: int) -> AbstractContextManager[Any]:
+    """Set the tracer up for the run.
+
+    A checkpointed block may keep what `auxiliary` reads, which the tracer would refuse otherwise:
+    recomputing the block does not keep it again, and nobody reads it then. And it makes as many
+    graphs of a function for each length as it makes of one by itself, before it gives up.
     """
     from torch._dynamo import config
 
-    return config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+    return config.patch(
+        skip_fwd_side_effects_in_bwd_under_checkpoint=True,
+        recompile_limit=config.recompile_limit * lengths,
+    )
 
 
 def _graphs() -> tuple[int, int]:
