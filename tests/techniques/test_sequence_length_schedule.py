@@ -149,7 +149,9 @@ def test_under_context_parallelism_every_length_splits(tiny_plan: Callable[..., 
     assert isinstance(refused, Unsupported) and refused.remedy.text.endswith("start=4")
 
 
-def test_more_lengths_than_torch_makes_graphs_of_are_compiled(make_tiny: Callable[..., Build]) -> None:
+def test_more_lengths_than_torch_makes_graphs_of_are_compiled(
+    make_tiny: Callable[..., Build],
+) -> None:
     """Ten lengths: torch makes 8 graphs of a function before it gives up, and the run would end."""
     build = make_tiny(
         "data.sequence_length=1024",

@@ -79,10 +79,32 @@ def test_stretches_from_the_same_state_show_what_is_learned(
 
 
 def test_no_stretch_is_left_out() -> None:
-    """Check that seven of fifteen in which all of the learning is lost count."""
+    """Check that the first of fifteen count as the last do."""
     before, after = stretched(0.0, 1e-4, 2 * STRETCHES - 1)
-    after.lags[:7] = [0.02 * STRETCH] * 7
-    assert equality(before, after, "approximate", "operands").verdict == "different"
+    for lost, verdict in ((1, "same"), (7, "not shown"), (12, "different")):
+        for lags in (slice(lost), slice(-lost, None)):
+            found = replace(after, lags=[*after.lags])
+            found.lags[lags] = [0.02 * STRETCH] * lost
+            assert equality(before, found, "approximate", "operands").verdict == verdict
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(1, "same"), (2, "not shown")])
+def test_one_stretch_out_of_all_proportion_decides_nothing(off: int, verdict: str) -> None:
+    """Check one and two of eight that are off by a third of what a stretch learns."""
+    for lag in (0.1, -0.1):
+        before, after = stretched(0.0, 1e-3, STRETCHES)
+        after.lags[:off] = [lag] * off
+        assert equality(before, after, "approximate", "operands").verdict == verdict
+
+
+def test_stretches_in_which_nothing_is_learned_show_in_their_own_losses() -> None:
+    """Three of fifteen are left out of the lags' mean; what their steps lose is not."""
+    before, after = stretched(0.0, 1e-4, 2 * STRETCHES - 1)
+    after.lags[:3] = [0.02 * STRETCH] * 3
+    for stretch in range(3):
+        for step in range(STRETCH):
+            after.losses[20 + STRETCH * stretch + step] += 0.02 * step
+    assert equality(before, after, "approximate", "operands").verdict != "same"
 
 
 def test_a_limit_that_is_exceeded_by_what_was_surely_learned_alone_is_not() -> None:
