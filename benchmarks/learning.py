@@ -5,12 +5,13 @@
     python benchmarks/learning.py search --data DIR --shape "d768 L12 h12 V16384 T1024" \
         --set model.dim=768 model.layers=12 model.heads=12 --start 1 32 0.6 0.6 0
     python benchmarks/learning.py final --data DIR
+    python benchmarks/learning.py search final --data DIR --side ours adamw --runs 3
     python benchmarks/learning.py techniques --data DIR --minutes 9 [--part 1/3]
 
 DIR holds `train` and `val` of the 100 English novels, as in time_to_quality.py. `search` looks for
 the fastest point of a side over learning rate, batch, horizon and schedule: the side's start, then
 always an untried neighbour of the best point so far. Both sides get the same number of runs and the
-same steps of the search. `final` runs the best of each side with the same seeds, in turn.
+same steps of the search. One call of several compiles once. `final` runs the best of each side with the same seeds, in turn.
 `techniques` compares the recipe with itself, one technique or key changed; where the target is not
 reached, the changed recipe gets longer horizons, and its own schedule over them.
 
@@ -138,13 +139,14 @@ def searched(args: argparse.Namespace, side: str, runs: Runs) -> list[tuple[Poin
 
 
 def search(args: argparse.Namespace, runs: Runs) -> None:
-    """Try points of one side until it has had its runs, or the minutes are over."""
-    while len(tried := searched(args, args.side, runs)) < args.runs and not args.over():
-        point = proposed(args.start or SIDES[args.side].start, tried)
-        best = min((value for _, value in tried), default=math.inf)
-        limit_s = PATIENCE * best if best < 1e6 else math.inf
-        reading = runs.run(runs.plan(args.side, point), limit_s=limit_s)
-        write(args, "search", args.side, [reading], point, index=len(tried))
+    """Try points of each side until it has had its runs, or the minutes are over."""
+    for side in args.side:
+        while len(tried := searched(args, side, runs)) < args.runs and not args.over():
+            point = proposed(args.start or SIDES[side].start, tried)
+            best = min((value for _, value in tried), default=math.inf)
+            limit_s = PATIENCE * best if best < 1e6 else math.inf
+            reading = runs.run(runs.plan(side, point), limit_s=limit_s)
+            write(args, "search", side, [reading], point, index=len(tried))
 
 
 # --- the best of both sides ------------------------------------------------------------------
@@ -321,9 +323,11 @@ def write(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["search", "final", "techniques"])
+    parser.add_argument("what", nargs="+", choices=["search", "final", "techniques"])
     parser.add_argument("--data", type=Path, required=True, help="folder with train and val")
-    parser.add_argument("--side", choices=[*SIDES], default="ours", help="of search")
+    parser.add_argument(
+        "--side", nargs="+", choices=[*SIDES], default=["ours"], help="of search, in this order"
+    )
     parser.add_argument("--runs", type=int, default=12, help="of a side's search")
     parser.add_argument(
         "--start",
@@ -348,13 +352,17 @@ def main() -> None:
     if args.start:
         factor, rows, *rest = args.start
         args.start = Point(factor, int(rows), *rest)
-    args.seeds = args.seeds or (5 if args.what == "final" else 3)
+    if args.start and len(args.side) > 1 and "search" in args.what:
+        parser.error("--start is of one side; name it with --side, and search the other apart")
     ends = time.perf_counter() + 60 * args.minutes
     args.over = lambda more_s=0.0: time.perf_counter() + more_s > ends
     with tempfile.TemporaryDirectory() as scratch:
         runs = Runs(args.data, args.work or Path(scratch), args.set, args.without)
         args.target = runs.plan("ours", SIDES["ours"].start).goal.bits_per_byte
-        {"search": search, "final": final, "techniques": techniques}[args.what](args, runs)
+        given = args.seeds
+        for what in args.what:
+            args.seeds = given or (5 if what == "final" else 3)
+            {"search": search, "final": final, "techniques": techniques}[what](args, runs)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ look that reaches it ends the run. A plan without a target is looked at as often
 horizon.
 
 Runs of one architecture and shape share what was compiled in this process: `torch_compile` begins
-each build with a reset of the compiler, which is left out here. A few steps of a throwaway build
-stand before the first of them, and one of every other size of a step that its schedules come to, so
-that no run pays for what the device does once.
+each build with a reset of the compiler, which is left out here. A few steps stand before the first
+of them, and some of every other size of a step that its schedules come to, so that no run pays for
+what the device does once. CUDA graphs hold the addresses of one build: there they stand before each
+run, and what is recorded is off the clock like what is compiled. Then the run's state is again what
+it was, and it begins.
 """
 
 import gc
@@ -26,13 +28,16 @@ import torch
 
 from headrace.assemble.build import make_build
 from headrace.assemble.context import check_supported, choose_device, make_context
+from headrace.assemble.kept_states import KeptStates, live
 from headrace.assemble.sockets import Build
 from headrace.cli.catalogue import catalogue
+from headrace.core.errors import HeadraceError
 from headrace.core.progress import Progress
 from headrace.data.ingest import prepare
 from headrace.observe.compile_time import compile_seconds
 from headrace.parallel.world import open_world
 from headrace.plan.plan import Plan
+from headrace.techniques.compile.cuda_graphs import counts
 from headrace.train.evaluate import evaluate
 from headrace.train.train import prepare_together, step
 
@@ -41,7 +46,9 @@ LOOKS = 40
 FIRST_LOOK = 20
 """The first of these looks: a rate that still stands high reaches no target before."""
 THROWAWAY_STEPS = 3
-"""Steps of the build that stands before the first run of a shape."""
+"""Steps of each size that stand before the first run of a shape: a graph is compiled in its first
+step and recorded in the next."""
+RECORDED = "cuda_graphs"
 ENTRIES = 64
 """Graphs of one function that the compiler keeps: of each shape, of all its sizes of a step."""
 MOST_SHAPES = 6
@@ -224,30 +231,51 @@ class Runs:
     def run(self, plan: Plan, *, limit_s: float = math.inf) -> Reading:
         """Train a plan until its target, its horizon or `limit_s` on the clock."""
         shape = _shape(plan)
-        if shape not in self._shapes:
-            if len(self._shapes) == MOST_SHAPES:
-                torch.compiler.reset()
-                self._shapes.clear()
-            with _one_compiler(), _opened(plan) as build:
-                for index in _thrown_away(plan, build):
-                    step(build, build.loader.step(index).micros, index)
-                evaluate(build, plan.eval.tokens)
-            self._shapes.add(shape)
+        if shape not in self._shapes and len(self._shapes) == MOST_SHAPES:
+            torch.compiler.reset()
+            self._shapes.clear()
         with _one_compiler(), _opened(plan) as build:
+            if shape not in self._shapes or RECORDED in plan.techniques:
+                _warm_up(plan, build)
+            self._shapes.add(shape)
             return _trained(plan, build, limit_s)
 
 
+def _warm_up(plan: Plan, build: Build) -> None:
+    """Take steps of every size, and evaluate; then the state is again what it was."""
+    kept = KeptStates(1, "")
+    kept.take(build, 0, 0)
+    before = {name for name, _ in live(build) if name.startswith("technique/")}
+    recorded = _recorded(build)
+    for index in _thrown_away(plan, build):
+        for _ in range(THROWAWAY_STEPS):
+            step(build, build.loader.step(index).micros, index)
+    evaluate(build, plan.eval.tokens)
+    kept.restore(build, kept.states[0])
+    if left := {name for name, _ in live(build) if name.startswith("technique/")} - before:
+        raise HeadraceError(f"a state came up in the warm-up: {', '.join(sorted(left))}")
+    if RECORDED in plan.techniques and _recorded(build) == recorded:
+        raise HeadraceError(f"{RECORDED} has recorded nothing")
+
+
+def _recorded(build: Build) -> int:
+    """Return the CUDA graphs that inductor has recorded in this process."""
+    if build.device.type != "cuda":
+        return 0
+    from torch._inductor.cudagraph_trees import get_manager
+
+    return counts(get_manager(torch.cuda.current_device(), create_if_none_exists=False))[2]
+
+
 def _thrown_away(plan: Plan, build: Build) -> list[int]:
-    """Return the steps of a throwaway build: the first, and each that is cut otherwise than before.
+    """Return the steps to warm up with: the first, and each that is cut otherwise than before.
 
     Schedules cut a step: into other rows, or into another number of them.
     """
     assert plan.goal_steps is not None
     length = build.values.get("sequence_length", lambda index: 0.0)
     cuts = [(plan.batches.at(index), length(index)) for index in range(plan.goal_steps)]
-    return [
-        index for index, own in enumerate(cuts) if index < THROWAWAY_STEPS or own != cuts[index - 1]
-    ]
+    return [index for index, own in enumerate(cuts) if not index or own != cuts[index - 1]]
 
 
 def _trained(plan: Plan, build: Build, limit_s: float) -> Reading:
@@ -304,17 +332,25 @@ def _opened(plan: Plan) -> Iterator[Build]:
 
 @contextmanager
 def _one_compiler() -> Iterator[None]:
-    """Keep what was compiled: a build's reset of the compiler does nothing inside.
+    """Keep what was compiled: a build's resets of the compiler do nothing inside.
 
-    Torch's guards still decide whether a graph fits what it is called with.
+    Torch's guards still decide whether a graph fits what it is called with, and what was recorded
+    with other addresses is recorded anew.
     """
     reset, torch.compiler.reset = torch.compiler.reset, lambda: None
+    trees: Any = None
+    if torch.cuda.is_available():
+        from torch._inductor import cudagraph_trees as trees
+
+        forget, trees.reset_cudagraph_trees = trees.reset_cudagraph_trees, lambda: None
     limits = {"recompile_limit": ENTRIES, "accumulated_recompile_limit": 8 * ENTRIES}
     try:
         with torch._dynamo.config.patch(limits):
             yield
     finally:
         torch.compiler.reset = reset
+        if trees is not None:
+            trees.reset_cudagraph_trees = forget
 
 
 def _shape(plan: Plan) -> str:

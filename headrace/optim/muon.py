@@ -322,7 +322,9 @@ class MatrixBatch:
             for key, view in views.items():
                 given = state.get(key)
                 if given is not view:
-                    if given is not None:
+                    if given is None:  # it never was, or a rewind removed it
+                        local_of(view).zero_()
+                    else:
                         local_of(view).copy_(local_of(given))
                     state[key] = view
 
@@ -470,7 +472,9 @@ def _own_graph(function: FunctionType, name: str) -> Callable[..., Any]:
     """
     code = function.__code__.replace(co_name=name, co_qualname=name)
     copy = FunctionType(code, function.__globals__, name, function.__defaults__)
-    return torch.compile(copy, fullgraph=True, dynamic=False)
+    # It writes into weights, which CUDA graphs of a compiler would have to copy.
+    unrecorded = {"triton.cudagraphs": False}
+    return torch.compile(copy, fullgraph=True, dynamic=False, options=unrecorded)
 
 
 def _kind(given: Any) -> Any:

@@ -251,6 +251,28 @@ def test_the_newest_sound_state_stays(make_tiny: Callable[..., Build]) -> None:
     assert bool((weight == 1).all()) and [state.step for state in kept.states] == [1]
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adamw", "ademamix", "lion", "muon", "schedule_free", "sophia"],
+)
+def test_a_return_to_the_start_begins_every_optimizer_anew(
+    optimizer: str, make_tiny: Callable[..., Build]
+) -> None:
+    """Three steps, a return, and the same steps again: states are those of a new run, to the bit."""
+    keys = ["schedule.kind=constant", f"techniques.{optimizer}={{}}"]
+    keys += ["techniques.muon.normalize_rows=true"] if optimizer == "muon" else []
+    build = make_tiny(*keys)
+    kept = KeptStates(1, "nobody")
+    kept.take(build, 0, sound=0)
+    first, again = [], []
+    for numbers in (first, again):
+        for index in range(3):
+            numbers.append(trainer.step(build, build.loader.step(index).micros, index))
+        kept.restore(build, kept.states[0])
+    for one, two in zip(first, again, strict=True):
+        assert torch.equal(one, two)
+
+
 def watched(build: Build, *refused: int, **knobs: int) -> SpikeWatch:
     """What a watch did in 40 steps, the refused ones of which left the band."""
     watch = SpikeWatch(SpikeRewind(**knobs), build, every=1)
