@@ -11,9 +11,10 @@
 DIR holds `train` and `val` of the 100 English novels, as in time_to_quality.py. `search` looks for
 the fastest point of a side over learning rate, batch, horizon and schedule: the side's start, then
 always an untried neighbour of the best point so far. Both sides get the same number of runs and the
-same steps of the search. One call of several compiles once. `final` runs the best of each side with the same seeds, in turn.
-`techniques` compares the recipe with itself, one technique or key changed; where the target is not
-reached, the changed recipe gets longer horizons, and its own schedule over them.
+same steps of the search. `final` runs the best of each side with the same seeds, in turn. One call
+of both compiles once. `techniques` compares the recipe with itself, one technique or key changed;
+where the target is not reached, the changed recipe gets longer horizons, and its own schedule over
+them.
 
 Each row is on disk as soon as it was measured, and a call goes on where another was cut off. What
 is compiled and evaluated is off the clock; `learning_runs.py` is the clock. The page of the rows is

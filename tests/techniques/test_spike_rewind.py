@@ -258,7 +258,7 @@ def test_the_newest_sound_state_stays(make_tiny: Callable[..., Build]) -> None:
 def test_a_return_to_the_start_begins_every_optimizer_anew(
     optimizer: str, make_tiny: Callable[..., Build]
 ) -> None:
-    """Three steps, a return, and the same steps again: states are those of a new run, to the bit."""
+    """Three steps, a return, and the same steps again: states are a new run's, to the bit."""
     keys = ["schedule.kind=constant", f"techniques.{optimizer}={{}}"]
     keys += ["techniques.muon.normalize_rows=true"] if optimizer == "muon" else []
     build = make_tiny(*keys)
