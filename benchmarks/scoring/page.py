@@ -28,6 +28,7 @@ from scoring.natural import natural
 from scoring.numbers import compute
 from scoring.pairs import Pairs, forecasts_ahead, paired, retracted
 from scoring.rows import (
+    NATURAL_AGAIN,
     PICKS,
     TRIALS,
     TUNER,
@@ -49,6 +50,7 @@ PROGRAMS = {
     "doctor": "benchmarks/faults.py",
     "natural_said": "benchmarks/natural.py",
     "natural": "benchmarks/natural.py",
+    "natural_again": "benchmarks/natural_error.py",
     "forecasts": "benchmarks/forecasts.py",
     "plans": "benchmarks/foresight.py",
     "picks": "benchmarks/foresight.py",
@@ -106,6 +108,7 @@ def render(results: Path) -> dict[str, str]:
     numbers = compute(results)
     pairs, _ = paired(results)
     faults, runs, (gains, _) = classes(results), natural(results), forecasts_ahead(results)
+    again = {row.of: row for row in NATURAL_AGAIN.read(results).rows}
     drawn = {
         "confusion": confusion(faults),
         "natural": natural_runs([*runs.scored, *runs.thin]),
@@ -118,7 +121,7 @@ def render(results: Path) -> dict[str, str]:
         OPENING,
         markdown(("number", "reached", "wanted (aim)", "n", "held out", "so far"), table(numbers)),
         "".join(f"- {line}\n" for line in notes(numbers)),
-        *_of_doctor(results, drawn, faults, device_table(numbers) + run_table(runs)),
+        *_of_doctor(results, drawn, faults, device_table(numbers, again) + run_table(runs)),
         *_of_planner(results, drawn, pairs),
         *_of_tuner(results),
         "## How each is counted\n",
@@ -152,8 +155,10 @@ def _of_doctor(results: Path, drawn: Drawn, fault_classes: Sequence[Class], runs
             "Of each run without a planted fault, the remedy that was named first and what it "
             "gained, beside the change that gained most of all that were measured there; the "
             "gain is the step's time before over after, less 1, with its 95% interval. The "
-            "wrong ones stand first.",
-            _source(results, "natural_said", "natural"),
+            "wrong ones stand first. Said again is what the code of that commit says of the same "
+            "runs; their outcomes were known, and what it fits was fitted without the run's "
+            "workload.",
+            _source(results, "natural_said", "natural", "natural_again"),
         ),
         _section(
             "Forecasts of gains",

@@ -273,6 +273,25 @@ class NaturalOutcome(OfRun):
     answer_commit: str | None = Field(default=None, alias="said")
 
 
+class AgainMetrics(Row):
+    """Hold how forecasts of natural runs fared that were made after their outcomes."""
+
+    coverage: Spread
+    median_error: Spread
+
+
+class ForecastAgain(Row):
+    """Hold what the code of a commit says of a device's natural runs, after they were measured.
+
+    What it fits was fitted without the run's workload.
+    """
+
+    of: str
+    n: int = Field(ge=1)
+    commit: str
+    metrics: AgainMetrics
+
+
 class Trial(Row):
     """Hold a change that went through the tuner's pair and judge.
 
@@ -388,6 +407,7 @@ PICKS = Topic("picks", TypeAdapter(Pick))
 TUNER = Topic("tuner", TypeAdapter(Tuned))
 NATURAL_ANSWERS = Topic("natural_said", TypeAdapter(NaturalAnswer))
 NATURAL = Topic("natural", TypeAdapter(NaturalOutcome))
+NATURAL_AGAIN = Topic("natural_again", TypeAdapter(ForecastAgain))
 TRIALS = Topic("tuner_trials", TypeAdapter(Trial))
 NAMES = tuple(topic.name for topic in (DOCTOR, FORECASTS, OVERHEAD, PLANS, PICKS, TUNER, NATURAL))
 """Beginnings of the names of all topics that numbers are computed from."""

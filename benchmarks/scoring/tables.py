@@ -15,6 +15,7 @@ from scoring.natural import Change, Run, Runs
 from scoring.numbers import LOSER_NATS, LOSER_STEPS, TIERS
 from scoring.pairs import Pairs
 from scoring.rows import (
+    ForecastAgain,
     Outcome,
     Pick,
     Prediction,
@@ -62,8 +63,15 @@ def verdict_table(faults: Sequence[Class]) -> str:
     )
 
 
-def device_table(numbers: Mapping[str, Mapping[str, Any]]) -> str:
-    """Render the numbers of natural runs on each device alone."""
+def device_table(
+    numbers: Mapping[str, Mapping[str, Any]], again: Mapping[str, ForecastAgain]
+) -> str:
+    """Render the numbers of natural runs on each device alone.
+
+    Args:
+        numbers: of all rows.
+        again: device -> what later code said of its runs.
+    """
     near, wrong = (numbers[f"doctor_{n}"] for n in ("first_remedy_near_best", "healthy_wrong"))
     inside = numbers["forecast_natural_coverage"]["by_hardware"]
     rows = []
@@ -77,6 +85,7 @@ def device_table(numbers: Mapping[str, Mapping[str, Any]]) -> str:
                 f"{100 * wrong['by_hardware'][name]['value']:.3g}%",
                 f"{100 * contained['value']:.3g}% of {contained['n']}" if contained else "-",
                 f"{100 * contained['median_error']:.3g}%" if contained else "-",
+                _again(again.get(name)),
             )
         )
     head = (
@@ -86,8 +95,17 @@ def device_table(numbers: Mapping[str, Mapping[str, Any]]) -> str:
         "healthy said wrongly",
         "gains in their interval",
         "median error of a forecast gain",
+        "both, said again",
     )
     return f"{markdown(head, rows)}\n" if rows else ""
+
+
+def _again(row: ForecastAgain | None) -> str:
+    """Render what later code said of a device's runs."""
+    if row is None:
+        return "-"
+    inside, error = row.metrics.coverage.value, row.metrics.median_error.value
+    return f"{100 * inside:.3g}% of {row.n}; {100 * error:.3g}% ({row.commit})"
 
 
 def run_table(runs: Runs) -> str:

@@ -193,13 +193,25 @@ def test_the_page_shows_every_run_and_the_wrong_ones_first(tmp_path: Path) -> No
             natural("b lost", ROWS, (COMPILE, 0.4), *MUCH),
             natural("c well", None, *LITTLE),
         ],
+        "natural_again": [
+            {
+                "commit": "abc",
+                "of": "NVIDIA H100",
+                "n": 3,
+                "metrics": {
+                    name: {"low": value, "value": value, "high": value}
+                    for name, value in (("coverage", share), ("median_error", 0.25))
+                },
+            }
+            for share in (0.0, 2 / 3)  # the newest is shown
+        ],
     }
     files = render(write(tmp_path, topics))
     _, _, part = files["page"].partition("## The doctor's verdicts on natural runs\n")
     lines = part.partition("\n## ")[0].splitlines()
     assert "The doctor was wrong first in 1 of 3." in lines
     _, by, _, *rows = (line for line in lines if line.startswith("| "))
-    assert by == "| NVIDIA H100 | 3 | 66.7% | 0% | 100% of 1 | 0% |"
+    assert by == "| NVIDIA H100 | 3 | 66.7% | 0% | 100% of 1 | 0% | 66.7% of 3; 25% (abc) |"
     assert rows[0] == (
         "| b lost | NVIDIA H100 | launch | `batch.micro_sequences=8` | -20% (-21% to -19%) | "
         "`+torch_compile` | +40% (+39% to +41%) | the first remedy is a loss |"
