@@ -1,9 +1,9 @@
 """Define the natural runs: plans as people start with them, with nothing planted into them.
 
 A run is a shape, words that change its plan (headrace/plan/changes.py), and a number of steps. A
-shape is one of SHAPES, a recipe, a plan of plans/ or a file. `-*` takes out every technique, so
+shape is one of SHAPES, a plan of plans/, a recipe or a file. `-*` takes out every technique, so
 that a plan of plans/ becomes what a first script has. A run that was measured once is not changed
-any more: another one gets another id.
+any more: another one gets another id, and plans/small.toml is what recipe `small` was then.
 """
 
 import tomllib
@@ -111,7 +111,8 @@ def text_of(shape: str) -> str:
             "batch": {"tokens": tokens},
         }
         return tomli_w.dumps(tables)
-    return recipes().get(shape, receipts.plan_file(shape)).read_text()
+    file = receipts.plan_file(shape)
+    return (file if file.is_file() else recipes().get(shape, file)).read_text()
 
 
 FP32 = "model.precision=fp32"

@@ -56,7 +56,7 @@ PLANS = receipts.PLANS
 LEARNS = "goal.steps=1000 optimizer.lr=1e-3 schedule.warmup_steps=50"
 SHAPES: dict[str, tuple[Path, str]] = {
     "demo": (RECIPES / "demo.toml", ""),
-    "small": (RECIPES / "small.toml", ""),
+    "small": (PLANS / "small.toml", ""),
     "1m": (PLANS / "tiny.toml", ""),
     "60m": (PLANS / "60m.toml", f"batch.tokens=16384 {LEARNS}"),
     "160m": (PLANS / "160m.toml", f"batch.tokens=16384 {LEARNS}"),

@@ -18,7 +18,7 @@ KEPT_STATES = "kept states"
 of the ledger that is their bytes; 0 where the device has a memory of its own."""
 RESTS = "rests of blocks"
 """How the bytes of the allocator's blocks beyond their tensors are called as an owner of memory: a
-rest of up to 1 MiB is not cut off. Of the small recipe on an H100 they are 11 of 940 MiB."""
+rest of up to 1 MiB is not cut off. Of a 14M decoder on an H100 they are 11 of 940 MiB."""
 REPLAYED = 256
 """Layers of the deepest model whose tensors are replayed through the allocator, which takes three
 milliseconds a layer. Llama 3.1 405B has 126. For a deeper one nothing is predicted."""

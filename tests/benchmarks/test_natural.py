@@ -16,6 +16,7 @@ import natural_runs
 import natural_said
 import natural_times
 import pytest
+import tuner_trials
 from programs import rows, run
 from scoring import compute
 from tiny import READ
@@ -113,6 +114,17 @@ def test_the_list_is_of_plans_that_can_be_read() -> None:
         plans = [run.plan for run in runs if run.device == device]
         assert {"torch_compile" in plan.techniques for plan in plans} == {True, False}
         assert len({run.sha256 for run in runs if run.device == device}) == len(plans)
+
+
+def test_runs_and_trials_of_small_keep_the_plan_that_their_rows_are_of() -> None:
+    """Recipe `small` has changed since: it trains with Muon, and its model has no `ffn`."""
+    runs = [run for run in natural_runs.RUNS if run.shape == "small"]
+    own = {"torch_compile", "document_packing"}
+    assert len(runs) == 6 and all({*run.plan.techniques} <= own for run in runs)
+    assert {(run.plan.model.ffn, run.plan.optimizer.lr) for run in runs} == {(1024, 2e-3)}
+    listed = {run.id: run.sha256[:16] for run in runs}
+    assert listed["small eager"] == "7d881917a749dcb8"
+    assert tuner_trials.SHAPES["small"] == (natural_runs.receipts.plan_file("small"), "")
 
 
 def test_what_is_measured_beside_what_was_said() -> None:

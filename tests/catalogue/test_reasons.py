@@ -71,7 +71,7 @@ def test_every_line_of_a_recipe_has_a_reason(name: str) -> None:
 
 
 def test_a_key_that_a_technique_would_set_has_its_source() -> None:
-    plan = Plan.read(read_recipe("small"), KNOWN)
+    plan = Plan.read(read_recipe("demo"), KNOWN)
     found = {one.line: one for one in reasons(plan, KNOWN)}
     assert found["model.qk_norm"].text.startswith("as qk_norm: ")
 

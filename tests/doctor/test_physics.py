@@ -43,6 +43,8 @@ from headrace.predict.candidates import Asking
 from headrace.predict.prediction import predict
 
 H100 = "NVIDIA H100 80GB HBM3"
+SMALL = str(Path(__file__).parents[2] / "benchmarks" / "plans" / "small.toml")
+"""A 14M decoder by plain AdamW, whose steps were measured."""
 STEPS = 40
 PAIR = ("+cuda_graphs", "+torch_compile")
 
@@ -80,7 +82,7 @@ def on_h100(
     with_: tuple[str, ...] = (),
     **shares: float | None,
 ) -> Advice:
-    """Return the advice on a run of a recipe whose step was measured on an H100."""
+    """Return the advice on a run of a recipe or a plan's file, by its step on an H100."""
     plan = named_plan(name, list(overrides), list(with_))
     context = elsewhere(make_context(plan, torch.device("cpu")), H100)
     machine = Machine.assumed(H100)
@@ -93,8 +95,8 @@ def on_h100(
 
 @pytest.fixture(scope="module")
 def small() -> Advice:
-    """Return advice on the recipe `small` at 125k tokens a second, 1.0% of the peak."""
-    return on_h100("small", 0.0328, 0.0101)
+    """Return advice on the plan `small` at 125k tokens a second, 1.0% of the peak."""
+    return on_h100(SMALL, 0.0328, 0.0101)
 
 
 def test_a_small_run_waits_for_launches_and_is_told_of_both(small: Advice) -> None:
@@ -134,7 +136,7 @@ def test_no_signal_makes_a_device_busy_that_has_nothing_to_do(
 
 def test_a_share_that_the_ledger_left_over_forecasts_nothing_that_it_does_not() -> None:
     """No half of the rest is promised of a step four times as long as the ledger can describe."""
-    found = on_h100("small", 0.4, 0.001)
+    found = on_h100(SMALL, 0.4, 0.001)
     assert found.verdict is not None and found.verdict.share > 0.9
     known = found.findings[0].remedies
     assert known and all(one.gain is None and one.unknown for one in known)
@@ -142,7 +144,7 @@ def test_a_share_that_the_ledger_left_over_forecasts_nothing_that_it_does_not() 
 
 
 def test_what_no_remedy_helps_is_healthy_though_it_waits() -> None:
-    found = on_h100("small", 0.0086, 0.04, with_=("torch_compile", "cuda_graphs"))
+    found = on_h100(SMALL, 0.0086, 0.04, with_=("torch_compile", "cuda_graphs"))
     assert found.verdict is not None and found.verdict.bottleneck == "launch"
     assert found.healthy is True and closing_verdict(found)["remedy"] is None
     assert render_advice(found).count("healthy: ") == 1
@@ -150,7 +152,7 @@ def test_what_no_remedy_helps_is_healthy_though_it_waits() -> None:
 
 def test_a_host_that_is_slow_in_launches_is_not_in_all_that_it_does() -> None:
     """Twice as long for each launch leaves the rest of a recorded step as it is predicted."""
-    found = on_h100("small", 0.0328, 0.0101).first
+    found = on_h100(SMALL, 0.0328, 0.0101).first
     assert found is not None and found.gain is not None
     after_s = 0.0328 / (1 + found.gain.value)
     assert after_s == pytest.approx(REST * HOST_S + 0.0025 + 0.0021 + 0.03 * 0.0328, rel=0.1)
@@ -320,13 +322,13 @@ def test_the_host_is_ahead_by_the_median_step_and_the_share_of_dry_ones() -> Non
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU")
-def test_the_small_recipe_waits_for_launches_on_a_gpu(tmp_path: Path) -> None:
+def test_a_small_plan_waits_for_launches_on_a_gpu(tmp_path: Path) -> None:
     """An eager run leads from its folder to the remedy, on any data-centre GPU."""
     from headrace.doctor.advice import advise
     from headrace.train import train
 
     plan = named_plan(
-        "small",
+        SMALL,
         [
             f"directory={tmp_path / 'runs'}",
             f"data.directory={tmp_path / 'data'}",

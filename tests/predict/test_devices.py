@@ -18,7 +18,6 @@ from headrace.costs.machine import Machine
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
 from headrace.predict.prediction import predict
-from headrace.recipes import read_recipe
 
 OLD = ("T4", "V100")
 """GPUs without units for bf16."""
@@ -77,8 +76,9 @@ def test_a_report_predicts_what_a_plan_does(
     assert sum(lines.values()) == pytest.approx(report["peak_memory_bytes"]["predicted"])
 
 
-def test_the_small_recipe_on_an_h100_holds_what_was_measured() -> None:
-    plan = Plan.read(read_recipe("small", "plan"), catalogue(), overrides=["device=auto"])
+def test_a_small_plan_on_an_h100_holds_what_was_measured() -> None:
+    text = (Path(__file__).parents[2] / "benchmarks" / "plans" / "small.toml").read_text()
+    plan = Plan.read(text, catalogue(), overrides=["device=auto"])
     found = predict(plan, on(plan, "NVIDIA H100 80GB HBM3"), Machine.assumed("H100"))
     assert found.memory.peak_bytes == pytest.approx(
         985303552, rel=0.001

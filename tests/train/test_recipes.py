@@ -59,6 +59,8 @@ def test_a_recipe_learns_with_all_of_its_techniques_in_force(
         less.append("schedule.warmup_steps=4")
     if "muon" in wide.techniques:
         less.append("techniques.muon.momentum_warmup_steps=20")
+    if "sequence_length_schedule" in wide.techniques:
+        less.append("techniques.sequence_length_schedule.start=4")
     if "length_mixing" in wide.techniques:
         less.append("techniques.length_mixing.lengths=[8,0]")
     if "yarn" in wide.techniques:
