@@ -43,6 +43,7 @@ from headrace.model.mask import BlockPattern
 from headrace.plan.plan import Plan
 from headrace.predict.page import format_prediction
 from headrace.predict.prediction import predict
+from headrace.recipes import read_recipe
 from headrace.techniques.attention.sparse_attention import skipped
 
 ROOT = Path(__file__).parents[2]
@@ -211,7 +212,11 @@ def test_a_plan_says_whether_it_fits_and_what_it_costs() -> None:
 @pytest.mark.parametrize(
     ("with_", "overrides", "says"),
     [
-        (["sequence_length_schedule"], [], "sequence_length_schedule does not say yet"),
+        (
+            ["sliding_window", "window_schedule"],
+            ["schedule.steps=100"],
+            "window_schedule does not say yet",
+        ),
         (
             ["sparse_attention", "flex_attention"],
             ["techniques.sparse_attention.block=64"],
@@ -236,6 +241,16 @@ def test_what_is_not_priced_has_no_time(with_: list[str], overrides: list[str], 
     assert "not predicted" in format_prediction(plan, found)
 
 
+def test_rows_that_lengthen_take_the_time_of_whole_ones() -> None:
+    """A run of the recipe `small` has a time before its rows are whole."""
+    text = read_recipe("small")
+    long = predict(*on_h200(text), H200)
+    same = predict(*on_h200(text, without=["sequence_length_schedule"]), H200)
+    assert long.time.step_s and long.time.step_s == same.time.step_s
+    assert long.time.parts_s == same.time.parts_s
+    assert long.memory.peak_bytes == same.memory.peak_bytes
+
+
 def test_a_cpu_has_no_time_before_a_probe(tiny_plan: Callable[..., Plan]) -> None:
     plan = tiny_plan()
     found = predict(plan, make_context(plan, torch.device("cpu")), Machine.assumed("cpu"))
@@ -243,8 +258,8 @@ def test_a_cpu_has_no_time_before_a_probe(tiny_plan: Callable[..., Plan]) -> Non
         found.time.unknown, "CPU", "rates", "not known"
     )
     assert tells(found.time.unknown, "headrace probe", "--device cpu", "--seconds 20")
-    name = "sequence_length_schedule"  # is silent too, and not the reason here
-    other = tiny_plan(f"techniques.{name}.start=8")
+    name = "window_schedule"  # is silent too, and not the reason here
+    other = tiny_plan(f"techniques.{name}.start=8", "techniques.sliding_window.window=12")
     assert not other.techniques[name].timed
     silent = predict(other, make_context(other, torch.device("cpu")), Machine.assumed("cpu"))
     assert silent.time.unknown == found.time.unknown

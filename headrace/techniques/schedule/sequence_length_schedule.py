@@ -67,6 +67,7 @@ class SequenceLengthSchedule(Technique[Build]):
     until: float = Field(default=0.3, gt=0, le=10**15)
     """When rows are whole: at most 1 is a share of the schedule's steps, above it is a step."""
 
+    timed: ClassVar[bool] = True
     room: ClassVar[str] = "schedule"
     stage: ClassVar[Stage] = Stage.SCHEDULE
     composes: ClassVar[tuple[str, ...]] = ("recut", "values")
@@ -119,7 +120,7 @@ class SequenceLengthSchedule(Technique[Build]):
         return Supported()
 
     def predict(self, ledger: Ledger) -> Ledger:
-        """Return what whole rows cost, which come: the peak of the run, and most of its steps."""
+        """Return what whole rows cost, which come: the run's peak, and its longest steps."""
         return ledger
 
     def apply(self, build: Build) -> None:
