@@ -12,6 +12,7 @@ from torch._dynamo import utils
 from headrace.assemble import build as building
 from headrace.assemble.sockets import Build
 from headrace.plan.technique import Stage
+from headrace.techniques.compile import torch_compile
 
 COMPILED = ("--with", "torch_compile", "techniques.torch_compile.backend=eager")
 
@@ -111,7 +112,10 @@ def test_later_lengths_are_tried_and_buckets_spare_them(
     assert "step 7" not in {r["when"] for r in fewer["recompiles"]}
 
 
-def test_what_torch_gives_up_is_told(call: Callable[..., Any], tiny_demo: list[str]) -> None:
+def test_what_torch_gives_up_is_told(
+    call: Callable[..., Any], tiny_demo: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_compile, "_lengths", lambda plan: 1)  # it would allow for them
     lengths = ("--with", "sequence_length_schedule", "techniques.sequence_length_schedule.start=4")
     with torch._dynamo.config.patch(recompile_limit=1):
         told = call("explain", *tiny_demo, *COMPILED, *lengths, "--graph")
