@@ -3,8 +3,9 @@
 Pieces are timed alone, and their sum is a little less than a step: other operations fill the
 caches, and the system hands out memory anew. The probe's own small steps show how much less. Each
 stands for plans of similar width, tokens and vocabulary, compiled or not. The effect of another
-count of threads, and of memory that the process keeps, comes from steps that were measured both
-with and without it.
+count of threads comes from steps that were measured at both. Memory that the process keeps saves
+time by the bytes that the C library would have given back to the system, which are those of large
+tensors; a step that was measured with and without it tells the time of a byte.
 """
 
 import math
@@ -14,6 +15,7 @@ from dataclasses import replace
 from headrace.core.errors import UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.costs import host
+from headrace.costs.count import FP32
 from headrace.costs.decoder_work import NARROW, baseline_work, stored_in_bf16
 from headrace.costs.host import KEEPS, PROBE_CPU, THREADS
 from headrace.costs.ledger import Ledger
@@ -24,6 +26,14 @@ from headrace.costs.work import Matmul, Work
 
 COMPILED = "compiled/calls"
 """Name of the piece of work that a compiler adds."""
+RETURNED_BYTES = 32 << 20
+"""Bytes of the smallest block that glibc always takes from the system and gives back (man mallopt,
+M_MMAP_THRESHOLD)."""
+LOGITS = 3
+"""Tensors of the logits' size in a loss that is not compiled: they, their log-probabilities and
+their gradient."""
+MOST_SAVED = 0.5
+"""Largest share of a step that kept memory can save: what is left computes."""
 CAST = "weight_cast/forward"
 """Name of the piece of work that weights stored in fp32 need where bf16 is multiplied."""
 
@@ -38,12 +48,14 @@ def step_time(ledger: Ledger, machine: Machine) -> StepTime:
     base_time = host.step_time(_named(ledger), machine, sizes["micro_batches"])
     spot = place(sizes["tokens"], sizes["dim"], sizes["vocab"])
     times = between(_beside(machine, COMPILED in ledger.work, _half_of(ledger)), spot)
-    if sizes.get(KEEPS):
-        times *= between(_against(machine, _keeps, "that keep their memory"), spot)
     threads = int(sizes.get(THREADS, machine.processors))
     if threads != machine.processors:
         where = f"at {threads} threads (at {_counts(machine)} they were)"
         times *= between(_against(machine, lambda s: s.threads == threads, where), spot)
+    if sizes.get(KEEPS):
+        whole_s = times * base_time.step_s
+        saved_s = sizes["micro_batches"] * _returned_bytes(ledger) * _handed_out_s(machine)
+        times *= 1 - min(saved_s / whole_s, MOST_SAVED)
     return replace(base_time, device_s={key: times * s for key, s in base_time.device_s.items()})
 
 
@@ -60,8 +72,37 @@ def _named(ledger: Ledger) -> Mapping[str, Work]:
     return {f"{names.get(what, what)}/{rest}": piece for (what, _, rest), piece in parts}
 
 
-def _keeps(step: MeasuredStep) -> bool:
-    return step.keeps
+def _returned_bytes(ledger: Ledger) -> float:
+    """Return the bytes of a micro-batch's tensors that go back to the system when they are freed.
+
+    Left out: the top of the heap, of which more than 64 MiB that are free go back, too.
+    """
+    sizes, logits = ledger.sizes, ledger.memory.get("logits")
+    layers = [line.bytes for line in ledger.memory.values() if line.layer is not None]
+    returned = sum(size for size in layers if size >= RETURNED_BYTES)
+    if logits is not None:  # fewer than three tensors of them where the loss is taken in chunks
+        own = min(FP32 * sizes["tokens"] * sizes["vocab"], logits.bytes)
+        returned += logits.bytes if own >= RETURNED_BYTES else 0.0
+    return returned
+
+
+def _handed_out_s(machine: Machine) -> float:
+    """Return the seconds in which the system hands out a byte that was given back.
+
+    Raises:
+        UnsupportedError: no step that gives memory back was timed with and without it.
+    """
+    usual = {step.shape: step.seconds for step in _usual(machine) if not step.compiled}
+    saved_s = returned = 0.0
+    for step in machine.steps:
+        logits = FP32 * step.rows * step.length * step.vocab
+        if step.keeps and step.shape in usual and logits >= RETURNED_BYTES:
+            saved_s += usual[step.shape] - step.seconds
+            returned += LOGITS * logits
+    if not returned:
+        words = "that keep their memory"
+        raise UnsupportedError(f"no steps {words} were timed on this CPU", PROBE_CPU)
+    return max(0.0, saved_s) / returned
 
 
 def _counts(machine: Machine) -> str:

@@ -205,10 +205,19 @@ def test_kept_memory_and_threads_are_priced_by_steps_that_had_them() -> None:
         replace(step, keeps=True, seconds=0.24),
         replace(step, threads=1, seconds=0.5),
     )
-    plain = seen(machine=machine).time.step_s
+    plain, kept_on = seen(machine=machine).time.step_s, ("+kept_memory",)
     assert plain
     kept = seen("+kept_memory", machine=machine)
-    assert kept.time.step_s == pytest.approx(0.8 * plain)
+    assert kept.time.step_s == pytest.approx(plain - (0.3 - 0.24)), "the logits are as large"
+    for few, saved_s in (("batch.tokens=2048", 0.0), ("batch.tokens=8192", 2 * 0.06)):
+        before, after = (seen(*way, few, machine=machine).time.step_s for way in ((), kept_on))
+        assert before and after == pytest.approx(before - saved_s), few
+    chunked = ("+chunked_cross_entropy", "techniques.chunked_cross_entropy.chunk_tokens=512")
+    before, after = (seen(*way, *chunked, machine=machine).time.step_s for way in ((), kept_on))
+    assert before == after, "a chunk's logits are small"
+    slow = replace(machine, steps=(replace(step, seconds=9.0), *machine.steps[1:]))
+    before, after = (seen(*way, machine=slow).time.step_s for way in ((), kept_on))
+    assert before and after == pytest.approx(0.5 * before), "at most half of a step"
     alone = seen("+cpu_threads", "techniques.cpu_threads.threads=1", machine=machine)
     assert alone.time.step_s == pytest.approx(plain * 0.5 / 0.3)
     other = replace(machine, processors=3)  # none of its own count was timed
