@@ -3,38 +3,28 @@
 On a CPU a norm, an activation or a loss is bound by its arithmetic as often as by memory, and a
 small tensor stays in a cache. So the modules of a decoder themselves are timed, forward and
 backward, at the sizes that small models have there, each beside the bytes that the ledger counts.
-Whole steps of small decoders come last. What they take beyond their pieces (memory that the system
-allocates anew, caches that other operations have filled) corrects the sum. Two are compiled.
+Whole steps of small decoders (probes/steps.py) come last.
 
 Shapes: B rows, T tokens, N = B x T, D features, V entries of the vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.core import cores, kept_memory
-from headrace.core.model_config import ModelConfig
-from headrace.costs.decoder_work import baseline_work
+from headrace.core import kept_memory
 from headrace.costs.rates import (
     Half,
     LinearMatmul,
     MatmulPoint,
-    MeasuredStep,
     PieceRates,
     Precision,
     StreamPoint,
 )
-from headrace.costs.work import Stream
 from headrace.kernels.cpu_units import bf16_units
-from headrace.model.decoder import Decoder, baseline_parts
-from headrace.model.head import cross_entropy
-from headrace.model.mask import MaskSpec, Rows
 from headrace.model.mlp import SwiGLU
 from headrace.model.norm import LayerNorm, RMSNorm
 from headrace.model.position import RotaryPosition, rotate
@@ -55,6 +45,8 @@ from headrace.probes.points import (
     moving,
     precisions,
 )
+from headrace.probes.small_decoders import Small, decoder, random_ids, weighted
+from headrace.probes.steps import step_probe, thread_counts
 
 LINEAR_MATMULS: tuple[LinearMatmul, ...] = ("result", "input", "weight")
 """A linear layer's matmuls: its result, and the gradients of its input and of its weight."""
@@ -70,54 +62,8 @@ HALF_LINEARS = LINEARS[0], LINEARS[3], LINEARS[7], LINEARS[9], LINEARS[11]
 HALVES: tuple[Half, ...] = ("autocast", "parameters")
 LEAST = (64, 96, 32)
 """Tokens, features out and in of a linear layer whose time is mostly its fixed cost."""
-COMPILE_S = 6.0
-"""About the seconds that compiling a small decoder takes. Two slow cores without a cache of headers
-take longer, and the probe then ends after its budget."""
-PLAIN = {"layer_norms": "norms", "plain_activation": "activation"}
-"""Piece whose operations differ from the demo's -> the name that both have in a ledger."""
 WHOLE = ("embedding", "gradients", "clip", "update")
 """The pieces of a step that a compiler leaves as they are."""
-
-
-@dataclass(frozen=True)
-class Small:
-    """Hold the sizes of a small decoder and of its micro-batch."""
-
-    dim: int
-    layers: int
-    heads: int
-    vocab: int
-    rows: int
-    length: int
-
-    @property
-    def config(self) -> ModelConfig:
-        """Return the decoder's config as the demo's family has it."""
-        return self.with_()
-
-    def with_(self, **keys: Any) -> ModelConfig:
-        """Return the decoder's config with other keys set."""
-        return ModelConfig(
-            dim=self.dim, layers=self.layers, heads=self.heads, vocab=self.vocab, qk_norm=True,
-            **keys,
-        )  # fmt: skip
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens of the micro-batch."""
-        return self.rows * self.length
-
-    def bytes_of(self, name: str) -> int:
-        """Return the bytes that the ledger counts for one piece, named "piece/phase"."""
-        what, _, phase = name.partition("/")
-        plain = what == "plain_activation"
-        config = self.with_(activation="gelu") if plain else self.config
-        work = baseline_work(
-            config, rows=self.rows, length=self.length, precision="fp32", micro_batches=2.0
-        )
-        piece = work[f"{PLAIN.get(what, what)}/{phase}"]
-        assert isinstance(piece, Stream)
-        return int(piece.bytes)
 
 
 SIZES = (
@@ -158,23 +104,23 @@ def _of_a_step(readings: Readings, attention: list[Probe]) -> Iterator[Probe]:
     """Yield a step's probes, the most important first: matmuls, attention, pieces and wholes."""
     yield from linear_probes(readings, *LINEARS[0])
     yield from _piece_probes(readings, SIZES[0])
-    yield _step_probe(readings, STEPS[0])
+    yield step_probe(readings, STEPS[0])
     for shape in (*LINEARS[1:8], LEAST):
         yield from linear_probes(readings, *shape)
     yield from attention[:3]
     for small in SIZES[1:]:
         yield from _piece_probes(readings, small)
     for small in STEPS[1:]:
-        yield _step_probe(readings, small)
+        yield step_probe(readings, small)
     yield from _of_halves(readings)
-    yield _step_probe(readings, STEPS[0], compiled=True)
+    yield step_probe(readings, STEPS[0], compiled=True)
     keeping = STEPS[:2] if kept_memory.CAN_KEEP else ()
-    yield from (_step_probe(readings, small, keeps=True) for small in keeping)
-    yield from (_step_probe(readings, STEPS[0], threads=count) for count in thread_counts())
+    yield from (step_probe(readings, small, keeps=True) for small in keeping)
+    yield from (step_probe(readings, STEPS[0], threads=count) for count in thread_counts())
     yield from attention[3:]
     for shape in LINEARS[8:]:
         yield from linear_probes(readings, *shape)
-    yield _step_probe(readings, STEPS[2], compiled=True)
+    yield step_probe(readings, STEPS[2], compiled=True)
 
 
 def _of_halves(readings: Readings) -> Iterator[Probe]:
@@ -184,7 +130,7 @@ def _of_halves(readings: Readings) -> Iterator[Probe]:
     for shape in HALF_LINEARS:
         yield from linear_probes(readings, *shape, "bf16")
     for small in (STEPS[0], STEPS[3], STEPS[2]):
-        yield from (_step_probe(readings, small, half=half) for half in HALVES)
+        yield from (step_probe(readings, small, half=half) for half in HALVES)
 
 
 # --- matmuls ---------------------------------------------------------------------------------
@@ -262,7 +208,7 @@ def _layer_norms(readings: Readings, small: Small) -> Calls:
 
 
 def _normed(readings: Readings, small: Small, module: nn.Module) -> Calls:
-    norm = _weighted(readings, module)
+    norm = weighted(readings, module)
     x = readings.random(small.rows, small.length, small.dim).requires_grad_()
     return _both(lambda: norm(x), [x, *norm.parameters()])
 
@@ -270,7 +216,7 @@ def _normed(readings: Readings, small: Small, module: nn.Module) -> Calls:
 def _qk_norm(readings: Readings, small: Small) -> Calls:
     """Return the norm of queries and keys as one call, since both have as many heads."""
     head = small.config.resolved_head_dim
-    norm = _weighted(readings, RMSNorm(head, 1e-5))
+    norm = weighted(readings, RMSNorm(head, 1e-5))
     x = readings.random(small.rows, small.length, 2 * small.heads, head).requires_grad_()
     return _both(lambda: norm(x), [x, norm.weight])
 
@@ -316,19 +262,19 @@ def _plain_activation(readings: Readings, small: Small) -> Calls:
 
 def _loss(readings: Readings, small: Small) -> Calls:
     logits = readings.random(small.tokens, small.vocab).requires_grad_()
-    targets = _ids(readings, small, small.tokens)
+    targets = random_ids(readings, small, small.tokens)
     return _both(lambda: F.cross_entropy(logits, targets, reduction="sum"), [logits])
 
 
 def _embedding(readings: Readings, small: Small) -> Calls:
     weight = readings.random(small.vocab, small.dim).requires_grad_()
-    ids = _ids(readings, small, small.rows, small.length)
+    ids = random_ids(readings, small, small.rows, small.length)
     return _both(lambda: F.embedding(ids, weight), [weight])
 
 
 def _gradients(readings: Readings, small: Small) -> Calls:
     """Return the call that adds a later micro-batch's gradients to those there are."""
-    accumulators = [readings.random(*p.shape) for p in _decoder(readings, small).parameters()]
+    accumulators = [readings.random(*p.shape) for p in decoder(readings, small).parameters()]
     more = [x.clone() for x in accumulators]
 
     def add() -> None:
@@ -339,12 +285,12 @@ def _gradients(readings: Readings, small: Small) -> Calls:
 
 
 def _clip(readings: Readings, small: Small) -> Calls:
-    grads = [readings.random(*p.shape) for p in _decoder(readings, small).parameters()]
+    grads = [readings.random(*p.shape) for p in decoder(readings, small).parameters()]
     return {"optimizer": lambda: scale_gradients(grads, clip_factor(gradient_norm(grads), 1.0))}
 
 
 def _update(readings: Readings, small: Small) -> Calls:
-    model = _decoder(readings, small)
+    model = decoder(readings, small)
     for parameter in model.parameters():
         parameter.grad = readings.random(*parameter.shape)
     return {"optimizer": make_adamw(OptimizerConfig(), dict(model.named_parameters())).step}
@@ -373,127 +319,3 @@ def pieces_of(readings: Readings) -> tuple[PieceRates, ...]:
         PieceRates(name, name.partition("/")[0] in WHOLE, tuple(moved))
         for name, moved in points.items()
     )
-
-
-def _ids(readings: Readings, small: Small, *shape: int) -> Tensor:
-    """Return random tokens of the decoder's vocabulary."""
-    return torch.randint(small.vocab, shape, generator=readings.draw)
-
-
-def _weighted(readings: Readings, module: Any) -> Any:
-    """Return the module after its parameters are given small random values."""
-    for parameter in module.parameters():
-        parameter.data = 0.02 * readings.random(*parameter.shape)
-    return module
-
-
-def _decoder(readings: Readings, small: Small) -> Decoder:
-    return _weighted(readings, Decoder(small.config, baseline_parts(small.config), MaskSpec()))
-
-
-# --- whole steps -----------------------------------------------------------------------------
-
-
-def thread_counts() -> list[int]:
-    """Return counts of threads to time: powers of two up to all cores, but not torch's own."""
-    most = len(cores.cores())
-    counts = {2**n for n in range(most.bit_length())} | {most}
-    return sorted(counts - {torch.get_num_threads()}, reverse=True)
-
-
-def _step_probe(
-    readings: Readings,
-    small: Small,
-    *,
-    compiled: bool = False,
-    keeps: bool = False,
-    threads: int = 0,
-    half: Half = "",
-) -> Probe:
-    """Return the probe of a plain trainer's step: forward, backward, clipping and update.
-
-    Args:
-        readings: receives the measured step.
-        small: the decoder.
-        compiled: torch compiles its blocks and its loss.
-        keeps: the process keeps the memory that the step frees.
-        threads: how many threads torch uses; 0 is as many as it uses now.
-        half: how it computes in bf16, by autocast or with parameters in bf16; "" is fp32.
-    """
-    before = torch.get_num_threads()
-
-    def run() -> None:
-        with ExitStack() as stack:
-            stack.callback(torch.set_num_threads, before)
-            torch.set_num_threads(threads or before)
-            if keeps:
-                stack.enter_context(kept_memory.kept())
-            if compiled:
-                stack.enter_context(_compiling())
-            seconds = readings.clock.seconds(_plain_step(readings, small, compiled, half))
-        readings.steps.append(MeasuredStep(
-            small.dim, small.layers, small.heads, small.vocab, small.rows, small.length, compiled,
-            keeps, threads or before, seconds, half,
-        ))  # fmt: skip
-
-    work = 6.0 * small.tokens * (12 * small.layers * small.dim + small.vocab) * small.dim
-    group = "compiled steps" if compiled else "steps at other counts" if threads else "steps"
-    label = f"{small.layers} layers of {small.dim}, {small.rows} rows of {small.length}"
-    label += ", memory kept" if keeps else f", {threads} threads" if threads else ""
-    label += f", bf16 by {half}" if half else ""
-    needed = 16.0 * small.tokens * (16 * small.layers * small.dim + small.vocab)
-    return Probe(group, label, work, needed, run, COMPILE_S if compiled else 0.0)
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Compile in this process only, since other processes would take the cores that are timed."""
-    from torch._inductor import config
-
-    try:
-        with config.patch(compile_threads=1):
-            yield
-    finally:
-        torch.compiler.reset()
-
-
-def _plain_step(
-    readings: Readings, small: Small, compiled: bool, half: Half = ""
-) -> Callable[[], None]:
-    model = _decoder(readings, small)
-    masters = _stored_in_bf16(model) if half == "parameters" else {}
-    model.residual_dtype = torch.bfloat16 if half else torch.float32
-    update = make_adamw(OptimizerConfig(lr=1e-5), dict(model.named_parameters()) | masters).step
-    ids, targets = (_ids(readings, small, small.rows, small.length) for _ in range(2))
-    rows, scale = Rows(torch.arange(small.length)[None]), torch.tensor(1.0 / small.tokens)
-    if compiled:
-        model.states = torch.compile(model.states, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
-        model.loss = torch.compile(model.loss, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
-
-    weights = dict(model.named_parameters())
-
-    def step() -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-        with torch.autocast("cpu", torch.bfloat16, enabled=bool(half)):
-            loss = model(ids, targets, rows, objective=cross_entropy, scale=scale)
-        loss.backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        scale_gradients(gradients, clip_factor(gradient_norm(gradients), 1.0))
-        for name, master in masters.items():
-            master.grad = weights[name].grad.float()  # type: ignore[union-attr]
-        update()
-        for name, master in masters.items():
-            weights[name].data.copy_(master.data)
-
-    return step
-
-
-def _stored_in_bf16(model: Decoder) -> dict[str, nn.Parameter]:
-    """Store a decoder's matrices, except its embedding, in bf16; return the fp32 ones by name."""
-    masters = {}
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2 and name != "embed.weight":
-            masters[name] = nn.Parameter(parameter.data)
-            parameter.data = parameter.data.bfloat16()
-    return masters
