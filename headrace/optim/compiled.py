@@ -1,4 +1,16 @@
-"""Say why an optimizer's update cannot be compiled here."""
+"""Compile an optimizer's update, once for each shape, or say why that cannot be here.
+
+A compiler keeps its results by code object, and gives up on one that has many. So each shape has a
+copy of the function, with a code object of its own. Weights and states are written in place, at one
+address for the whole run; said so, a compiler that records CUDA graphs records the update, too.
+"""
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
@@ -27,3 +39,51 @@ def lacks_compiler(context: Context, name: str) -> Unsupported | None:
             RefusalKind.DEVICE,
         )
     return None
+
+
+class CompiledUpdates:
+    """Hold the compiled functions of one optimizer, by what makes one compile anew.
+
+    Args:
+        name: begins the name of each.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._graphs: dict[Any, Callable[..., Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def call(self, function: Any, given: Sequence[Any], kept: Sequence[Tensor | None]) -> Any:
+        """Call a function, compiled for the shapes that it is given.
+
+        Args:
+            function: takes tensors, lists of tensors of one shape, and what can be hashed.
+            given: what it takes.
+            kept: those tensors that lie at the same address in every call.
+        """
+        key = (function.__name__, *map(_kind, given))
+        if key not in self._graphs:
+            for tensor in kept:
+                if tensor is not None:
+                    torch._dynamo.mark_static_address(tensor, guard=False)
+            name = f"{self._name}_{function.__name__}{len(self._graphs)}"
+            self._graphs[key] = _own_graph(function, name)
+        return self._graphs[key](*given)
+
+
+def _own_graph(function: FunctionType, name: str) -> Callable[..., Any]:
+    """Return a compiled copy of a function, with a code object of its own."""
+    code = function.__code__.replace(co_name=name, co_qualname=name)
+    copy = FunctionType(code, function.__globals__, name, function.__defaults__)
+    return torch.compile(copy, fullgraph=True, dynamic=False)
+
+
+def _kind(given: Any) -> Any:
+    """Return what of an argument makes a function compile anew."""
+    if isinstance(given, Tensor):
+        return given.shape, given.dtype
+    if isinstance(given, list):
+        return len(given), _kind(given[0])
+    return given

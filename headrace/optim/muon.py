@@ -31,13 +31,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headrace.kernels.orthogonalize import Name, iterated_dtype, orthogonalize
+from headrace.optim.compiled import CompiledUpdates
 from headrace.optim.submatrix import IDLE, Submatrix, count_touched, longest
 from headrace.parallel.layout import as_parameter, is_dtensor, local_of
 from headrace.parallel.team import Team
@@ -370,8 +370,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         self.momentum: float | None = None
         """the last step's"""
         self.rule, self.compiled = rule, compiled
-        self.graphs: dict[Any, Callable[..., Any]] = {}
-        """compiled functions, by what makes one compile anew"""
+        self.graphs = CompiledUpdates("muon")
         self._now = now
         self._names = {p: n for n, p in named.items()}
         self._batches: list[list[MatrixBatch]] = []
@@ -433,7 +432,8 @@ class MuonOptimizer(torch.optim.Optimizer):
             self._count_rows(len(taken), taken[0].shape, cut)
             states = kept, rows, scalars.lr, shrink, scalars.momentum, keep
             how = scalars.feedback, self.touched, rule, cut
-            self._run(update_, weights, gradients, *states, *how)
+            stays = [*weights, kept, rows, self.touched]
+            self._run(update_, weights, gradients, *states, *how, kept=stays)
             return
         directions = self._run(direction_, gradients, kept, scalars.momentum, keep, rule)
         if directions.is_cuda:
@@ -455,35 +455,9 @@ class MuonOptimizer(torch.optim.Optimizer):
             for pieces, *sides in cut.shapes(shape[0], shape[1]):
                 self.sides[min(sides)] += count * pieces
 
-    def _run(self, function: Any, *given: Any) -> Any:
+    def _run(self, function: Any, *given: Any, kept: Sequence[Tensor | None] = ()) -> Any:
         """Call a function, compiled for the shapes that it is given where that is asked for."""
-        if not self.compiled:
-            return function(*given)
-        key = (function.__name__, *map(_kind, given))
-        if key not in self.graphs:
-            self.graphs[key] = _own_graph(function, f"muon_{function.__name__}{len(self.graphs)}")
-        return self.graphs[key](*given)
-
-
-def _own_graph(function: FunctionType, name: str) -> Callable[..., Any]:
-    """Return a compiled copy of a function, with a code object of its own.
-
-    A compiler keeps its results by code object, and gives up on one that has many.
-    """
-    code = function.__code__.replace(co_name=name, co_qualname=name)
-    copy = FunctionType(code, function.__globals__, name, function.__defaults__)
-    # It writes into weights, which CUDA graphs of a compiler would have to copy.
-    unrecorded = {"triton.cudagraphs": False}
-    return torch.compile(copy, fullgraph=True, dynamic=False, options=unrecorded)
-
-
-def _kind(given: Any) -> Any:
-    """Return what of an argument makes a function compile anew."""
-    if isinstance(given, Tensor):
-        return given.shape, given.dtype
-    if isinstance(given, list):
-        return len(given), _kind(given[0])
-    return given
+        return self.graphs.call(function, given, kept) if self.compiled else function(*given)
 
 
 def cut_of(name: str, cuts: Mapping[str, MatrixCut]) -> MatrixCut:

@@ -289,3 +289,14 @@ def test_halves_of_rows_are_slow_until_a_compiler_makes_them(activation: str, lo
     assert eager.seconds(H200) / as_others == pytest.approx(loose / UNFUSED)
     one, other = (replace(eager, loose=x).compiled().seconds(H200) for x in (loose, UNFUSED))
     assert one == other < as_others
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_compiled_update_is_recorded_and_no_other(compiled: bool) -> None:
+    keys = ("+muon", f"techniques.muon.compiled={str(compiled).lower()}")
+    work = ledger_of("+torch_compile", "+cuda_graphs", *keys).work
+    recorded = {name for name, piece in work.items() if piece.recorded}
+    update = {name for name, piece in work.items() if piece.phase == "optimizer"}
+    of_shapes = {n for n in update if n.startswith("update/muon_") and n.count("/") > 1}
+    assert of_shapes and recorded & update == (of_shapes if compiled else set())
+    assert {"update/optimizer", "update/muon_scalars"} <= update

@@ -21,6 +21,7 @@ from headrace.train.train import step
 Make = Callable[..., Build]
 Batch = Callable[[Build], list[Micro]]
 ON, COMPILE = "techniques.cuda_graphs={}", "techniques.torch_compile={}"
+MUON = "techniques.muon={}"
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -180,10 +181,18 @@ def run_on_gpu(build: Build, steps: int) -> list[torch.Tensor]:
 @gpu
 @pytest.mark.parametrize("scope", ["model", "block"])
 @pytest.mark.parametrize("micro_rows", [8, 2])
+@pytest.mark.parametrize("muon", [(), (MUON, "techniques.muon.normalize_rows=true")])
 def test_a_recorded_run_is_the_compiled_run(
-    scope: str, micro_rows: int, make_tiny: Make, monkeypatch: pytest.MonkeyPatch
+    scope: str,
+    micro_rows: int,
+    muon: tuple[str, ...],
+    make_tiny: Make,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compare five steps, with an evaluation between, with the same kernels launched singly."""
+    """Compare five steps, with an evaluation between, with the same kernels launched singly.
+
+    Muon's compiled update is recorded too: no graph is skipped for what it writes into.
+    """
     replays = []
     replay = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(
@@ -194,6 +203,7 @@ def test_a_recorded_run_is_the_compiled_run(
         "batch.tokens=128",
         f"batch.micro_sequences={micro_rows}",
         f"techniques.torch_compile.scope={scope}",
+        *muon,
     )
     plain = run_on_gpu(make_tiny(*keys), 5)
     assert not replays
@@ -205,6 +215,9 @@ def test_a_recorded_run_is_the_compiled_run(
     numbers = evidence.numbers
     assert evidence.active and numbers["recorded"] > 0 and numbers["skipped"] == 0
     assert len(replays) > 2 * numbers["recorded"]
+    if muon:  # one graph for each shape of matrices
+        optimizer: Any = build.optimizers["muon"]
+        assert numbers["graphs"] >= 4 + len(optimizer.graphs) > 4
 
 
 @pytest.mark.gpu
