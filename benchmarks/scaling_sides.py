@@ -184,6 +184,11 @@ SIDES = (
         against=("one", "fsdp"),
     ),
     Side("muon_fsdp", f"{CAST}+muon mesh.data={{n}}", against=("fsdp", "fsdp_cast")),
+    Side(
+        "muon_fsdp_symmetric",
+        f"{CAST}+muon techniques.muon.symmetric_matmuls=true mesh.data={{n}}",
+        against=("fsdp", "fsdp_cast", "muon_fsdp"),
+    ),
     Side("fsdp_cast", f"{CAST}mesh.data={{n}}", against=("one", "fsdp")),
     Side("experts_whole", f"{FSDP}{EXPERTS}mesh.data={{n}}", against=()),
     Side(
@@ -237,7 +242,16 @@ SIDES = (
 FEW = (
     *("one", "fsdp", "one_float8", "fsdp_float8", "fsdp_float8_gathered", "tensor"),
     *("tensor_async", "replicas", "titan_fsdp", "fsdp_8k", "context_8k", "pipeline", "zero1"),
-    *("muon_fsdp", "fsdp_64k", "context_64k", "ulysses_8k", "ulysses_64k", "save", "one_fp32"),
+    *(
+        "muon_fsdp",
+        "muon_fsdp_symmetric",
+        "fsdp_64k",
+        "context_64k",
+        "ulysses_8k",
+        "ulysses_64k",
+        "save",
+        "one_fp32",
+    ),
     *("replicas_fp32", "fsdp_kept", "fsdp_cast", "experts_whole", "experts"),
 )
 """The sides of two GPUs, by their importance."""
