@@ -62,7 +62,7 @@ def total_parameters(config: ModelConfig) -> int:
         count += config.dim * config.vocab
     if config.position == "learned":
         count += config.context * config.dim
-    count += _norm_numbers(config) * config.norms + _further_tables(config)
+    count += _norm_numbers(config) * config.norms + further_tables(config)
     count += _qk_norm_numbers(config) + _factors(config) + _smear_numbers(config)
     if config.bias:
         heads = config.heads + 2 * config.resolved_kv_heads
@@ -78,7 +78,7 @@ def total_parameters(config: ModelConfig) -> int:
 def parameters_in_blocks(config: ModelConfig) -> int:
     """Return the count of all trained numbers but the tables that have a row for each token."""
     tables = (1 if config.tied_embeddings else 2) * config.vocab * config.dim
-    return total_parameters(config) - tables - _further_tables(config)
+    return total_parameters(config) - tables - further_tables(config)
 
 
 def _norm_numbers(config: ModelConfig) -> int:
@@ -92,8 +92,11 @@ def _qk_norm_numbers(config: ModelConfig) -> int:
     return 2 * config.layers * config.resolved_head_dim if learns else 0
 
 
-def _further_tables(config: ModelConfig) -> int:
-    """Return the numbers of all value embeddings, and of the table for pairs of tokens."""
+def further_tables(config: ModelConfig) -> int:
+    """Return the numbers of all value embeddings, and of the table for pairs of tokens.
+
+    Scaling laws do not count them: a token reads a row of each, and no product has them.
+    """
     values = config.resolved_kv_heads * config.resolved_head_dim
     return config.value_embeddings * config.vocab * values + config.bigram_rows * config.dim
 
@@ -232,7 +235,7 @@ def _sizes(config: ModelConfig, rows: int, length: int, size: int, device: str) 
         "activation_bytes": size,
         "embedding": config.dim * config.vocab,
         "tables": config.dim * (config.vocab + (config.context if learned else 0))
-        + _further_tables(config),
+        + further_tables(config),
         "pairs": config.bigram_rows * config.dim,
         "entering": _smear_numbers(config) + (config.context * config.dim if learned else 0),
         "unsplit": _unsplit_parameters(config),

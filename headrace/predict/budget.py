@@ -17,7 +17,12 @@ from headrace.assemble.build import make_ledger
 from headrace.core.errors import ConfigError, HeadraceError, UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.core.units import format_count
-from headrace.costs.count import model_flops_per_token, parameters_in_blocks, total_parameters
+from headrace.costs.count import (
+    further_tables,
+    model_flops_per_token,
+    parameters_in_blocks,
+    total_parameters,
+)
 from headrace.costs.machine import Machine
 from headrace.data.tokenizer import entries
 from headrace.plan.plan import Plan
@@ -69,7 +74,8 @@ class Bought:
     Args:
         budget: what may be spent.
         plan: the plan.
-        parameters: all parameters of its model.
+        parameters: those of its model that the scaling law counts: all but `tables`.
+        tables: numbers of tables beside the embedding, of which a token reads a row each.
         in_blocks: those without the embedding and the output matrix, which Step Law counts.
         flops: FLOPs of its model over the whole run.
         tokens: tokens that it is trained on.
@@ -83,6 +89,7 @@ class Bought:
     budget: Budget
     plan: Plan
     parameters: int
+    tables: int
     in_blocks: int
     flops: float
     tokens: int
@@ -112,6 +119,7 @@ class Bought:
         own = {
             "budget": str(self.budget),
             "parameters": self.parameters,
+            "parameters_in_tables": self.tables,
             "parameters_in_blocks": self.in_blocks,
             "tokens": self.tokens,
             "tokens_per_parameter": self.tokens_per_parameter,
@@ -311,7 +319,8 @@ class _BudgetSearch:
     def offer(self) -> Bought | None:
         """Return what the budget buys of this shape; None where that is no step."""
         model, length = self.model, self.shape.data.sequence_length
-        a_token, parameters = model_flops_per_token(model, length), total_parameters(model)
+        a_token, tables = model_flops_per_token(model, length), further_tables(model)
+        parameters = total_parameters(model) - tables
         in_blocks = parameters_in_blocks(model)
         plan, prediction, tokens = None, None, 0.0
         if self.budget.unit == "flops":
@@ -340,6 +349,7 @@ class _BudgetSearch:
             budget=self.budget,
             plan=plan,
             parameters=parameters,
+            tables=tables,
             in_blocks=in_blocks,
             flops=whole * a_token,
             tokens=whole,

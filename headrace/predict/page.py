@@ -37,8 +37,9 @@ def format_bought(bought: Bought) -> str:
     plan, loss, ends = bought.plan, bought.loss, bought.loss.between
     model, rate = plan.model, plan.optimizer.lr
     whose = "the plan's own; Step Law's batch" if bought.keeps_rates else "Step Law, AdamW"
+    tables = f" (beside {format_count(bought.tables)} in further tables)" if bought.tables else ""
     lines = [
-        f"{bought.budget} buy {format_count(bought.parameters)} parameters and "
+        f"{bought.budget} buy {format_count(bought.parameters)} parameters{tables} and "
         f"{format_count(bought.tokens)} tokens, {bought.tokens_per_parameter:.3g} a parameter "
         f"(Chinchilla: {CHINCHILLA:g}), {bought.flops:.3g} FLOPs",
         f"shape: {model.layers} layers of {model.dim}, {model.heads} heads of "

@@ -127,6 +127,21 @@ def test_flops_buy_what_the_law_takes_where_memory_allows_it() -> None:
     assert tells(format_bought(held), "memory holds it down")
 
 
+def test_further_tables_are_no_parameters_of_the_law() -> None:
+    """Pairs and values of tokens cost no product: the shape stays, and they are told beside it."""
+    plain = bought("1e16flops")
+    pairs = bought("1e16flops", "techniques.bigram_embeddings.multiple=2")
+    values = bought("1e16flops", "model.value_embeddings=1")
+    model = plain.plan.model
+    for one in (pairs, values):
+        assert one.parameters == pytest.approx(plain.parameters, rel=1e-5)  # factors are trained
+        assert one.tokens == pytest.approx(plain.tokens, rel=1e-3)
+        assert one.plan.model.dim == model.dim and one.plan.model.layers == model.layers
+    vocab = plain.plan.data.vocab
+    assert (plain.tables, pairs.tables) == (0, 2 * vocab * model.dim)
+    assert values.to_dict()["parameters_in_tables"] == vocab * model.dim
+
+
 def test_money_and_ranks_buy_hours() -> None:
     price = "hardware.dollars_per_hour=2"
     money, hours = bought("4usd", price), bought("2gpu-hours", price)
