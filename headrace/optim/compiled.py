@@ -61,7 +61,7 @@ class CompiledUpdates:
         Args:
             function: takes tensors, lists of tensors of one shape, and what can be hashed.
             given: what it takes.
-            kept: those tensors that lie at the same address in every call.
+            kept: those tensors that keep their address from step to step.
         """
         key = (function.__name__, *map(_kind, given))
         if key not in self._graphs:
