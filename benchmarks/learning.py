@@ -3,7 +3,7 @@
     python benchmarks/learning.py search --data DIR --side adamw --runs 12 --minutes 9
     python benchmarks/learning.py search --data DIR --side ours --runs 12 --minutes 9
     python benchmarks/learning.py search --data DIR --shape "d768 L12 h12 V16384 T1024" \
-        --set model.dim=768 model.layers=12 model.heads=12 --start 1 32 0.6 0.6 0
+        --set model.dim=768 model.layers=12 model.heads=12 --start 1 16 0.6 0.8 0.1
     python benchmarks/learning.py final --data DIR
     python benchmarks/learning.py search final --data DIR --side ours adamw --runs 3
     python benchmarks/learning.py techniques --data DIR --minutes 9 [--part 1/3]
@@ -143,7 +143,7 @@ def search(args: argparse.Namespace, runs: Runs) -> None:
     """Try points of each side until it has had its runs, or the minutes are over."""
     for side in args.side:
         while len(tried := searched(args, side, runs)) < args.runs and not args.over():
-            point = proposed(args.start or SIDES[side].start, tried)
+            point = proposed(args.start.get(side, SIDES[side].start), tried)
             best = min((value for _, value in tried), default=math.inf)
             limit_s = PATIENCE * best if best < 1e6 else math.inf
             reading = runs.run(runs.plan(side, point), limit_s=limit_s)
@@ -334,8 +334,10 @@ def main() -> None:
         "--start",
         type=float,
         nargs=5,
+        action="append",
+        default=[],
         metavar=("FACTOR", "ROWS", "EPOCHS", "DECAY", "FINAL"),
-        help="where a search of another shape begins",
+        help="where a search of another shape begins; once for each side, in their order",
     )
     parser.add_argument("--seeds", type=int, help="5 of final, 3 of techniques")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after them")
@@ -350,11 +352,10 @@ def main() -> None:
     parser.add_argument("--commit", help=receipts.COMMIT_HELP)
     args = parser.parse_args()
     receipts.given_commit = args.commit
-    if args.start:
-        factor, rows, *rest = args.start
-        args.start = Point(factor, int(rows), *rest)
-    if args.start and len(args.side) > 1 and "search" in args.what:
-        parser.error("--start is of one side; name it with --side, and search the other apart")
+    if args.start and len(args.start) != len(args.side):
+        parser.error(f"--start is given {len(args.start)} times, for {len(args.side)} sides")
+    points = (Point(factor, int(rows), *rest) for factor, rows, *rest in args.start)
+    args.start = dict(zip(args.side, points, strict=False))
     ends = time.perf_counter() + 60 * args.minutes
     args.over = lambda more_s=0.0: time.perf_counter() + more_s > ends
     with tempfile.TemporaryDirectory() as scratch:

@@ -53,9 +53,8 @@ def call(patch: pytest.MonkeyPatch, text: Path, results: Path, *words: object) -
 def test_one_call_each_fills_the_rows_and_goes_on_where_it_was_cut_off(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for side, start in (("adamw", (1, 32, 1.9, 0, 0)), ("ours", (1, 32, 0.7, 0.4, 0))):
-        begin = ["--runs", 1, "--start", *start]
-        call(monkeypatch, text, tmp_path, "search", "--side", side, *begin)
+    starts = ["--start", 1, 32, 1.9, 0, 0, "--start", 1, 32, 0.7, 0.4, 0]
+    call(monkeypatch, text, tmp_path, "search", "--side", *SIDES, "--runs", 1, *starts)
     # Both have had their runs.
     call(
         monkeypatch, text, tmp_path, "search", "final", "--side", *SIDES, "--runs", 1, "--seeds", 2
