@@ -61,13 +61,14 @@ def step_probe(
     def run() -> None:
         with ExitStack() as stack:
             stack.callback(torch.set_num_threads, before)
-            beside = _beside_usual(readings, small) if compiled or keeps or threads or half else 1.0
+            beside = _beside_usual(readings, small) if compiled or keeps or threads or half else 0.0
             torch.set_num_threads(threads or before)
             if keeps:
                 stack.enter_context(kept_memory.kept())
             if compiled:
                 stack.enter_context(_compiling())
-            seconds = beside * readings.clock.seconds(_plain_step(readings, small, compiled, half))
+            step, clock = _plain_step(readings, small, compiled, half), readings.clock
+            seconds = beside * clock.least(step) if beside else clock.seconds(step)
         readings.steps.append(MeasuredStep(
             small.dim, small.layers, small.heads, small.vocab, small.rows, small.length, compiled,
             keeps, threads or before, seconds, half,
@@ -83,13 +84,13 @@ def step_probe(
 
 
 def _beside_usual(readings: Readings, small: Small) -> float:
-    """Return how much faster a decoder's usual step was at first than it is now; 1 if none was."""
+    """Return a decoder's usual step at first over its fastest of now; 0 if none was timed."""
     steps = [s for s in readings.steps if s.shape == astuple(small)]
     usual = [s for s in steps if not (s.compiled or s.keeps or s.half)]
     usual = [s for s in usual if s.threads == torch.get_num_threads()]
     if not usual:
-        return 1.0
-    return usual[0].seconds / readings.clock.seconds(_plain_step(readings, small, False))
+        return 0.0
+    return usual[0].seconds / readings.clock.least(_plain_step(readings, small, False))
 
 
 @contextmanager
