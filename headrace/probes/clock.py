@@ -106,19 +106,6 @@ class Clock:
             times_s.append((time.perf_counter() - begin_s) / calls)
         return median(times_s)
 
-    def least(self, call: Callable[[], Any]) -> float:
-        """Return the seconds of the fastest of `REPEATS` calls on a CPU, after one before them.
-
-        It is what is compared with another call's: what else runs on the host slows both.
-        """
-        call()
-        times_s = []
-        for _ in range(REPEATS):
-            begin_s = time.perf_counter()
-            call()
-            times_s.append(time.perf_counter() - begin_s)
-        return min(times_s)
-
     def wait(self) -> None:
         """Wait until the device has done all that is queued."""
         if self.device.type == "cuda":

@@ -7,7 +7,6 @@ counts of threads or multiply bf16.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple
 
 import torch
 from torch import nn
@@ -45,9 +44,6 @@ def step_probe(
 ) -> Probe:
     """Return the probe of a plain trainer's step: forward, backward, clipping and update.
 
-    A processor changes its speed within seconds where others share it. So a step of another kind
-    than the usual is timed beside that one, and takes so many times what that took first.
-
     Args:
         readings: receives the measured step.
         small: the decoder.
@@ -61,14 +57,12 @@ def step_probe(
     def run() -> None:
         with ExitStack() as stack:
             stack.callback(torch.set_num_threads, before)
-            beside = _beside_usual(readings, small) if compiled or keeps or threads or half else 0.0
             torch.set_num_threads(threads or before)
             if keeps:
                 stack.enter_context(kept_memory.kept())
             if compiled:
                 stack.enter_context(_compiling())
-            step, clock = _plain_step(readings, small, compiled, half), readings.clock
-            seconds = beside * clock.least(step) if beside else clock.seconds(step)
+            seconds = readings.clock.seconds(_plain_step(readings, small, compiled, half))
         readings.steps.append(MeasuredStep(
             small.dim, small.layers, small.heads, small.vocab, small.rows, small.length, compiled,
             keeps, threads or before, seconds, half,
@@ -81,16 +75,6 @@ def step_probe(
     label += f", bf16 by {half}" if half else ""
     needed = 16.0 * small.tokens * (16 * small.layers * small.dim + small.vocab)
     return Probe(group, label, work, needed, run, COMPILE_S if compiled else 0.0)
-
-
-def _beside_usual(readings: Readings, small: Small) -> float:
-    """Return a decoder's usual step at first over its fastest of now; 0 if none was timed."""
-    steps = [s for s in readings.steps if s.shape == astuple(small)]
-    usual = [s for s in steps if not (s.compiled or s.keeps or s.half)]
-    usual = [s for s in usual if s.threads == torch.get_num_threads()]
-    if not usual:
-        return 0.0
-    return usual[0].seconds / readings.clock.least(_plain_step(readings, small, False))
 
 
 @contextmanager

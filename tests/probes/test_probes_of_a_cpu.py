@@ -1,7 +1,6 @@
 """What a CPU's probe times is what the ledger names; nothing is timed here."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from headrace.probes.clock import Clock
 from headrace.probes.host import LINEAR_MATMULS
 from headrace.probes.points import Probe, Readings
 from headrace.probes.small_decoders import PLAIN, Small
-from headrace.probes.steps import step_probe
 
 LEAST = Small(16, 1, 2, 64, 2, 8)
 
@@ -33,8 +31,6 @@ class Counted(Clock):
         self.threads.append(torch.get_num_threads())
         call()
         return 1e-3
-
-    least = seconds
 
 
 @pytest.fixture
@@ -116,19 +112,6 @@ def test_linears_are_timed_in_the_three_layouts_of_a_step(readings: Readings) ->
     assert sizes == {(matmul, "fp32"): size for matmul, size in shapes.items()}
     assert tuple(matmul for matmul, _ in sizes) == LINEAR_MATMULS
     assert isinstance(readings.linears["input", "fp32"][0], MatmulPoint)
-
-
-def test_another_kind_of_step_is_timed_beside_the_usual(readings: Readings) -> None:
-    """On a processor that is three times as slow by then it takes half of what that takes."""
-    clock: Any = readings.clock
-    told = iter((1.0, 3.0, 1.5))
-    clock.seconds = clock.least = lambda call: next(told)
-    for half in ("", "autocast"):
-        step_probe(readings, LEAST, half=half).run()
-    assert [step.seconds for step in readings.steps] == [1.0, 0.5]
-    clock.seconds = lambda call: 7.0
-    step_probe(readings, replace(LEAST, rows=1), half="autocast").run()
-    assert readings.steps[-1].seconds == 7.0, "there is no usual one of its size"
 
 
 def test_steps_are_timed_as_they_are_and_with_what_helps(
