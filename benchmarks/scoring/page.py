@@ -28,7 +28,7 @@ from scoring.natural import natural
 from scoring.numbers import compute
 from scoring.pairs import Pairs, forecasts_ahead, paired, retracted
 from scoring.rows import (
-    NATURAL_AGAIN,
+    NATURAL_REPEATED,
     PICKS,
     TRIALS,
     TUNER,
@@ -108,7 +108,7 @@ def render(results: Path) -> dict[str, str]:
     numbers = compute(results)
     pairs, _ = paired(results)
     faults, runs, (gains, _) = classes(results), natural(results), forecasts_ahead(results)
-    again = {row.of: row for row in NATURAL_AGAIN.read(results).rows}
+    repeated = {row.of: row for row in NATURAL_REPEATED.read(results).rows}
     drawn = {
         "confusion": confusion(faults),
         "natural": natural_runs([*runs.scored, *runs.thin]),
@@ -121,7 +121,7 @@ def render(results: Path) -> dict[str, str]:
         OPENING,
         markdown(("number", "reached", "wanted (aim)", "n", "held out", "so far"), table(numbers)),
         "".join(f"- {line}\n" for line in notes(numbers)),
-        *_of_doctor(results, drawn, faults, device_table(numbers, again) + run_table(runs)),
+        *_of_doctor(results, drawn, faults, device_table(numbers, repeated) + run_table(runs)),
         *_of_planner(results, drawn, pairs),
         *_of_tuner(results),
         "## How each is counted\n",

@@ -273,14 +273,14 @@ class NaturalOutcome(OfRun):
     answer_commit: str | None = Field(default=None, alias="said")
 
 
-class AgainMetrics(Row):
+class RepeatMetrics(Row):
     """Hold how forecasts of natural runs fared that were made after their outcomes."""
 
     coverage: Spread
     median_error: Spread
 
 
-class ForecastAgain(Row):
+class RepeatedForecast(Row):
     """Hold what the code of a commit says of a device's natural runs, after they were measured.
 
     What it fits was fitted without the run's workload.
@@ -289,7 +289,7 @@ class ForecastAgain(Row):
     of: str
     n: int = Field(ge=1)
     commit: str
-    metrics: AgainMetrics
+    metrics: RepeatMetrics
 
 
 class Trial(Row):
@@ -407,7 +407,7 @@ PICKS = Topic("picks", TypeAdapter(Pick))
 TUNER = Topic("tuner", TypeAdapter(Tuned))
 NATURAL_ANSWERS = Topic("natural_said", TypeAdapter(NaturalAnswer))
 NATURAL = Topic("natural", TypeAdapter(NaturalOutcome))
-NATURAL_AGAIN = Topic("natural_again", TypeAdapter(ForecastAgain))
+NATURAL_REPEATED = Topic("natural_again", TypeAdapter(RepeatedForecast))
 TRIALS = Topic("tuner_trials", TypeAdapter(Trial))
 NAMES = tuple(topic.name for topic in (DOCTOR, FORECASTS, OVERHEAD, PLANS, PICKS, TUNER, NATURAL))
 """Beginnings of the names of all topics that numbers are computed from."""

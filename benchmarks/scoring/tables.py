@@ -15,10 +15,10 @@ from scoring.natural import Change, Run, Runs
 from scoring.numbers import LOSER_NATS, LOSER_STEPS, TIERS
 from scoring.pairs import Pairs
 from scoring.rows import (
-    ForecastAgain,
     Outcome,
     Pick,
     Prediction,
+    RepeatedForecast,
     Spread,
     Trial,
     Tuned,
@@ -64,13 +64,13 @@ def verdict_table(faults: Sequence[Class]) -> str:
 
 
 def device_table(
-    numbers: Mapping[str, Mapping[str, Any]], again: Mapping[str, ForecastAgain]
+    numbers: Mapping[str, Mapping[str, Any]], repeated: Mapping[str, RepeatedForecast]
 ) -> str:
     """Render the numbers of natural runs on each device alone.
 
     Args:
         numbers: of all rows.
-        again: device -> what later code said of its runs.
+        repeated: device -> what later code said of its runs.
     """
     near, wrong = (numbers[f"doctor_{n}"] for n in ("first_remedy_near_best", "healthy_wrong"))
     inside = numbers["forecast_natural_coverage"]["by_hardware"]
@@ -85,7 +85,7 @@ def device_table(
                 f"{100 * wrong['by_hardware'][name]['value']:.3g}%",
                 f"{100 * contained['value']:.3g}% of {contained['n']}" if contained else "-",
                 f"{100 * contained['median_error']:.3g}%" if contained else "-",
-                _again(again.get(name)),
+                _repeated(repeated.get(name)),
             )
         )
     head = (
@@ -100,7 +100,7 @@ def device_table(
     return f"{markdown(head, rows)}\n" if rows else ""
 
 
-def _again(row: ForecastAgain | None) -> str:
+def _repeated(row: RepeatedForecast | None) -> str:
     """Render what later code said of a device's runs."""
     if row is None:
         return "-"

@@ -71,5 +71,8 @@ RATES = {
         ),
         probes_here,
     ),
+    "predict/on_cpu:_handed_out_s#1": Call(
+        lambda patch: on_cpu._handed_out_s(replace(probed_cpu(), steps=())), probes_here
+    ),
 }
 """Site of an error -> what makes it, and what does as its remedy says."""
