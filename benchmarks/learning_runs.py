@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.progress import Progress
 from headrace.data.ingest import prepare
 from headrace.observe.compile_time import compile_seconds
+from headrace.optim import compiled
 from headrace.parallel.world import open_world
 from headrace.plan.plan import Plan
 from headrace.techniques.compile.cuda_graphs import counts
@@ -56,6 +58,7 @@ MOST_SHAPES = 6
 FASTEST = 0.04
 """Bits per byte that a loss may fall by from one look to the next: as long as it is further above
 the target, looks are left out, which would cost more than the steps between them."""
+_shared_graph = cache(compiled._own_graph)
 OUTSIDE = ("optim", "schedule", "stability")
 """Rooms whose techniques leave the model's compiled graphs as they are."""
 DECAY = "warmup_stable_decay"
@@ -334,9 +337,10 @@ def _opened(plan: Plan) -> Iterator[Build]:
 def _one_compiler() -> Iterator[None]:
     """Keep what was compiled: a build's resets of the compiler do nothing inside.
 
-    Torch's guards still decide whether a graph fits what it is called with, and what was recorded
-    with other addresses is recorded anew.
+    Optimizers share their compiled updates. Torch's guards still decide whether a graph fits what
+    it is called with, and what was recorded with other addresses is recorded anew.
     """
+    own_graph, compiled._own_graph = compiled._own_graph, _shared_graph
     reset, torch.compiler.reset = torch.compiler.reset, lambda: None
     trees: Any = None
     if torch.cuda.is_available():
@@ -348,7 +352,7 @@ def _one_compiler() -> Iterator[None]:
         with torch._dynamo.config.patch(limits):
             yield
     finally:
-        torch.compiler.reset = reset
+        torch.compiler.reset, compiled._own_graph = reset, own_graph
         if trees is not None:
             trees.reset_cudagraph_trees = forget
 

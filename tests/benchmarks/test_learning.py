@@ -3,13 +3,16 @@
 import math
 import random
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import bought
 import learning
 import learning_page
 import learning_runs
 import pytest
+import torch
 from learning_runs import LOOKS, SIDES, Point, Runs
 from programs import rows
 from tiny import WORDS
@@ -17,6 +20,7 @@ from tiny import WORDS
 from headrace.assemble.context import elsewhere
 from headrace.assemble.sockets import Build
 from headrace.costs.machine import Machine
+from headrace.optim.compiled import _own_graph
 from headrace.train import train
 
 TINY = [
@@ -148,6 +152,27 @@ def test_every_length_of_rows_is_met_before_the_clock_runs(
     count = len(steps)
     assert runs.run(plan).curve == met.curve and steps[count] == (0, 4)
     assert runs.run(plan.replaced(seed=1)).curve != met.curve
+
+
+def test_runs_share_compiled_updates(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run compiles Muon's update of each shape, and a run of another seed none."""
+    compiler, made = torch.compile, list[str]()
+
+    def compiling(function: Any, **how: Any) -> Any:
+        made.append(function.__name__)
+        return compiler(function, backend="eager", **how)
+
+    monkeypatch.setattr(torch, "compile", compiling)
+    monkeypatch.setattr(learning_runs, "_shared_graph", cache(_own_graph))  # no other test's
+    runs = Runs(text, tmp_path, [*TINY, "techniques.muon.compiled=true"], OFF)
+    words = ["goal.bits_per_byte=0.1", "goal.tokens=640"]
+    curves = [
+        runs.run(runs.plan("ours", Point(1.0, 8, 0.01, 0.4), seed=seed, words=words)).curve
+        for seed in (0, 1, 0)
+    ]
+    assert len(made) == len({*made}) > 1 and curves[0] == curves[2] != curves[1]
 
 
 @pytest.mark.parametrize("epochs", [0.8, 0.72])
