@@ -250,10 +250,11 @@ def _warm_up(plan: Plan, build: Build) -> None:
     kept.take(build, 0, 0)
     before = {name for name, _ in live(build) if name.startswith("technique/")}
     recorded = _recorded(build)
-    for index in _thrown_away(plan, build):
-        for _ in range(THROWAWAY_STEPS):
-            step(build, build.loader.step(index).micros, index)
-    evaluate(build, plan.eval.tokens)
+    with torch.random.fork_rng([build.device] if build.device.type == "cuda" else []):
+        for index in _thrown_away(plan, build):
+            for _ in range(THROWAWAY_STEPS):
+                step(build, build.loader.step(index).micros, index)
+        evaluate(build, plan.eval.tokens)
     kept.restore(build, kept.states[0])
     if left := {name for name, _ in live(build) if name.startswith("technique/")} - before:
         raise HeadraceError(f"a state came up in the warm-up: {', '.join(sorted(left))}")

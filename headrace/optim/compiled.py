@@ -16,6 +16,9 @@ from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.plan.technique import Context, Unsupported
 
+ALIGNED = 16
+"""Bytes of which an address must be a multiple, for kernels that read so much at once."""
+
 
 def lacks_compiler(context: Context, name: str) -> Unsupported | None:
     """Return why the knob `compiled` of a technique cannot be on; None where it can.
@@ -63,11 +66,13 @@ class CompiledUpdates:
             given: what it takes.
             kept: those tensors that keep their address from step to step.
         """
-        key = (function.__name__, *map(_kind, given))
+        there = [tensor for tensor in kept if tensor is not None]
+        # What lies oddly would be copied to a place that a kernel can read; what is marked is not.
+        even = all(tensor.data_ptr() % ALIGNED == 0 for tensor in there)
+        key = (function.__name__, even, *map(_kind, given))
+        for tensor in there if even else ():  # in each call: it may have to compile anew
+            torch._dynamo.mark_static_address(tensor, guard=False)
         if key not in self._graphs:
-            for tensor in kept:
-                if tensor is not None:
-                    torch._dynamo.mark_static_address(tensor, guard=False)
             name = f"{self._name}_{function.__name__}{len(self._graphs)}"
             self._graphs[key] = _own_graph(function, name)
         return self._graphs[key](*given)

@@ -29,6 +29,8 @@ COMPILED = "compiled/calls"
 RETURNED_BYTES = 32 << 20
 """Bytes of the smallest block that glibc always takes from the system and gives back (man mallopt,
 M_MMAP_THRESHOLD)."""
+TENSORS = {"residual": 2, "norm": 4, "activation": 2, "attention_input": 2, "qk_norm": 2}
+"""Line of a block -> the tensors of one size that it sums; other lines are one (costs/count)."""
 LOGITS = 3
 """Tensors of the logits' size in a loss that is not compiled: they, their log-probabilities and
 their gradient."""
@@ -75,11 +77,14 @@ def _named(ledger: Ledger) -> Mapping[str, Work]:
 def _returned_bytes(ledger: Ledger) -> float:
     """Return the bytes of a micro-batch's tensors that go back to the system when they are freed.
 
-    Left out: the top of the heap, of which more than 64 MiB that are free go back, too.
+    Left out: gradients of large tables, and the top of the heap, of which more than 64 MiB that are
+    free go back, too.
     """
-    sizes, logits = ledger.sizes, ledger.memory.get("logits")
-    layers = [line.bytes for line in ledger.memory.values() if line.layer is not None]
-    returned = sum(size for size in layers if size >= RETURNED_BYTES)
+    sizes, logits, returned = ledger.sizes, ledger.memory.get("logits"), 0.0
+    for name, line in ledger.memory.items():
+        kind = name.partition("/")[2]
+        if line.layer is not None and line.bytes / TENSORS.get(kind, 1) >= RETURNED_BYTES:
+            returned += line.bytes
     if logits is not None:  # fewer than three tensors of them where the loss is taken in chunks
         own = min(FP32 * sizes["tokens"] * sizes["vocab"], logits.bytes)
         returned += logits.bytes if own >= RETURNED_BYTES else 0.0

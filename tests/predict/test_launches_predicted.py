@@ -17,6 +17,7 @@ from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.catalogue import catalogue
 from headrace.costs.ledger import Ledger
 from headrace.costs.machine import Machine
+from headrace.costs.step import launches as counted
 from headrace.costs.step import step_time
 from headrace.costs.work import (
     CHOSEN,
@@ -300,3 +301,6 @@ def test_a_compiled_update_is_recorded_and_no_other(compiled: bool) -> None:
     of_shapes = {n for n in update if n.startswith("update/muon_") and n.count("/") > 1}
     assert of_shapes and recorded & update == (of_shapes if compiled else set())
     assert {"update/optimizer", "update/muon_scalars"} <= update
+    shapes = {name.split("/")[1] for name in of_shapes}
+    both = counted(work, 2).graphs - counted(work, 1).graphs  # of a micro-batch's passes
+    assert counted(work, 1).graphs == both + (len(shapes) if compiled else 0)

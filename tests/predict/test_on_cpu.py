@@ -15,7 +15,7 @@ from headrace.cli.catalogue import catalogue
 from headrace.costs.machine import Machine
 from headrace.costs.rates import MatmulPoint, MatmulRates, MeasuredStep, StreamPoint
 from headrace.plan.plan import Plan
-from headrace.predict import sweep
+from headrace.predict import on_cpu, sweep
 from headrace.predict.calibration import MeasuredPlan
 from headrace.predict.intervals import STEP, Width
 from headrace.predict.page import format_prediction
@@ -224,6 +224,18 @@ def test_kept_memory_and_threads_are_priced_by_steps_that_had_them() -> None:
     unknown = seen("+cpu_threads", "techniques.cpu_threads.threads=1", machine=other)
     assert unknown.time.step_s is None
     assert tells(unknown.time.unknown, "no steps", "1 threads", "1, 2")
+
+
+def test_kept_memory_saves_what_single_tensors_of_a_block_take() -> None:
+    """Each of two tensors of a residual is below 32 MiB, and queries, keys and values are one."""
+    wide = ("model.dim=512", "model.vocab=64", "data.sequence_length=1024", "batch.tokens=12288")
+    plan = plan_of(*wide)
+    ledger = make_ledger(plan, make_context(plan, torch.device("cpu")))
+    lines = {name: line.bytes / 2**20 for name, line in ledger.memory.items()}
+    assert lines["0/residual"] == 2 * 24 and lines["0/qkv"] == 72 and lines["logits"] < 32
+    assert lines["0/norm"] > 90 and lines["0/activation"] / 2 > 64
+    single = 2 * (lines["0/qkv"] + lines["0/gate_up"] + lines["0/activation"])
+    assert on_cpu._returned_bytes(ledger) == pytest.approx(single * 2**20)
 
 
 def test_other_norms_and_activations_are_priced_by_their_own() -> None:

@@ -242,9 +242,11 @@ def test_what_is_not_priced_has_no_time(with_: list[str], overrides: list[str], 
 
 
 def test_rows_that_lengthen_take_the_time_of_whole_ones() -> None:
-    """A run of the recipe `small` has a time before its rows are whole."""
-    text = read_recipe("small")
-    long = predict(*on_h200(text), H200)
+    """A run of the recipe `124m` has a time before its rows are whole."""
+    text = read_recipe("124m")
+    plan, context = on_h200(text)
+    assert "sequence_length_schedule" in plan.techniques
+    long = predict(plan, context, H200)
     same = predict(*on_h200(text, without=["sequence_length_schedule"]), H200)
     assert long.time.step_s and long.time.step_s == same.time.step_s
     assert long.time.parts_s == same.time.parts_s
