@@ -68,14 +68,21 @@ class CompiledUpdates:
         """
         there = [tensor for tensor in kept if tensor is not None]
         # What lies oddly would be copied to a place that a kernel can read; what is marked is not.
-        even = all(tensor.data_ptr() % ALIGNED == 0 for tensor in there)
-        key = (function.__name__, even, *map(_kind, given))
-        for tensor in there if even else ():  # in each call: it may have to compile anew
+        records = _records() and all(tensor.data_ptr() % ALIGNED == 0 for tensor in there)
+        key = (function.__name__, records, *map(_kind, given))
+        for tensor in there if records else ():  # in each call: it may have to compile anew
             torch._dynamo.mark_static_address(tensor, guard=False)
         if key not in self._graphs:
             name = f"{self._name}_{function.__name__}{len(self._graphs)}"
             self._graphs[key] = _own_graph(function, name)
         return self._graphs[key](*given)
+
+
+def _records() -> bool:
+    """Return whether what is compiled now is recorded."""
+    from torch._inductor import config
+
+    return bool(config.triton.cudagraphs)
 
 
 def _own_graph(function: FunctionType, name: str) -> Callable[..., Any]:

@@ -1,10 +1,12 @@
 """A compiled update: one graph for each shape, and what it writes into marked in every call."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config
 
 from headrace.optim.compiled import ALIGNED, CompiledUpdates
 
@@ -18,8 +20,8 @@ def add_(weights: list[Tensor], kept: Tensor) -> None:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
-    """Which inputs of each graph were marked, as it was compiled."""
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[bool]]]:
+    """Which inputs of each graph were marked, as it was compiled to be recorded."""
     compiler, found = torch.compile, list[list[bool]]()
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -28,7 +30,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
         return graph
 
     monkeypatch.setattr(torch, "compile", lambda f, **how: compiler(f, backend=backend, **how))
-    return found
+    with config.patch({"triton.cudagraphs": True}):
+        yield found
 
 
 def given(rows: int) -> tuple[list[Tensor], Tensor]:
@@ -58,3 +61,13 @@ def test_what_lies_oddly_is_not_marked_and_has_a_graph_of_its_own(seen: list[lis
         updates.call(add_, (weights, kept), [*weights, kept])
     assert whole[1].data_ptr() % ALIGNED
     assert len(updates) == 2 and seen == [[True] * 3, [False] * 3]
+
+
+def test_nothing_is_marked_that_is_not_recorded(seen: list[list[bool]]) -> None:
+    """And what lies oddly shares its graph."""
+    updates = CompiledUpdates("test")
+    with config.patch({"triton.cudagraphs": False}):
+        for kept in torch.ones(2, 3, 3):
+            weights = [torch.ones(3, 3) for _ in range(2)]
+            updates.call(add_, (weights, kept), [*weights, kept])
+    assert len(updates) == 1 and seen == [[False] * 3]
