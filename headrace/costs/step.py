@@ -134,13 +134,11 @@ class Launches:
 
 def launches(work: Mapping[str, Work], micro_batches: float) -> Launches:
     """Return what the host launches in a step of so many micro-batches."""
-    every, replayed = 0.0, dict[str, float]()
+    every, replayed = 0.0, dict[Phase, float]()
     counts = dict.fromkeys(("eager", "compiled", "other"), 0.0)
-    for name, piece in work.items():
-        if piece.recorded:  # an update is a graph for each shape of matrices, "update/SHAPE/..."
-            shape = "/".join(name.split("/")[:2])
-            graph = shape if piece.phase == "optimizer" else piece.phase
-            replayed[graph] = piece.times(micro_batches)
+    for piece in work.values():
+        if piece.recorded:
+            replayed[piece.phase] = piece.times(micro_batches)
             continue
         every += piece.launches(micro_batches)
         counts[piece.launched_by] += piece.launches(micro_batches)

@@ -75,8 +75,7 @@ class Work:
         phase: when they run; "optimizer" once a step, the others in each micro-batch.
         count: how many there are.
         launch: what the host takes to launch one kernel, in launches of an empty one.
-        recorded: all pieces of the phase that are recorded are replayed by one launch; of an update
-            those of one shape of matrices.
+        recorded: all pieces of the phase that are recorded are replayed by one launch.
         unknown: why their time is unavailable; "" where it is predicted.
     """
 

@@ -1,8 +1,8 @@
 """Compile an optimizer's update, once for each shape, or say why that cannot be here.
 
 A compiler keeps its results by code object, and gives up on one that has many. So each shape has a
-copy of the function, with a code object of its own. Weights and states are written in place, at one
-address for the whole run; said so, a compiler that records CUDA graphs records the update, too.
+copy of the function, with a code object of its own. It writes into weights and states, so that a
+compiler that records CUDA graphs leaves it out.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +15,6 @@ from torch import Tensor
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.plan.technique import Context, Unsupported
-
-ALIGNED = 16
-"""Bytes of which an address must be a multiple, for kernels that read so much at once."""
 
 
 def lacks_compiler(context: Context, name: str) -> Unsupported | None:
@@ -58,38 +55,27 @@ class CompiledUpdates:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def call(self, function: Any, given: Sequence[Any], kept: Sequence[Tensor | None]) -> Any:
+    def call(self, function: Any, given: Sequence[Any]) -> Any:
         """Call a function, compiled for the shapes that it is given.
 
         Args:
             function: takes tensors, lists of tensors of one shape, and what can be hashed.
             given: what it takes.
-            kept: those tensors that keep their address from step to step.
         """
-        there = [tensor for tensor in kept if tensor is not None]
-        # What lies oddly would be copied to a place that a kernel can read; what is marked is not.
-        records = _records() and all(tensor.data_ptr() % ALIGNED == 0 for tensor in there)
-        key = (function.__name__, records, *map(_kind, given))
-        for tensor in there if records else ():  # in each call: it may have to compile anew
-            torch._dynamo.mark_static_address(tensor, guard=False)
+        key = (function.__name__, *map(_kind, given))
         if key not in self._graphs:
             name = f"{self._name}_{function.__name__}{len(self._graphs)}"
             self._graphs[key] = _own_graph(function, name)
         return self._graphs[key](*given)
 
 
-def _records() -> bool:
-    """Return whether what is compiled now is recorded."""
-    from torch._inductor import config
-
-    return bool(config.triton.cudagraphs)
-
-
 def _own_graph(function: FunctionType, name: str) -> Callable[..., Any]:
     """Return a compiled copy of a function, with a code object of its own."""
     code = function.__code__.replace(co_name=name, co_qualname=name)
     copy = FunctionType(code, function.__globals__, name, function.__defaults__)
-    return torch.compile(copy, fullgraph=True, dynamic=False)
+    # It writes into weights, which CUDA graphs of a compiler would have to copy.
+    unrecorded: dict[str, Any] = {"triton.cudagraphs": False}
+    return torch.compile(copy, fullgraph=True, dynamic=False, options=unrecorded)
 
 
 def _kind(given: Any) -> Any:

@@ -432,8 +432,7 @@ class MuonOptimizer(torch.optim.Optimizer):
             self._count_rows(len(taken), taken[0].shape, cut)
             states = kept, rows, scalars.lr, shrink, scalars.momentum, keep
             how = scalars.feedback, self.touched, rule, cut
-            stays = [*weights, kept, rows, self.touched]
-            self._run(update_, weights, gradients, *states, *how, kept=stays)
+            self._run(update_, weights, gradients, *states, *how)
             return
         directions = self._run(direction_, gradients, kept, scalars.momentum, keep, rule)
         if directions.is_cuda:
@@ -455,9 +454,9 @@ class MuonOptimizer(torch.optim.Optimizer):
             for pieces, *sides in cut.shapes(shape[0], shape[1]):
                 self.sides[min(sides)] += count * pieces
 
-    def _run(self, function: Any, *given: Any, kept: Sequence[Tensor | None] = ()) -> Any:
+    def _run(self, function: Any, *given: Any) -> Any:
         """Call a function, compiled for the shapes that it is given where that is asked for."""
-        return self.graphs.call(function, given, kept) if self.compiled else function(*given)
+        return self.graphs.call(function, given) if self.compiled else function(*given)
 
 
 def cut_of(name: str, cuts: Mapping[str, MatrixCut]) -> MatrixCut:

@@ -4,7 +4,7 @@ Constants are counted in the code that they are of: optim/muon and kernels/ortho
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
 
@@ -47,7 +47,6 @@ class MuonWork:
         cut: how each is taken apart.
         count: how many there are.
         compiled: whether a compiler makes the update.
-        recorded: whether what is compiled is recorded, and replayed at once.
         on_gpu: whether it iterates in bf16.
         rows: whether rows are normalised.
         symmetric: whether half of symmetric matmuls is computed alone.
@@ -62,7 +61,6 @@ class MuonWork:
     cut: MatrixCut
     count: int
     compiled: bool
-    recorded: bool
     on_gpu: bool
     rows: bool
     symmetric: bool
@@ -168,10 +166,8 @@ class MuonWork:
                 kind = f"{kind}_{index}"
             pieces_of_work |= self._matmuls(kind, self.own * pieces, rows, columns)
         pieces_of_work |= self._sent(low)
-        begins = f"update/muon_{name}{_suffix(self.cut)}"
         return {
-            f"{begins}/{what}": replace(piece, recorded=self.recorded and self.compiled)
-            for what, piece in pieces_of_work.items()
+            f"update/muon_{name}{_suffix(self.cut)}/{what}": w for what, w in pieces_of_work.items()
         }
 
     def _selected(self, numbers: float, taken: float, batches: int) -> Stream:

@@ -16,15 +16,8 @@ from headrace.optim.submatrix import count_touched, longest
 
 def work_of(shape: tuple[int, int], **given: Any) -> MuonWork:
     """Return the work of four matrices that one process updates, eagerly on a CPU."""
-    usual: dict[str, Any] = {
-        "compiled": False,
-        "recorded": False,
-        "on_gpu": False,
-        "cut": WHOLE,
-        "symmetric": False,
-    }
-    usual |= {"rows": False, "ahead": True, "fraction": 1.0, "slices": 1.0}
-    usual["axis"] = "shard"
+    usual: dict[str, Any] = {"compiled": False, "on_gpu": False, "cut": WHOLE, "symmetric": False}
+    usual |= {"rows": False, "ahead": True, "fraction": 1.0, "slices": 1.0, "axis": "shard"}
     return MuonWork(shape=shape, count=4, ranks=1, sizes={}, **{**usual, **given})
 
 
@@ -95,7 +88,7 @@ def test_a_quarter_takes_what_the_card_says(
 ) -> None:
     amounts = {}
     for fraction in (1.0, 0.25):
-        given: dict[str, Any] = {"compiled": True, "recorded": False, "on_gpu": True}
+        given: dict[str, Any] = {"compiled": True, "on_gpu": True}
         work = work_of(shape, fraction=fraction, **given).work().values()
         amounts[fraction] = (
             sum(w.flops * w.count for w in work if isinstance(w, Matmul)),

@@ -17,7 +17,6 @@ from headrace.assemble.context import elsewhere, make_context
 from headrace.cli.catalogue import catalogue
 from headrace.costs.ledger import Ledger
 from headrace.costs.machine import Machine
-from headrace.costs.step import launches as counted
 from headrace.costs.step import step_time
 from headrace.costs.work import (
     CHOSEN,
@@ -290,17 +289,3 @@ def test_halves_of_rows_are_slow_until_a_compiler_makes_them(activation: str, lo
     assert eager.seconds(H200) / as_others == pytest.approx(loose / UNFUSED)
     one, other = (replace(eager, loose=x).compiled().seconds(H200) for x in (loose, UNFUSED))
     assert one == other < as_others
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_compiled_update_is_recorded_and_no_other(compiled: bool) -> None:
-    keys = ("+muon", f"techniques.muon.compiled={str(compiled).lower()}")
-    work = ledger_of("+torch_compile", "+cuda_graphs", *keys).work
-    recorded = {name for name, piece in work.items() if piece.recorded}
-    update = {name for name, piece in work.items() if piece.phase == "optimizer"}
-    of_shapes = {n for n in update if n.startswith("update/muon_") and n.count("/") > 1}
-    assert of_shapes and recorded & update == (of_shapes if compiled else set())
-    assert {"update/optimizer", "update/muon_scalars"} <= update
-    shapes = {name.split("/")[1] for name in of_shapes}
-    both = counted(work, 2).graphs - counted(work, 1).graphs  # of a micro-batch's passes
-    assert counted(work, 1).graphs == both + (len(shapes) if compiled else 0)

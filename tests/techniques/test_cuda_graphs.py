@@ -191,7 +191,7 @@ def test_a_recorded_run_is_the_compiled_run(
 ) -> None:
     """Compare five steps, with an evaluation between, with the same kernels launched singly.
 
-    Muon's compiled update is recorded too: no graph is skipped for what it writes into.
+    Muon's compiled update is no graph of the recorder's: it launches as before.
     """
     replays = []
     replay = torch.cuda.CUDAGraph.replay
@@ -215,9 +215,6 @@ def test_a_recorded_run_is_the_compiled_run(
     numbers = evidence.numbers
     assert evidence.active and numbers["recorded"] > 0 and numbers["skipped"] == 0
     assert len(replays) > 2 * numbers["recorded"]
-    if muon:  # one graph for each shape of matrices
-        optimizer: Any = build.optimizers["muon"]
-        assert numbers["graphs"] >= 4 + len(optimizer.graphs) > 4
 
 
 @pytest.mark.gpu

@@ -12,8 +12,8 @@ out of the pool after a step's first micro-batch when others follow (pytorch/pyt
 
 Cost: inputs are copied to fixed places; the pool gives nothing back between forward and backward;
 each shape is compiled and recorded by itself, in the pool of all; code that is not compiled
-launches as before, as optimizers do but Muon, whose update is compiled. Left out: recording those
-and the parts between graphs, and collectives inside of graphs.
+launches as before, and so do optimizers. Left out: recording those and the parts between graphs,
+and collectives inside of graphs.
 Source: torch._inductor.cudagraph_trees; docs.pytorch.org, CUDAGraph Trees.
 """
 
@@ -114,7 +114,7 @@ class CudaGraphs(Technique[Build]):
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Add gradients of a later micro-batch, beside the sum that was copied out of the pool."""
-        # What is compiled is recorded, and that is both passes; an update that is says so itself.
+        # What is compiled is recorded, and that is both passes.
         ledger = ledger.reworked(
             lambda _, piece: replace(
                 piece, recorded=piece.phase != "optimizer" and not isinstance(piece, HostWork)

@@ -259,7 +259,6 @@ class Muon(Technique[Build]):
             cut=how[1],
             count=count,
             compiled=on_gpu if self.compiled is None else self.compiled,
-            recorded=any(piece.recorded for piece in ledger.work.values()),
             on_gpu=on_gpu,
             rows=self.normalize_rows,
             symmetric=self.symmetric_matmuls,
