@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from headrace.core.model_config import ModelConfig
 from headrace.costs.constants import number, numbers, table
 
 T = TypeVar("T")
@@ -199,8 +200,8 @@ class PieceRates:
 
 
 @dataclass(frozen=True)
-class MeasuredStep:
-    """Hold a measured step of a small plain decoder, which its operations alone do not predict."""
+class DecoderSizes:
+    """Hold the sizes of a small plain decoder and of its micro-batch."""
 
     dim: int
     layers: int
@@ -208,6 +209,22 @@ class MeasuredStep:
     vocab: int
     rows: int
     length: int
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of the micro-batch."""
+        return self.rows * self.length
+
+    def config(self, **keys: Any) -> ModelConfig:
+        """Return the decoder's config as the demo's family has it, with other keys set."""
+        sizes = {"dim": self.dim, "layers": self.layers, "heads": self.heads, "vocab": self.vocab}
+        return ModelConfig(**{**sizes, "qk_norm": True, **keys})
+
+
+@dataclass(frozen=True)
+class MeasuredStep(DecoderSizes):
+    """Hold a measured step of such a decoder, which its operations alone do not predict."""
+
     compiled: bool
     keeps: bool
     """whether the process kept the memory that the step freed"""

@@ -176,6 +176,15 @@ class Plan(Strict):
         return self.batch.micro_sequences or self.rows_per_step // self.mesh.data
 
     @property
+    def lengthening(self) -> list[Technique[Any]]:
+        """Return the techniques by which a row's length changes from step to step.
+
+        What cuts rows alike in every step, as length_mixing, is not among them.
+        """
+        varies = {"recut", "values"}
+        return [one for one in self.techniques.values() if varies <= {*one.composes}]
+
+    @property
     def micro_group(self) -> int:
         """Return the number whose multiples the micro-batches of each step must be on a rank."""
         return lcm(*(technique.micro_group(self) for technique in self.techniques.values()))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from headrace.core.errors import UnsupportedError
-from headrace.core.model_config import ModelConfig
 from headrace.costs import host
 from headrace.costs.count import FP32
 from headrace.costs.decoder_work import NARROW, baseline_work, stored_in_bf16
@@ -100,7 +99,7 @@ def _handed_out_s(machine: Machine) -> float:
     usual = {step.shape: step.seconds for step in _usual(machine) if not step.compiled}
     saved_s = returned = 0.0
     for step in machine.steps:
-        logits = FP32 * step.rows * step.length * step.vocab
+        logits = FP32 * step.tokens * step.vocab
         if step.keeps and step.shape in usual and logits >= RETURNED_BYTES:
             saved_s += usual[step.shape] - step.seconds
             returned += LOGITS * logits
@@ -187,16 +186,13 @@ def _against(
 
 
 def _spot(step: MeasuredStep) -> tuple[float, ...]:
-    return place(step.rows * step.length, step.dim, step.vocab)
+    return place(step.tokens, step.dim, step.vocab)
 
 
 def _summed_s(step: MeasuredStep, machine: Machine) -> float:
     """Return the seconds of one of the probe's own steps as the sum of its pieces."""
-    config = ModelConfig(
-        dim=step.dim, layers=step.layers, heads=step.heads, vocab=step.vocab, qk_norm=True
-    )
     precision = "bf16" if step.half else "fp32"
-    work = baseline_work(config, rows=step.rows, length=step.length, precision=precision)
+    work = baseline_work(step.config(), rows=step.rows, length=step.length, precision=precision)
     if step.half == "parameters":
         kept = {n: stored_in_bf16(n, w, adds_up=False, master=True) for n, w in work.items()}
         work = {name: piece for name, piece in kept.items() if piece is not None}

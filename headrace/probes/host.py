@@ -215,7 +215,7 @@ def _normed(readings: Readings, small: Small, module: nn.Module) -> Calls:
 
 def _qk_norm(readings: Readings, small: Small) -> Calls:
     """Return the norm of queries and keys as one call, since both have as many heads."""
-    head = small.config.resolved_head_dim
+    head = small.config().resolved_head_dim
     norm = weighted(readings, RMSNorm(head, 1e-5))
     x = readings.random(small.rows, small.length, 2 * small.heads, head).requires_grad_()
     return _both(lambda: norm(x), [x, norm.weight])
@@ -229,7 +229,7 @@ def _residual(readings: Readings, small: Small) -> Calls:
 
 def _rope(readings: Readings, small: Small) -> Calls:
     """Return the rotation of queries and keys, cut from one matmul's result as in the mixer."""
-    config, B, T = small.config, small.rows, small.length
+    config, B, T = small.config(), small.rows, small.length
     head, heads = config.resolved_head_dim, config.heads
     grouped = readings.random(B, T, heads, 3, head).requires_grad_()
     rotation = RotaryPosition(config).prepare(torch.arange(T)[None])
@@ -248,15 +248,15 @@ def _rope(readings: Readings, small: Small) -> Calls:
 
 
 def _activation(readings: Readings, small: Small) -> Calls:
-    mlp = SwiGLU(small.config, 0)
+    mlp = SwiGLU(small.config(), 0)
     mlp.gate_up, mlp.down = nn.Identity(), nn.Identity()  # type: ignore[assignment]
-    x = readings.random(small.rows, small.length, 2 * small.config.resolved_ffn).requires_grad_()
+    x = readings.random(small.rows, small.length, 2 * small.config().resolved_ffn).requires_grad_()
     return _both(lambda: mlp(x), [x])
 
 
 def _plain_activation(readings: Readings, small: Small) -> Calls:
     """Return the calls of GPT-2's activation, which has no gate."""
-    x = readings.random(small.rows, small.length, small.config.resolved_ffn).requires_grad_()
+    x = readings.random(small.rows, small.length, small.config().resolved_ffn).requires_grad_()
     return _both(lambda: F.gelu(x), [x])
 
 

@@ -3,14 +3,13 @@
 Shapes: B rows, T tokens, N = B x T, D features, V entries of the vocabulary.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headrace.core.model_config import ModelConfig
 from headrace.costs.decoder_work import baseline_work
+from headrace.costs.rates import DecoderSizes
 from headrace.costs.work import Stream
 from headrace.model.decoder import Decoder, baseline_parts
 from headrace.model.mask import MaskSpec
@@ -20,39 +19,14 @@ PLAIN = {"layer_norms": "norms", "plain_activation": "activation"}
 """Piece whose operations differ from the demo's -> the name that both have in a ledger."""
 
 
-@dataclass(frozen=True)
-class Small:
-    """Hold the sizes of a small decoder and of its micro-batch."""
-
-    dim: int
-    layers: int
-    heads: int
-    vocab: int
-    rows: int
-    length: int
-
-    @property
-    def config(self) -> ModelConfig:
-        """Return the decoder's config as the demo's family has it."""
-        return self.with_()
-
-    def with_(self, **keys: Any) -> ModelConfig:
-        """Return the decoder's config with other keys set."""
-        return ModelConfig(
-            dim=self.dim, layers=self.layers, heads=self.heads, vocab=self.vocab, qk_norm=True,
-            **keys,
-        )  # fmt: skip
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens of the micro-batch."""
-        return self.rows * self.length
+class Small(DecoderSizes):
+    """Say what the ledger counts of a small decoder."""
 
     def bytes_of(self, name: str) -> int:
         """Return the bytes that the ledger counts for one piece, named "piece/phase"."""
         what, _, phase = name.partition("/")
         plain = what == "plain_activation"
-        config = self.with_(activation="gelu") if plain else self.config
+        config = self.config(activation="gelu") if plain else self.config()
         work = baseline_work(
             config, rows=self.rows, length=self.length, precision="fp32", micro_batches=2.0
         )
@@ -75,4 +49,4 @@ def weighted(readings: Readings, module: Any) -> Any:
 
 def decoder(readings: Readings, small: Small) -> Decoder:
     """Return a decoder of these sizes with small random weights."""
-    return weighted(readings, Decoder(small.config, baseline_parts(small.config), MaskSpec()))
+    return weighted(readings, Decoder(small.config(), baseline_parts(small.config()), MaskSpec()))

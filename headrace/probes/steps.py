@@ -7,6 +7,7 @@ counts of threads or multiply bf16.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -63,10 +64,8 @@ def step_probe(
             if compiled:
                 stack.enter_context(_compiling())
             seconds = readings.clock.seconds(_plain_step(readings, small, compiled, half))
-        readings.steps.append(MeasuredStep(
-            small.dim, small.layers, small.heads, small.vocab, small.rows, small.length, compiled,
-            keeps, threads or before, seconds, half,
-        ))  # fmt: skip
+        own = {"compiled": compiled, "keeps": keeps, "threads": threads or before, "half": half}
+        readings.steps.append(MeasuredStep(**asdict(small), **own, seconds=seconds))
 
     work = 6.0 * small.tokens * (12 * small.layers * small.dim + small.vocab) * small.dim
     group = "compiled steps" if compiled else "steps at other counts" if threads else "steps"

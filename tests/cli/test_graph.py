@@ -115,7 +115,7 @@ def test_later_lengths_are_tried_and_buckets_spare_them(
 def test_what_torch_gives_up_is_told(
     call: Callable[..., Any], tiny_demo: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_compile, "_lengths", lambda plan: 1)  # it would allow for them
+    monkeypatch.setattr(torch_compile, "_shapes", lambda plan: 1)  # it would allow for them
     lengths = ("--with", "sequence_length_schedule", "techniques.sequence_length_schedule.start=4")
     with torch._dynamo.config.patch(recompile_limit=1):
         told = call("explain", *tiny_demo, *COMPILED, *lengths, "--graph")

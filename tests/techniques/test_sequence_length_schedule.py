@@ -18,6 +18,7 @@ from headrace.data.rows import Row
 from headrace.plan.mesh_config import MeshConfig
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Supported, Unsupported
+from headrace.techniques.compile.torch_compile import _shapes
 from headrace.techniques.schedule.sequence_length_schedule import (
     SequenceLengthSchedule,
     cut,
@@ -167,3 +168,13 @@ def test_more_lengths_than_torch_makes_graphs_of_are_compiled(
             step(build, build.loader.step(index).micros, index)
     assert [*build.notes[NAME]] == [2**n for n in range(1, 11)]
     assert build.plan.techniques["torch_compile"].active(build).numbers["graphs"] == 11
+
+
+def test_a_compiler_may_make_a_graph_of_each_shape(tiny_plan: Callable[..., Plan]) -> None:
+    """Rows of 32 tokens have up to six lengths, and a batch that grows fourfold three sizes."""
+    lengths, ramp = f"techniques.{NAME}.start=4", "techniques.batch_ramp.divide=4"
+    until = (f"techniques.{NAME}.until=9", "techniques.batch_ramp.until=9")
+    for more, shapes in (((), 1), ((lengths,), 6), ((ramp,), 3), ((lengths, ramp), 18)):
+        keys = [until[("ramp" in one)] for one in more]
+        plan = tiny_plan("data.sequence_length=32", "batch.tokens=256", *more, *keys)
+        assert _shapes(plan) == shapes, more

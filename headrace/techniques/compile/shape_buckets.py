@@ -86,9 +86,7 @@ class ShapeBuckets(Technique[Build]):
                 mend("+torch_compile"),
                 RefusalKind.COMBINATION,
             )
-        # Rows that are cut alike in every step, as by length_mixing, keep their length.
-        varies = {"recut", "values"}
-        recutting = [t for t in plan.techniques.values() if varies <= {*t.composes}]
+        recutting = plan.lengthening
         if not recutting:
             return Unsupported(
                 f"every row of this plan has data.sequence_length = {plan.data.sequence_length} "

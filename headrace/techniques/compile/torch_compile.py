@@ -155,7 +155,7 @@ class TorchCompile(Technique[Build]):
             build.compiled.append("loss")
         elif model.head is not None:
             model.head.compile_inside(lambda function: torch.compile(function, **how))
-        build.runtime.append(partial(_settings, _lengths(build.plan)))
+        build.runtime.append(partial(_settings, _shapes(build.plan)))
         build.notes[self.name()] = _graphs()
 
     def _how(self) -> dict[str, Any]:
@@ -208,24 +208,27 @@ def _kept(kind: str, line: Line, ledger: Ledger) -> float:
     return line.bytes
 
 
-def _lengths(plan: Any) -> int:
-    """Return how many lengths rows may have in the run: where they grow, they double."""
-    grows = any({"recut", "values"} <= {*t.composes} for t in plan.techniques.values())
-    return plan.data.sequence_length.bit_length() if grows else 1
+def _shapes(plan: Any) -> int:
+    """Return how many shapes micro-batches may have in the run.
+
+    Where rows grow, their length doubles, and a batch that grows has others in each stage.
+    """
+    lengths = plan.data.sequence_length.bit_length() if plan.lengthening else 1
+    return lengths * len(plan.batches.stages)
 
 
-def _settings(lengths: int) -> AbstractContextManager[Any]:
+def _settings(shapes: int) -> AbstractContextManager[Any]:
     """Set the tracer up for the run.
 
     A checkpointed block may keep what `auxiliary` reads, which the tracer would refuse otherwise:
     recomputing the block does not keep it again, and nobody reads it then. And it makes as many
-    graphs of a function for each length as it makes of one by itself, before it gives up.
+    graphs of a function for each shape as it makes of one by itself, before it gives up.
     """
     from torch._dynamo import config
 
     return config.patch(
         skip_fwd_side_effects_in_bwd_under_checkpoint=True,
-        recompile_limit=config.recompile_limit * lengths,
+        recompile_limit=config.recompile_limit * shapes,
     )
 
 
