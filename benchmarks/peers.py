@@ -46,8 +46,17 @@ def shape_of(size: str) -> dict[str, Any]:
     return {**plan["model"], "length": length, "rows": plan["batch"]["tokens"] // length}
 
 
-def torchtitan(s: dict[str, Any], *, float8: bool = False) -> tuple[nn.Module, Loss]:
-    """Build torchtitan's Llama 3, compiled block by block; fp8 as its own converter sets it."""
+def torchtitan(
+    s: dict[str, Any], *, float8: bool = False, gathered: bool = False, device: Any = "cuda"
+) -> tuple[nn.Module, Loss]:
+    """Build torchtitan's Llama 3, compiled block by block; fp8 as its own converter sets it.
+
+    Args:
+        s: what `shape_of` returns.
+        float8: multiply in fp8, but for the head.
+        gathered: let FSDP2 gather weights in fp8.
+        device: where the weights are.
+    """
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
@@ -63,14 +72,17 @@ def torchtitan(s: dict[str, Any], *, float8: bool = False) -> tuple[nn.Module, L
             rope_theta=s["rope_theta"],
             max_seq_len=s["length"],
         )
-    ).cuda()
+    ).to(device)
     with torch.no_grad():
         model.init_weights()
     assert model.layers["0"].feed_forward.w1.weight.shape[0] == s["ffn"]
     if float8:
-        from torchao.float8 import convert_to_float8_training
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        convert_to_float8_training(model, module_filter_fn=lambda _, name: "output" not in name)
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathered)
+        convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda _, name: "output" not in name
+        )
     for name, block in model.layers.named_children():
         model.layers.register_module(name, torch.compile(block, fullgraph=True))
     loss = torch.compile(lambda p, y: F.cross_entropy(p.flatten(0, 1).float(), y.flatten(0, 1)))

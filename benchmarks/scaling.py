@@ -128,8 +128,7 @@ def entry_of(side: Side, args: argparse.Namespace, machine: Machine) -> Entry:
     """Return a side with its plan and prediction, or why it cannot run."""
     entry = Entry(side, side.ranks or args.ranks)
     try:
-        asked = replace(side, words="mesh.data={n}") if side.peer else side
-        entry.plan = asked.plan(args.ranks, args.set, tiny=args.tiny)
+        entry.plan = side.plan(args.ranks, args.set, tiny=args.tiny)
         if side.peer:
             entry.refused = peer_refusal(side, args)
             return entry
@@ -292,9 +291,8 @@ class Bench:
             shape = {**shape_of(side.shape), "length": plan.data.sequence_length}
             return team.ask(
                 read_titan,
+                plan,
                 shape,
-                ranks=entry.ranks,
-                rows=plan.micro_rows,
                 checkpointed=side.shape == "8b",
                 limit_s=limit_s,
                 **counts,

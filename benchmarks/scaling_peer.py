@@ -3,10 +3,15 @@
 The model is that of peers.py. Its blocks keep every second matmul and attention where the shape
 asks for it (torchtitan's selective checkpointing), are compiled one by one and sharded by FSDP2
 in the groups of torchtitan 0.2.2 (models/llama3/infra/parallelize.py): embedding, blocks, norm with
-head. Weights are fp32 slices, gathered in bf16, and gradients are summed in fp32. Everything here
-runs in the ranks that scaling_ranks.py starts.
+head. Weights are fp32 slices, gathered in bf16, and gradients are summed in fp32. fp8 is
+torchtitan's tensor-wise recipe with gathers in fp8 and scales that are computed for all weights at
+once. Over tensor ranks rows are split as torchtitan splits them, and the loss over the vocabulary;
+FSDP2 is there for its precision alone. Everything here runs in the ranks that scaling_ranks.py
+starts.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
@@ -15,11 +20,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from headrace.parallel.world import World, open_world
-from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
 from headrace.tuner.readings import Reading, StepClock
 
 KEPT = (
@@ -50,11 +65,40 @@ def selective(block: nn.Module) -> nn.Module:
     return checkpoint_wrapper(block, context_fn=contexts, preserve_rng_state=False)
 
 
-def shard(model: Any, world: World, *, checkpointed: bool) -> None:
+def split(model: Any, mesh: DeviceMesh) -> None:
+    """Split a model's matrices over the ranks of a mesh, and its rows where they are not needed."""
+    ends = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    parallelize_module(model, mesh, ends)
+    others = (None,) * 3
+    inside = {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(
+            input_layouts=(Shard(1), *others), desired_input_layouts=(Replicate(), *others)
+        ),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+    }
+    for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1"):
+        inside[name] = ColwiseParallel()
+    inside["feed_forward.w3"] = ColwiseParallel()
+    for name in ("attention.wo", "feed_forward.w2"):
+        inside[name] = RowwiseParallel(output_layouts=Shard(1))
+    for block in model.layers.children():
+        parallelize_module(getattr(block, "_orig_mod", block), mesh, inside)
+
+
+def shard(model: Any, mesh: DeviceMesh, *, checkpointed: bool) -> None:
     """Make a model ready for several GPUs: checkpoint, compile and shard its blocks."""
-    assert world.mesh is not None
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    how: dict[str, Any] = {"mesh": world.mesh["slices"], "mp_policy": policy}
+    how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     fully_shard(model.tok_embeddings, **how)
     for name, compiled in list(model.layers.named_children()):
         block = getattr(compiled, "_orig_mod", compiled)
@@ -67,10 +111,9 @@ def shard(model: Any, world: World, *, checkpointed: bool) -> None:
 
 
 def read_titan(
+    plan: Plan,
     shape: dict[str, Any],
     *,
-    ranks: int,
-    rows: int,
     checkpointed: bool,
     warm: int,
     timed: int,
@@ -79,30 +122,20 @@ def read_titan(
     """Time blocks of steps by their medians on the slowest rank; all ranks call this together.
 
     Args:
+        plan: whose mesh, rows, fp8 and way of tensor parallelism the peer takes over.
         shape: what `peers.shape_of` returns, with the length of rows.
-        ranks: GPUs.
-        rows: rows of each GPU.
         checkpointed: whether blocks recompute what torchtitan's selective checkpointing drops.
         warm: steps that are not timed.
         timed: steps of a block.
         blocks: how many blocks.
     """
-    import peers
     from scaling_ranks import own_device
 
     device = own_device(torch.device("cuda"))
     reading = Reading()
-    with open_world(MeshConfig(data=ranks), device) as world:
+    with open_world(plan.mesh, device) as world:
         torch.manual_seed(0)
-        model, _ = peers.torchtitan(shape)
-        shard(model, world, checkpointed=checkpointed)
-        torch.cuda.empty_cache()
-        loss_fn = torch.compile(
-            lambda p, y: F.cross_entropy(p.flatten(0, 1).float(), y.flatten(0, 1))
-        )
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        step = partial(_step, model, loss_fn, optimizer, shape, rows)
-        torch.manual_seed(world.rank)
+        step = step_of(plan, shape, world, device, checkpointed=checkpointed)
         for _ in range(warm):
             step()
         torch.cuda.synchronize()
@@ -121,9 +154,38 @@ def read_titan(
     return reading
 
 
-def _step(model: Any, loss_fn: Any, optimizer: Any, shape: dict[str, Any], rows: int) -> None:
-    x = torch.randint(0, shape["vocab"], (rows, shape["length"]), device="cuda")
-    loss_fn(model(x), x).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+def step_of(
+    plan: Plan, shape: dict[str, Any], world: World, device: torch.device, *, checkpointed: bool
+) -> Callable[[], None]:
+    """Return the step of torchtitan's model as a plan lays it out."""
+    import peers
+
+    assert world.mesh is not None
+    float8, tensor = "float8_linear" in plan.techniques, world.size("tensor") > 1
+    model, _ = peers.torchtitan(shape, float8=float8, gathered=float8, device=device)
+    if tensor:
+        split(model, world.mesh["tensor"])
+        asynchronous = getattr(plan.techniques["tensor_parallel"], "asynchronous", False)
+        torch._inductor.config._micro_pipeline_tp = asynchronous
+    shard(model, world.mesh["slices"], checkpointed=checkpointed)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    loss_fn = torch.compile(lambda p, y: F.cross_entropy(p.flatten(0, 1).float(), y.flatten(0, 1)))
+    torch.manual_seed(world.place("shard"))
+    size = (plan.micro_rows, shape["length"])
+    draw = partial(torch.randint, 0, shape["vocab"], size, device=device)
+
+    def step() -> None:
+        with loss_parallel() if tensor else nullcontext():
+            x = draw()
+            loss_fn(model(x), x).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if float8:
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(model)
+
+    return step

@@ -62,7 +62,8 @@ class Side:
         against: sides of the same round that its tokens per second and GPU are divided by.
         once: it is read in the first round only.
         brief: tokens of a brief first step, for a row that is too long to be run twice; else 0.
-        peer: a peer's name in peers.py, in the place of Headrace.
+        peer: a peer's name in peers.py, in the place of Headrace; it takes mesh, rows, fp8 and
+            asynchronous tensor parallelism from the plan.
         saves: saves of the whole state beside which its steps are timed; else 0.
     """
 
@@ -114,6 +115,8 @@ def _is_kept(word: str) -> bool:
     return word[1:] in TINY_KEEPS if word[0] in "+-" else True
 
 
+TENSOR = "+tensor_parallel mesh.tensor={n}"
+ASYNC = f"{TENSOR} techniques.tensor_parallel.asynchronous=true"
 RING = "+context_parallel mesh.context={n} "
 SHARDED = f"{LARGE}{FSDP}mesh.data={{n}} "
 FUSED_LOSS = "+fused_cross_entropy"
@@ -145,7 +148,15 @@ SIDES = (
     Side("one", ranks=1, against=()),
     Side("one_float8", FP8, ranks=1, against=()),
     Side("fsdp", f"{FSDP}mesh.data={{n}}"),
-    Side("titan_fsdp", peer="torchtitan", against=("one", "fsdp")),
+    Side("titan_fsdp", f"{FSDP}mesh.data={{n}}", peer="torchtitan", against=("one", "fsdp")),
+    Side(
+        "titan_fsdp_float8",
+        f"{FSDP8}{FP8}mesh.data={{n}}",
+        peer="torchtitan",
+        against=("one_float8", "fsdp_float8", "fsdp_float8_gathered"),
+    ),
+    Side("titan_tensor", TENSOR, peer="torchtitan", against=("tensor", "tensor_async")),
+    Side("titan_tensor_async", ASYNC, peer="torchtitan", against=("tensor", "tensor_async")),
     Side("replicas", "+data_parallel mesh.data={n}", against=("one", "fsdp")),
     Side("fsdp_float8", f"{FSDP}{FP8}mesh.data={{n}}", against=("one_float8",)),
     Side(
@@ -154,16 +165,8 @@ SIDES = (
         against=("one_float8", "fsdp_float8"),
     ),
     Side("zero1", "+zero mesh.data={n}"),
-    Side(
-        "tensor",
-        "+tensor_parallel mesh.tensor={n}",
-        against=("one", "fsdp"),
-    ),
-    Side(
-        "tensor_async",
-        "+tensor_parallel techniques.tensor_parallel.asynchronous=true mesh.tensor={n}",
-        against=("one", "fsdp", "tensor"),
-    ),
+    Side("tensor", TENSOR, against=("one", "fsdp")),
+    Side("tensor_async", ASYNC, against=("one", "fsdp", "tensor")),
     Side("fsdp_8k", f"{FSDP}mesh.data={{n}}", length=8192, against=()),
     Side("context_8k", f"{FSDP}{RING}", length=8192, against=("fsdp_8k",)),
     Side("ulysses_8k", f"{FSDP}+ulysses mesh.context={{n}}", length=8192, against=("fsdp_8k",)),
@@ -187,6 +190,12 @@ SIDES = (
     Side(
         "muon_fsdp_symmetric",
         f"{CAST}+muon techniques.muon.symmetric_matmuls=true mesh.data={{n}}",
+        against=("fsdp", "fsdp_cast", "muon_fsdp"),
+    ),
+    Side(
+        "muon_fsdp_fraction",
+        f"{CAST}+muon techniques.muon.symmetric_matmuls=true techniques.muon.fraction=0.25 "
+        "mesh.data={n}",
         against=("fsdp", "fsdp_cast", "muon_fsdp"),
     ),
     Side("fsdp_cast", f"{CAST}mesh.data={{n}}", against=("one", "fsdp")),
@@ -213,7 +222,7 @@ SIDES = (
         "8b_tensor2",
         f"{SHARDED}mesh.data={{half}} {HALF}+tensor_parallel mesh.tensor=2 {FUSED_LOSS}",
     ),
-    of_8b("titan_8b", peer="torchtitan"),
+    of_8b("titan_8b", "+fsdp mesh.data={n}", peer="torchtitan"),
     Side("context_128k", f"{FSDP}{RING}", length=131072, against=("one_128k",)),
     Side(
         "one_128k",
@@ -243,8 +252,12 @@ FEW = (
     *("one", "fsdp", "one_float8", "fsdp_float8", "fsdp_float8_gathered", "tensor"),
     *("tensor_async", "replicas", "titan_fsdp", "fsdp_8k", "context_8k", "pipeline", "zero1"),
     *(
+        "titan_fsdp_float8",
+        "titan_tensor",
+        "titan_tensor_async",
         "muon_fsdp",
         "muon_fsdp_symmetric",
+        "muon_fsdp_fraction",
         "fsdp_64k",
         "context_64k",
         "ulysses_8k",

@@ -97,6 +97,21 @@ def test_every_gpu_has_the_tokens_of_one() -> None:
     assert all(set(side.against) <= set(SIDES) for side in scaling_sides.SIDES)
 
 
+def test_a_peer_has_the_layout_of_the_side_that_faces_it() -> None:
+    args = scaling.parsed(["predict", "--ranks", "2", "--device-name", "NVIDIA H100 80GB HBM3"])
+    machine = scaling.machine_of(args)
+    for peer, name in {
+        "titan_fsdp": "fsdp",
+        "titan_fsdp_float8": "fsdp_float8_gathered",
+        "titan_tensor": "tensor",
+        "titan_tensor_async": "tensor_async",
+    }.items():
+        theirs, ours = (scaling.entry_of(SIDES[n], args, machine).plan for n in (peer, name))
+        assert theirs is not None and ours is not None and SIDES[peer].peer == "torchtitan"
+        assert (theirs.mesh, theirs.batch) == (ours.mesh, ours.batch)
+        assert theirs.techniques == ours.techniques
+
+
 def _fail_on(rank: int) -> Reading:
     """Fail on one rank, while the others wait for ever."""
     while os.environ["RANK"] != str(rank):
