@@ -13,13 +13,14 @@ from functools import cache
 
 CAN_KEEP = platform.libc_ver()[0] == "glibc"
 """Whether this process's C library is the one that has these settings."""
-TRIM, MAPS = -1, -4
-"""glibc's numbers of two settings: how much free memory the heap's top may hold, and how many
-blocks may lie outside of the heap."""
+TRIM, MAPPED, MAPS = -1, -3, -4
+"""glibc's numbers of three settings: how much free memory the heap's top may hold, from which size
+on a block lies outside of the heap, and how many blocks may."""
 NEVER = -1
-MOST_MAPS, TOP_BYTES = 65536, 64 << 20
-"""The settings that are restored: glibc's default number of blocks outside of the heap, and the
-most bytes that glibc would have let the heap's top hold."""
+MOST_MAPS, MAPPED_BYTES, TOP_BYTES = 65536, 32 << 20, 64 << 20
+"""The settings that are restored: glibc's default number of blocks outside of the heap, and what
+the other two grow to by themselves as blocks are freed. They grow no more once one was set: a
+process that had freed little would ask the system for each larger block from then on."""
 
 
 def pages_touched() -> int:
@@ -46,5 +47,6 @@ def kept() -> Iterator[bool]:
         yield took
     finally:
         library.mallopt(MAPS, MOST_MAPS)
+        library.mallopt(MAPPED, MAPPED_BYTES)
         library.mallopt(TRIM, TOP_BYTES)
         library.malloc_trim(0)

@@ -1,6 +1,8 @@
 """Set threads, cores and kept memory of a CPU run, read them from the process, put them back."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -122,3 +124,25 @@ def test_freed_memory_is_kept_while_the_run_lasts(make_tiny: Make) -> None:
     with kept_memory.kept() as took:
         assert took and pages()[-1] < 0.1 * whole
     assert pages()[0] > 0.9 * whole  # what was kept was given back
+
+
+AFTERWARDS = """
+import torch
+from headrace.core import kept_memory
+
+with kept_memory.kept():
+    pass
+for _ in range(4):
+    before = kept_memory.pages_touched()
+    torch.empty(8 << 20, dtype=torch.uint8).fill_(1)
+print(kept_memory.pages_touched() - before)
+"""
+
+
+@needs_glibc
+def test_a_process_that_kept_its_memory_is_no_slower_afterwards() -> None:
+    """A setting that was made ends glibc's own growth: each larger block would be new for ever."""
+    ended = subprocess.run(
+        [sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, check=True
+    )
+    assert int(ended.stdout) < 200  # of the block's 2,048 pages
