@@ -31,6 +31,7 @@ from headrace.tuner.interplay import (
     speed_of,
     stand,
 )
+from headrace.tuner.trial_row import UNCOUNTED
 
 TrialNumbers = dict[str, Any]
 Names = tuple[str, ...]
@@ -128,7 +129,7 @@ class Ablation:
         lines, left = [], self.of(LEFT_OUT)
         timed = [row for row in left.values() if row["metrics"]]
         if timed and all(memory_of(row) is None for row in timed):
-            lines.append("memory is not counted on a CPU, nor what CUDA graphs hold")
+            lines.append(UNCOUNTED)
         if timed and len(self.techniques) == 1:
             lines.append("its gain on its own is the same: the plan has no other technique")
         for name, row in left.items():

@@ -28,7 +28,7 @@ from headrace.report.page import (
 from headrace.report.words import NOT_MEASURED, dollars, seconds, whole
 from headrace.tuner.path import PAGE, Tuned, command, named
 from headrace.tuner.screen_page import codes, screen_section
-from headrace.tuner.trial_row import TrialRow, format_ratio, length_of
+from headrace.tuner.trial_row import UNCOUNTED, TrialRow, format_ratio, length_of
 
 TONES = {
     "kept": "good",
@@ -107,7 +107,7 @@ def _figures(tuned: Tuned) -> list[tuple[str, str, str]]:
     tokens, price = tuned.plan.batch.tokens, tuned.first.hardware.dollars_per_hour
     how = "first plan beside last" if tuned.whole else "product of the kept changes"
     memory = NOT_MEASURED if tuned.memory is None else f"{tuned.memory:.2f} times"
-    counted = "measured" if tuned.counted else "predicted: this device counts no bytes"
+    counted = "measured" if tuned.counted else f"predicted: {UNCOUNTED}"
     figures = [
         ("A step", seconds(two), f"was {seconds(one)}" if one else ""),
         (

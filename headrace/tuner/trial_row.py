@@ -15,6 +15,9 @@ TrialStage = Literal["screen", "accept", "learning", "none"]
 COMPILES_S = 0.5
 """Seconds of compiling from which a reader is told when they break even."""
 
+UNCOUNTED = "memory is not counted on a CPU, nor what CUDA graphs hold"
+"""Why a peak was not measured."""
+
 
 @dataclass(frozen=True)
 class TrialRow:
