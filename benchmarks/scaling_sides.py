@@ -194,8 +194,7 @@ SIDES = (
     ),
     Side(
         "muon_fsdp_fraction",
-        f"{CAST}+muon techniques.muon.symmetric_matmuls=true techniques.muon.fraction=0.25 "
-        "mesh.data={n}",
+        f"{CAST}+muon techniques.muon.fraction=0.25 mesh.data={{n}}",
         against=("fsdp", "fsdp_cast", "muon_fsdp"),
     ),
     Side("fsdp_cast", f"{CAST}mesh.data={{n}}", against=("one", "fsdp")),
