@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor import config as inductor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -166,7 +167,7 @@ def step_of(
     if tensor:
         split(model, world.mesh["tensor"])
         asynchronous = getattr(plan.techniques["tensor_parallel"], "asynchronous", False)
-        torch._inductor.config._micro_pipeline_tp = asynchronous
+        inductor._micro_pipeline_tp = asynchronous
     shard(model, world.mesh["slices"], checkpointed=checkpointed)
     if device.type == "cuda":
         torch.cuda.empty_cache()
