@@ -40,7 +40,7 @@ from headrace.kernels.orthogonalize import Name, iterated_dtype, orthogonalize
 from headrace.optim.compiled import CompiledUpdates
 from headrace.optim.submatrix import IDLE, Submatrix, count_touched, longest
 from headrace.parallel.layout import as_parameter, is_dtensor, local_of
-from headrace.parallel.team import Team
+from headrace.parallel.team import Team, in_turn
 
 CHUNK_NUMBERS = 1 << 26
 """Numbers of the matrices that are updated at once, 256 MiB in fp32: two of [16384, 2048]."""
@@ -412,13 +412,21 @@ class MuonOptimizer(torch.optim.Optimizer):
                 keep,
                 feedback,
             )
-            for batch in batches:
-                for chunk in batch.chunks():
-                    batch.take_states()
-                    self._update(batch, chunk, scalars, group["weight_decay"] != 0)
+            decays = group["weight_decay"] != 0
+            in_turn(
+                self._update(batch, chunk, scalars, decays)
+                for batch in batches
+                for chunk in batch.chunks()
+            )
 
-    def _update(self, batch: MatrixBatch, chunk: slice, scalars: Scalars, decays: bool) -> None:
-        """Update the parameters of a chunk, on the ranks of its team."""
+    def _update(
+        self, batch: MatrixBatch, chunk: slice, scalars: Scalars, decays: bool
+    ) -> Iterator[None]:
+        """Update the parameters of a chunk, on the ranks of its team.
+
+        Yields where what ranks send each other is under way.
+        """
+        batch.take_states()
         assert batch.momentum is not None
         taken = batch.parameters[chunk]
         weights = [local_of(p).detach() for p in taken]
@@ -437,7 +445,10 @@ class MuonOptimizer(torch.optim.Optimizer):
         directions = self._run(direction_, gradients, kept, scalars.momentum, keep, rule)
         if directions.is_cuda:
             directions = directions.bfloat16()  # the iteration's dtype: half of the traffic
-        whole, mine = team.whole(directions), team.mine(len(taken))
+        arriving, mine = team.whole(directions), team.mine(len(taken))
+        del directions
+        yield
+        whole = arriving()
         own = None if rows is None else rows[mine]
         updates = whole
         if len(whole):
@@ -445,7 +456,10 @@ class MuonOptimizer(torch.optim.Optimizer):
             updates = self._run(polar_, whole, own, keep, self.touched, rule, cut)
         if rows is not None and own is not None:
             rows.copy_(team.everyones(own, len(taken)))
-        parts = team.parts(updates, len(taken))
+        returning = team.parts(updates, len(taken))
+        del arriving, whole, updates
+        yield
+        parts = returning()
         self._run(change_, weights, parts, kept, scalars.lr, shrink, scalars.feedback, rule)
 
     def _count_rows(self, count: int, shape: Sequence[int], cut: MatrixCut) -> None:

@@ -92,7 +92,19 @@ class MuonWork:
         return [(n, *shape_taken(self.fraction, *sides)) for n, *sides in self.runs()]
 
     def peak_bytes(self) -> float:
-        """Return the most bytes that an update of one chunk makes."""
+        """Return the most bytes that an update makes: of one chunk, and of what travels beside.
+
+        Over ranks the chunk after it is sent meanwhile, and what became of the one before.
+        """
+        if self.ranks == 1:
+            return self._chunk_bytes()
+        low = BF16 if self.on_gpu else FP32
+        travelling = self.chunk / self.slices + ceil(self.chunk / self.ranks)
+        neighbours = min(2, max(0, ceil(self.count / self.chunk) - 1))
+        return self._chunk_bytes() + neighbours * low * travelling * prod(self.shape)
+
+    def _chunk_bytes(self) -> float:
+        """Return the most bytes that the update of one chunk makes."""
         mine = ceil(self.chunk / self.ranks)
         low = BF16 if self.on_gpu else FP32
         directions = self.ahead * FP32 * self.chunk * prod(self.shape) / self.slices
@@ -229,8 +241,9 @@ class MuonWork:
         whole, chunks = float(low * self.count * prod(self.shape)), ceil(self.count / self.chunk)
         if self.slices == 1:
             return {"gather": self._collective("all_gather", whole, chunks)}
-        operation = "all_to_all" if self.on_gpu else "all_gather"  # gloo has no other
-        each = whole / self.slices if self.on_gpu else whole
+        even = self.shape[0] % self.slices == 0
+        operation = "all_to_all" if self.on_gpu or even else "all_gather"  # torch's way on gloo
+        each = whole / self.slices if operation == "all_to_all" else whole
         return {"gather": self._collective(operation, 2 * each, 2 * chunks)}
 
     def _collective(self, operation: Any, bytes: float, kernels: float) -> Work:
