@@ -6,6 +6,9 @@ activation (4 in fp32, 2 under bf16). FLOPs count a multiply-add as two.
 Shapes: N = rows x length tokens, D features, L layers, H x K query features, G x K key features.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from headrace.core.model_config import ModelConfig
 from headrace.costs.ledger import Instant, Ledger, Line, Matrix
 
@@ -296,6 +299,24 @@ def holds_casts(ledger: Ledger) -> bool:
     makes its gradients while it goes forward.
     """
     return not ledger.sizes["on_gpu"] or "loss_forward" in ledger.sizes
+
+
+def without_casts(ledger: Ledger, linears: Mapping[str, tuple[int, int]]) -> Ledger:
+    """Return the ledger of blocks that keep no cast of these linears' weights.
+
+    Casts that something else left out before are not left out twice.
+
+    Args:
+        ledger: of the plan so far.
+        linears: (in, out) by name.
+    """
+    pieces = "mlp_piece" in ledger.memory and not holds_casts(ledger)  # which keep none
+    taken = sum(i * o for n, (i, o) in linears.items() if not (pieces and n.startswith("mlp.")))
+    for name, line in ledger.memory.items():
+        if name.endswith("/weight_cast"):
+            kept = replace(line, bytes=max(0.0, line.bytes - 2 * taken))
+            ledger = ledger.with_line(name, kept)
+    return ledger
 
 
 def _work_bytes(config: ModelConfig, tokens: int, size: int) -> float:

@@ -38,8 +38,9 @@ def below_nothing(ledger: Ledger) -> list[str]:
     ]
 
 
-def test_a_cast_is_taken_out_once() -> None:
-    ledger = foreseen(("chunked_mlp", "float8_linear"), recipe=False)
+@pytest.mark.parametrize("other", ["chunked_mlp", "quantization_aware_training"])
+def test_a_cast_is_taken_out_once(other: str) -> None:
+    ledger = foreseen((other, "float8_linear"), recipe=False)
     assert ledger is not None and below_nothing(ledger) == []
     assert any(name.endswith("/weight_cast") for name in ledger.memory)
 

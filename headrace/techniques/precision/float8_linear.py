@@ -30,7 +30,7 @@ from torch._guards import TracingContext
 from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.remedy import mend
-from headrace.costs.count import holds_casts
+from headrace.costs.count import without_casts
 from headrace.costs.float8 import TURNED, casts_of
 from headrace.costs.ledger import Ledger
 from headrace.costs.work import Matmul, Stream
@@ -131,14 +131,9 @@ class Float8Linear(Technique[Build]):
             linears = [name for name in linears if not name.startswith("mlp.")]
         weights = {n: (int(sizes[f"{n}/in"]), int(sizes[f"{n}/out"])) for n in linears}
         fits = {n: ends for n, ends in weights.items() if self._fits(*ends)}
-        pieces = "mlp_piece" in ledger.memory and not holds_casts(ledger)  # which keep no cast
-        taken = sum(i * o for n, (i, o) in fits.items() if not (pieces and n.startswith("mlp.")))
-        for name, line in ledger.memory.items():
-            if name.endswith("/weight_cast"):
-                ledger = ledger.with_line(name, replace(line, bytes=line.bytes - 2 * taken))
         if not fits:
             raise self._nothing_fits(set(weights.values()))
-        ledger = ledger.with_linears(self.name(), fits)
+        ledger = without_casts(ledger, fits).with_linears(self.name(), fits)
         facts = {f"{name}/fp8": 1.0 for name in fits}
         return self._worked(replace(ledger, sizes={**sizes, **facts}), fits)
 

@@ -38,7 +38,7 @@ from headrace.compress.vision import image_formats, look_at_rounding
 from headrace.core.errors import RefusalKind
 from headrace.core.remedy import Remedy, mend
 from headrace.core.units import divisors
-from headrace.costs.count import block_linears, holds_casts
+from headrace.costs.count import block_linears, without_casts
 from headrace.costs.ledger import DERIVED, Instant, Ledger, Line
 from headrace.costs.work import Matmul, Phase, Stream
 from headrace.model.lora import LoraLinear, plain
@@ -196,11 +196,7 @@ class QuantizationAwareTraining(Technique[Build]):
             if key.endswith("/in")
         }
         numbers = sum(inner * outer for inner, outer in linears.values())
-        pieces = "mlp_piece" in ledger.memory and not holds_casts(ledger)
-        kept = sum(i * o for n, (i, o) in linears.items() if not (pieces and n.startswith("mlp.")))
-        for line_name, line in ledger.memory.items():
-            if line_name.endswith("/weight_cast"):
-                ledger = ledger.with_line(line_name, replace(line, bytes=line.bytes - 2 * kept))
+        ledger = without_casts(ledger, linears)
         if sizes["activation_bytes"] == 4:
             ledger = ledger.with_line("fake_head", Line(4 * sizes["embedding"], ("loss", "turn")))
         ledger = self._merged(ledger, linears)
