@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._inductor import config as inductor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -34,6 +33,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from headrace.kernels.launches import COUNTS
+from headrace.parallel.micro_pipeline import compiling, share_memory
 from headrace.parallel.world import World, open_world
 from headrace.plan.plan import Plan
 from headrace.tuner.readings import Reading, StepClock
@@ -100,6 +101,8 @@ def shard(model: Any, mesh: DeviceMesh, *, checkpointed: bool) -> None:
     """Make a model ready for several GPUs: checkpoint, compile and shard its blocks."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    if mesh.size() == 1:  # for its precision alone
+        how["reshard_after_forward"] = False
     fully_shard(model.tok_embeddings, **how)
     for name, compiled in list(model.layers.named_children()):
         block = getattr(compiled, "_orig_mod", compiled)
@@ -107,7 +110,7 @@ def shard(model: Any, mesh: DeviceMesh, *, checkpointed: bool) -> None:
         whole: Any = torch.compile(block, fullgraph=True)
         model.layers.register_module(name, whole)
         fully_shard(whole, **how)
-    fully_shard([model.norm, model.output], **how, reshard_after_forward=False)
+    fully_shard([model.norm, model.output], **{**how, "reshard_after_forward": False})
     fully_shard(model, **how)
 
 
@@ -137,8 +140,12 @@ def read_titan(
     with open_world(plan.mesh, device) as world:
         torch.manual_seed(0)
         step = step_of(plan, shape, world, device, checkpointed=checkpointed)
+        before = COUNTS.total()
         for _ in range(warm):
             step()
+        if is_asynchronous(plan) and COUNTS.total() == before:
+            reading.refused = "the compiler made no matmul of torchtitan's send beside itself"
+            return reading
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         for _ in range(blocks):
@@ -155,6 +162,11 @@ def read_titan(
     return reading
 
 
+def is_asynchronous(plan: Plan) -> bool:
+    """Return whether the peer sends beside its matmuls of tensor parallelism."""
+    return getattr(plan.techniques.get("tensor_parallel"), "asynchronous", False)
+
+
 def step_of(
     plan: Plan, shape: dict[str, Any], world: World, device: torch.device, *, checkpointed: bool
 ) -> Callable[[], None]:
@@ -166,8 +178,8 @@ def step_of(
     model, _ = peers.torchtitan(shape, float8=float8, gathered=float8, device=device)
     if tensor:
         split(model, world.mesh["tensor"])
-        asynchronous = getattr(plan.techniques["tensor_parallel"], "asynchronous", False)
-        inductor._micro_pipeline_tp = asynchronous
+    if is_asynchronous(plan):
+        share_memory(world.mesh["tensor"].get_group())
     shard(model, world.mesh["slices"], checkpointed=checkpointed)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -178,7 +190,10 @@ def step_of(
     draw = partial(torch.randint, 0, shape["vocab"], size, device=device)
 
     def step() -> None:
-        with loss_parallel() if tensor else nullcontext():
+        with (
+            loss_parallel() if tensor else nullcontext(),
+            compiling() if is_asynchronous(plan) else nullcontext(),
+        ):
             x = draw()
             loss_fn(model(x), x).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)

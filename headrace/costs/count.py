@@ -304,7 +304,7 @@ def holds_casts(ledger: Ledger) -> bool:
 def without_casts(ledger: Ledger, linears: Mapping[str, tuple[int, int]]) -> Ledger:
     """Return the ledger of blocks that keep no cast of these linears' weights.
 
-    Casts that something else left out before are not left out twice.
+    A line is not below nothing where something else left its casts out before.
 
     Args:
         ledger: of the plan so far.

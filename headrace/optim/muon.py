@@ -447,8 +447,10 @@ class MuonOptimizer(torch.optim.Optimizer):
             directions = directions.bfloat16()  # the iteration's dtype: half of the traffic
         arriving, mine = team.whole(directions), team.mine(len(taken))
         del directions
-        yield
+        if team.travels:
+            yield
         whole = arriving()
+        del arriving  # and what it holds
         own = None if rows is None else rows[mine]
         updates = whole
         if len(whole):
@@ -457,9 +459,11 @@ class MuonOptimizer(torch.optim.Optimizer):
         if rows is not None and own is not None:
             rows.copy_(team.everyones(own, len(taken)))
         returning = team.parts(updates, len(taken))
-        del arriving, whole, updates
-        yield
+        del whole, updates
+        if team.travels:
+            yield
         parts = returning()
+        del returning
         self._run(change_, weights, parts, kept, scalars.lr, shrink, scalars.feedback, rule)
 
     def _count_rows(self, count: int, shape: Sequence[int], cut: MatrixCut) -> None:

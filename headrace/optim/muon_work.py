@@ -96,7 +96,7 @@ class MuonWork:
 
         Over ranks the chunk after it is sent meanwhile, and what became of the one before.
         """
-        if self.ranks == 1:
+        if not self._travels:
             return self._chunk_bytes()
         low = BF16 if self.on_gpu else FP32
         travelling = self.chunk / self.slices + ceil(self.chunk / self.ranks)
@@ -241,10 +241,14 @@ class MuonWork:
         whole, chunks = float(low * self.count * prod(self.shape)), ceil(self.count / self.chunk)
         if self.slices == 1:
             return {"gather": self._collective("all_gather", whole, chunks)}
-        even = self.shape[0] % self.slices == 0
-        operation = "all_to_all" if self.on_gpu or even else "all_gather"  # torch's way on gloo
+        operation = "all_to_all" if self.on_gpu or self._travels else "all_gather"
         each = whole / self.slices if operation == "all_to_all" else whole
         return {"gather": self._collective(operation, 2 * each, 2 * chunks)}
+
+    @property
+    def _travels(self) -> bool:
+        """Return whether chunks are sent while others are worked on (parallel/team)."""
+        return self.slices > 1 and self.shape[0] % self.slices == 0
 
     def _collective(self, operation: Any, bytes: float, kernels: float) -> Work:
         return collective(self.sizes, self.axis, "optimizer", operation, bytes, kernels=kernels)

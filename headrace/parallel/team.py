@@ -46,6 +46,18 @@ class Team:
         """Return how many ranks share the work."""
         return self.world.size(self.axis) * self.world.size("tensor")
 
+    @property
+    def travels(self) -> bool:
+        """Return whether batches are sent while others are worked on.
+
+        They are where several ranks have as many rows of each matrix.
+        """
+        if not self.sharded:
+            return False
+        ranks = self.like.device_mesh.size(-1)  # type: ignore[attr-defined]
+        even = self.like.shape[self._cut_dim] % ranks == 0
+        return even and ranks == self.world.size(self.axis) > 1
+
     def whole(self, parts: Tensor) -> Arriving:
         """Begin to send; return what waits for this rank's whole matrices of a batch.
 
@@ -107,7 +119,7 @@ class Team:
 
     def _to_whole(self, parts: Tensor) -> Arriving:
         """Begin to send FSDP's rows of all matrices; return what waits for some whole ones."""
-        if not self._even:
+        if not self.travels:
             return partial(self._shards, parts, len(parts), to_whole=True)
         counts, dim = self._counts(len(parts)), self._cut_dim + 1
         own = counts[self.world.place(self.axis)]
@@ -117,7 +129,7 @@ class Team:
 
     def _to_parts(self, mine: Tensor, count: int) -> Arriving:
         """Begin to send some whole matrices; return what waits for FSDP's rows of all."""
-        if not self._even:
+        if not self.travels:
             return partial(self._shards, mine, count, to_whole=False)
         counts, dim = self._counts(count), self._cut_dim + 1
         apart = mine.unflatten(dim, (len(counts), -1)).movedim(dim, 0).flatten(0, 1)
@@ -148,13 +160,6 @@ class Team:
         """Return which dimension of a matrix FSDP cuts."""
         *_, placement = self.like.placements  # type: ignore[attr-defined]
         return placement.dim
-
-    @property
-    def _even(self) -> bool:
-        """Return whether all ranks along the axis have as many rows."""
-        ranks = self.like.device_mesh.size(-1)  # type: ignore[attr-defined]
-        whole = self.like.shape[self._cut_dim] % ranks == 0
-        return whole and ranks == self.world.size(self.axis)
 
     def _shards(self, batch: Tensor, count: int, *, to_whole: bool) -> Tensor:
         """Return FSDP's unequal rows of all matrices as some whole ones, or the other way."""

@@ -188,6 +188,7 @@ COMPOSITIONS = [
     case("tp-pp-tied", TP, PP, tensor=2, pipeline=2, shape="tied", slow=True),
     case("tp-no-sequence", {"tensor_parallel": {"sequence": False}}, tensor=2, data=2, slow=True),
     case("tp-fsdp-muon", TP, FSDP, MUON, tensor=2, data=2),
+    case("tp-fsdp-one-muon", TP, FSDP, MUON, tensor=2, slow=True),
     case("cp-tp", CP, TP, context=2, tensor=2, length=12, packing=True),
     case("cp-fsdp-packing", CP, FSDP, context=2, data=2, length=16, packing=True, slow=True),
     case("cp4-tied", CP, context=4, length=16, shape="tied", packing=True),
