@@ -40,7 +40,7 @@ from headrace.kernels.orthogonalize import Name, iterated_dtype, orthogonalize
 from headrace.optim.compiled import CompiledUpdates
 from headrace.optim.submatrix import IDLE, Submatrix, count_touched, longest
 from headrace.parallel.layout import as_parameter, is_dtensor, local_of
-from headrace.parallel.team import Team, in_turn
+from headrace.parallel.team import Team, stagger
 
 CHUNK_NUMBERS = 1 << 26
 """Numbers of the matrices that are updated at once, 256 MiB in fp32: two of [16384, 2048]."""
@@ -413,7 +413,7 @@ class MuonOptimizer(torch.optim.Optimizer):
                 feedback,
             )
             decays = group["weight_decay"] != 0
-            in_turn(
+            stagger(
                 self._update(batch, chunk, scalars, decays)
                 for batch in batches
                 for chunk in batch.chunks()

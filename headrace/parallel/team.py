@@ -207,24 +207,24 @@ def _gathered(mine: Tensor, count: int, world: World, axis: str) -> Tensor:
     return full[:count]
 
 
-def in_turn(updates: Iterable[Iterator[None]]) -> None:
+def stagger(updates: Iterable[Iterator[None]]) -> None:
     """Run updates to their ends, each one stage behind the one that began before it.
 
     So what a stage sends travels while the stage of another is computed, and no more updates are
     under way than there are stages.
     """
-    under_way = deque[Iterator[None]]()
+    running = deque[Iterator[None]]()
     for update in updates:
-        under_way.appendleft(update)
-        _advance(under_way)
-    while under_way:
-        _advance(under_way)
+        running.appendleft(update)
+        _advance(running)
+    while running:
+        _advance(running)
 
 
-def _advance(under_way: deque[Iterator[None]]) -> None:
+def _advance(running: deque[Iterator[None]]) -> None:
     """Run a stage of each, those that began last first, and leave out those that have ended."""
-    for update in list(under_way):
+    for update in list(running):
         try:
             next(update)
         except StopIteration:
-            under_way.remove(update)
+            running.remove(update)

@@ -1,8 +1,8 @@
-"""Updates that send something run in turn, each a stage behind the one that began before it."""
+"""Updates that send something are staggered, each a stage behind the one that began before it."""
 
 from collections.abc import Iterator
 
-from headrace.parallel.team import in_turn
+from headrace.parallel.team import stagger
 
 
 def test_what_is_sent_travels_while_another_is_worked_on() -> None:
@@ -15,7 +15,7 @@ def test_what_is_sent_travels_while_another_is_worked_on() -> None:
         yield
         done.append(f"{name} is taken")
 
-    in_turn(update(name) for name in "abc")
+    stagger(update(name) for name in "abc")
     assert done == [
         "a is sent",
         *("b is sent", "a is made"),
@@ -32,5 +32,5 @@ def test_updates_that_send_nothing_are_done_one_by_one() -> None:
         done.append(number)
         yield from ()
 
-    in_turn(map(update, range(3)))
+    stagger(map(update, range(3)))
     assert done == [0, 1, 2]
