@@ -14,7 +14,7 @@ def whole_cross(axes: Mapping[str, Sequence[Any]]) -> list[Case]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def stagger(axes: Mapping[str, Sequence[Any]]) -> list[Case]:
+def in_turn(axes: Mapping[str, Sequence[Any]]) -> list[Case]:
     """Return as many combinations as the longest axis has choices: each axis in turn, repeated."""
     most = max(map(len, axes.values()))
     return [{axis: found[n % len(found)] for axis, found in axes.items()} for n in range(most)]
@@ -45,7 +45,7 @@ def crossed(*, together: int, **axes: Collection[Any]) -> pytest.MarkDecorator:
     names = {axis: list(choices) for axis, choices in axes.items()}
     values = {a: list(c.values()) if isinstance(c, Mapping) else names[a] for a, c in axes.items()}
     numbers = {axis: range(len(found)) for axis, found in names.items()}
-    quick = stagger(numbers) if together == 1 else pairwise_cover(numbers)
+    quick = in_turn(numbers) if together == 1 else pairwise_cover(numbers)
     return pytest.mark.parametrize(
         tuple(axes),
         [

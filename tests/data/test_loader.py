@@ -315,15 +315,15 @@ def test_validation_counts_every_target_once(make_shards: Make, ranks: int, toke
     dealt = [list(validation_batches(shards, T, **options, rank=r)) for r in range(ranks)]
     assert len({len(micros) for micros in dealt}) == 1
     assert all(m.ids_BT.shape == (2, T) for micros in dealt for m in micros)
-    stagger = [micro for group in zip(*dealt, strict=True) for micro in group]
-    targets = torch.cat([m.targets_BT.flatten() for m in stagger])
-    inputs = torch.cat([m.ids_BT.flatten() for m in stagger])
+    in_turn = [micro for group in zip(*dealt, strict=True) for micro in group]
+    targets = torch.cat([m.targets_BT.flatten() for m in in_turn])
+    inputs = torch.cat([m.ids_BT.flatten() for m in in_turn])
     stream = torch.from_numpy(shards.read(0, shards.tokens))
     places = torch.tensor([p for r in rows for p in range(r * T, r * T + T)])
     places = places[places < shards.tokens - 1]
     assert (targets[targets != IGNORE] == stream[places + 1]).all()
     assert (inputs[targets != IGNORE] == stream[places]).all()
-    assert sum(m.wasted for m in stagger) == len(targets) - len(places)
+    assert sum(m.wasted for m in in_turn) == len(targets) - len(places)
     assert [*ValidationRows.of(shards, T, None).numbers] == [*range(6)]
 
 

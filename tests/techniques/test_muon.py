@@ -494,8 +494,7 @@ def test_a_step_of_muon_multiplies_halves(
         build = make_tiny("device=cuda", *shape, f"{muon}={str(halved).lower()}")
         step(build, batch(build), 0)
         builds.append(build)
-        (technique,) = (t for t in build.techniques if t.name() == "muon")
-        evidence = technique.active(build)
+        evidence = next(t for t in build.techniques if t.name() == "muon").active(build)
         assert evidence.active and (evidence.numbers["halves"] > 0) is halved
     for half, whole in zip(*(b.model.parameters() for b in builds), strict=True):
         torch.testing.assert_close(half, whole, rtol=0, atol=2e-3)
