@@ -80,8 +80,7 @@ def case(name: str, *techniques: dict[str, Any], **more: Any) -> Composition:
 
 
 # Quick are each axis and each kind of technique over ranks once, over two ranks where four show no
-# more; a cross of what stands in two quick ones is slow. A compiled block takes four ranks 10 to
-# 20 s: fsdp-compile is the quick one, and what compiles meets the other axes among the slow.
+# more; a cross of two quick ones is slow, and so is what compiles (10 to 20 s) but fsdp-compile.
 COMPOSITIONS = [
     case("replicas", data=4),
     case("overlapped", BUCKETS, MUON, data=4, micro_rows=1),
