@@ -6,8 +6,8 @@ each, the first ranks first, the same on every run. Where FSDP cuts the matrices
 its rows of the others' matrices to them and takes theirs of its own (all-to-all; where ranks have
 unequal rows, torch pads them). Where tensor parallelism cuts them, its ranks gather the few that
 are left. Where ranks hold copies, nothing is sent before the work, and the results are gathered
-after it. What begins to be sent is waited for where it is asked for, so that a batch travels while
-another one is worked on.
+after it. What FSDP's ranks exchange is begun before it is waited for, so that a batch travels while
+another one is worked on (`stagger`).
 Groups that each hold all slices (`mesh.replicate`) each do all of the work: then no matrix crosses
 the links between them, which are the slow ones.
 """
@@ -61,7 +61,8 @@ class Team:
     def whole(self, parts: Tensor) -> Arriving:
         """Begin to send; return what waits for this rank's whole matrices of a batch.
 
-        All ranks of both axes call this together, and then what it returns.
+        All ranks of both axes call this together, and then what it returns. Where batches do not
+        travel, all is sent by then.
 
         Args:
             parts: this rank's part of every matrix, [matrices, *local].

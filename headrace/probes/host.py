@@ -76,8 +76,8 @@ STEPS = (
     Small(384, 2, 6, 4096, 4, 128), Small(128, 2, 4, 2048, 1, 128), Small(256, 2, 4, 4096, 1, 256),
 )  # fmt: skip
 """The small decoders whose whole steps are timed; the first and third are compiled too. The last
-two have a row alone, as small micro-batches have: what a step does beside its pieces, and weights
-that each of its matmuls reads anew, are half of their pieces' time on two slow cores."""
+two have a row alone, as small micro-batches have, whose steps are the longest beside their pieces
+(LOG.md)."""
 
 
 def in_order(readings: Readings) -> Iterator[Probe]:

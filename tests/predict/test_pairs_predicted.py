@@ -38,9 +38,11 @@ def below_nothing(ledger: Ledger) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("other", ["chunked_mlp", "quantization_aware_training"])
-def test_a_cast_is_taken_out_once(other: str) -> None:
-    ledger = foreseen((other, "float8_linear"), recipe=False)
+@pytest.mark.parametrize(
+    "pair", [("chunked_mlp", "float8_linear"), ("qlora", "quantization_aware_training")]
+)
+def test_a_cast_is_taken_out_once(pair: tuple[str, str]) -> None:
+    ledger = foreseen(pair, recipe=False)
     assert ledger is not None and below_nothing(ledger) == []
     assert any(name.endswith("/weight_cast") for name in ledger.memory)
 
