@@ -46,7 +46,7 @@ from headrace.train.train import prepare_together, step
 LOOKS = 40
 """Parts of the horizon at whose ends the target is looked at."""
 FIRST_LOOK = 20
-"""The first of these looks: a rate that still stands high reaches no target before."""
+"""The first of these looks at a target: a rate that still stands high reaches none before."""
 THROWAWAY_STEPS = 3
 """Steps of each size that stand before the first run of a shape: a graph is compiled in its first
 step and recorded in the next."""
@@ -287,7 +287,7 @@ def _trained(plan: Plan, build: Build, limit_s: float) -> Reading:
     horizon, target = plan.goal_steps, plan.goal.bits_per_byte or 0.0
     assert horizon is not None
     curve, tokens, seconds, apart_s, loss = list[tuple[int, float]](), 0, 0.0, 0.0, math.inf
-    steps, look = 0, FIRST_LOOK
+    steps, look = 0, FIRST_LOOK if target else 1
     began, compiled = _now(build), compile_seconds()
     for index in range(horizon):
         step(build, build.loader.step(index).micros, index)

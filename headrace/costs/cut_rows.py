@@ -43,8 +43,10 @@ def cut_rows(ledger: Ledger, attention: Callable[[Attention, int], Attention]) -
         lambda name: name in KEPT or ("/" in name and name.split("/")[1] not in WEIGHT_LINES),
         left,
     )
-    if logits := ledger.memory.get("logits"):  # where it is one chunk's, it may stay so
-        share = min(logits.bytes, tokens * left * sizes["logits_per_token"])
+    if logits := ledger.memory.get("logits"):
+        share = logits.bytes * left
+        if "loss_forward" in sizes:  # one chunk's, which may stay so
+            share = min(logits.bytes, tokens * left * sizes["logits_per_token"])
         ledger = ledger.with_line("logits", replace(logits, bytes=share))
     hidden = sizes["activation_bytes"] if sizes["on_gpu"] else FP32
     gone = hidden * sizes["dim"] * tokens * (1 - left)  # of the hidden states' gradient

@@ -109,9 +109,14 @@ def orthogonalize(
 
 
 def _normalized(matrices: Tensor, margin: float, dtype: torch.dtype) -> Tensor:
-    """Return matrices divided by their norms times `margin`, so that no value is above 1."""
+    """Return matrices divided by their norms times `margin`, so that no value is above 1.
+
+    The norm is that of the rows' norms: one sum over a whole matrix would be left to a few of a
+    GPU's multiprocessors where a compiler fuses it with what gathers the rows.
+    """
     x = matrices.to(dtype)
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(norms, dim=-2, keepdim=True)
     return (x * (1.0 / (norm * margin + 1e-7))).to(dtype)
 
 

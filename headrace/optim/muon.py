@@ -184,7 +184,7 @@ def polar_(
             _normalized(b, t.of(s), keep) for b, t, s in zip(batches, taken, squares, strict=True)
         ]
         batches = [batch for batch, _ in both]
-        squares = [t.into_(s, new) for t, s, (_, new) in zip(taken, squares, both, strict=True)]
+        squares = [t.into(s, new) for t, s, (_, new) in zip(taken, squares, both, strict=True)]
         rows.copy_(cut.together(squares, len(rows)).squeeze(-1))
     batches = [part.alone(batch) for part, batch in zip(parts, batches, strict=True)]
     if touched is not None:

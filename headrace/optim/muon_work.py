@@ -18,21 +18,22 @@ FP32, BF16 = 4, 2
 ITERATED, ITERATED_WIDE = (2, 2), ((1, 5), (2, 4))
 """Batches, and batches of squares [shorter, shorter], that an iteration holds at once; on X X^T
 either of two."""
-MOMENTUM, SCALED, WRITTEN, SCALARS = (40, 7), (12, 6), (20, 1), 8
+MOMENTUM, SCALED, WRITTEN, SCALARS = (40, 7), (12, 7), (20, 1), 8
 """Bytes of a number and kernels of a chunk where no compiler sees it: stacked, masked, momentum and
-direction; norm and quotient; and the weight, beside one kernel a matrix. The last is the kernels
+direction; norms and quotient; and the weight, beside one kernel a matrix. The last is the kernels
 that make a step's scalars. Counted in optim/muon."""
 HALF = 0.75
 """Time of half of a product beside all of it: 0.69 and 0.83 of 2,048 and 768 rows (LOG.md)."""
-FUSED_MOMENTUM, FUSED_SCALED, FUSED_WRITTEN = (22, 3), (6, 3), (10, 1)
+FUSED_MOMENTUM, FUSED_SCALED, FUSED_WRITTEN = (22, 3), (6, 4), (10, 1)
 """What these are where a compiler fuses them: the direction is bf16 then."""
 PART_MOMENTUM, FUSED_PART_MOMENTUM, PART_SCALARS = (28, 6), (20, 3), 2
 """Bytes of a number and kernels of a chunk's momentum where a step updates a part of a matrix and
 the momentum is the direction, without a compiler and with one; and kernels that a step's scalars
 take more. Counted in optim/muon."""
-SELECTED, FUSED_SELECTED = 8, 6
-"""Kernels of a kind of piece: lengths, the largest, what is taken out, IDLE, what is put into it,
-and three that count rows, of which a compiler fuses some. Counted in optim/submatrix."""
+SELECTED, FUSED_SELECTED = 13, 8
+"""Kernels of a kind of piece: lengths, the largest, three of their places, what is taken out, four
+that put it back beside IDLE, and three that count rows, of which a compiler fuses some. Counted in
+optim/submatrix."""
 FED_BACK, FUSED_FED_BACK = (19, 3, 4), (8, 0, 0)
 """Bytes of a number of the momentum that decays where rows were updated, how often a number of the
 update is read or written beside, and kernels of a chunk. Counted in optim/muon."""
@@ -128,7 +129,7 @@ class MuonWork:
         after = (1 + copied) * whole + normalized
         if part:
             placed = (1 + copied) * whole + copied * (1 + self.rows) * chosen
-            after = max(placed, chosen + max(whole, normalized))
+            after = max(placed, chosen + max(2 * whole, normalized))
         return max(before + apart + done + most, before + after, last)
 
     def _done_bytes(self, each: float) -> float:
@@ -193,9 +194,10 @@ class MuonWork:
         low = BF16 if self.on_gpu else FP32
         cast = self.on_gpu and not self.compiled
         read = FP32 + 2 * low * cast
-        moved = FP32 + (low if self.compiled else FP32) + 2 * low
+        moved = FP32 + (2 * low if self.compiled else FP32 + low)
+        put_back = 0 if self.compiled else 3 * low  # a compiler fuses it with what is written
         kernels = FUSED_SELECTED if self.compiled else SELECTED + cast
-        return self._stream((read + low) * numbers + moved * taken, kernels * batches)
+        return self._stream((read + put_back) * numbers + moved * taken, kernels * batches)
 
     def _stream(self, bytes: float, kernels: float) -> Stream:
         """Return a stream of the update."""

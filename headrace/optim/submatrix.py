@@ -31,41 +31,45 @@ def shape_taken(fraction: float, rows: int, columns: int) -> tuple[int, int]:
 class Submatrix:
     """Hold which rows, or which columns, are taken of each matrix of a batch.
 
+    What is taken is put back by a gather, which a compiler fuses with what reads the result; a
+    scatter of bf16 it leaves to torch, which takes an index of 8 bytes for each number.
+
     Args:
         shape: of the batch, [matrices, rows, columns].
         dim: 1 where rows are taken, 2 where columns are.
         index: [matrices, taken]; None where all are.
+        place: [matrices, rows or columns], where each stands in `index`; -1 where it is not taken.
     """
 
     shape: torch.Size
     dim: int
-    index: Tensor | None
+    index: Tensor | None = None
+    place: Tensor | None = None
 
     def of(self, batch: Tensor) -> Tensor:
         """Return the taken rows or columns of a batch."""
-        return batch if self.index is None else batch.gather(self.dim, self._index())
+        if self.index is None:
+            return batch
+        sizes = [*self.shape]
+        sizes[self.dim] = self.index.size(1)
+        return batch.gather(self.dim, self.index.unsqueeze(3 - self.dim).expand(sizes))
 
-    def into_(self, batch: Tensor, part: Tensor) -> Tensor:
-        """Replace the taken rows or columns of a batch by `part`, and return it."""
-        return part if self.index is None else batch.scatter_(self.dim, self._index(), part)
+    def into(self, batch: Tensor | float, part: Tensor) -> Tensor:
+        """Return a batch whose taken rows or columns are `part`."""
+        if self.place is None:
+            return part
+        place = self.place.unsqueeze(3 - self.dim)
+        spread = part.gather(self.dim, place.clamp_min(0).expand(self.shape))
+        return torch.where(place < 0, batch, spread)
 
     def alone(self, part: Tensor) -> Tensor:
         """Return the batch that is `part` where it is taken, and else IDLE."""
-        if self.index is None:
-            return part
-        return self.into_(part.new_full(self.shape, IDLE), part)
+        return self.into(IDLE, part)
 
     def of_rows(self) -> "Submatrix":
         """Return what is taken of numbers of which each row has one, [matrices, rows, 1]."""
-        taken = self.index if self.dim == 1 else None
-        return Submatrix(torch.Size((*self.shape[:2], 1)), 1, taken)
-
-    def _index(self) -> Tensor:
-        """Return the index of each number that is taken, as a view."""
-        assert self.index is not None
-        sizes = [*self.shape]
-        sizes[self.dim] = self.index.size(1)
-        return self.index.unsqueeze(3 - self.dim).expand(sizes)
+        shape = torch.Size((*self.shape[:2], 1))
+        return Submatrix(shape, 1, self.index, self.place) if self.dim == 1 else Submatrix(shape, 1)
 
 
 def longest(batch: Tensor, fraction: float, dtype: torch.dtype) -> Submatrix:
@@ -78,10 +82,12 @@ def longest(batch: Tensor, fraction: float, dtype: torch.dtype) -> Submatrix:
     """
     dim = _thinned(batch.shape)
     if fraction == 1:
-        return Submatrix(batch.shape, dim, None)
+        return Submatrix(batch.shape, dim)
     lengths = torch.linalg.vector_norm(batch.to(dtype), dim=3 - dim, dtype=torch.float32)
     taken = lengths.topk(count_taken(fraction, batch.size(dim))).indices
-    return Submatrix(batch.shape, dim, taken)
+    order = torch.arange(taken.size(1), device=batch.device).expand_as(taken)
+    place = torch.full(lengths.shape, -1, device=batch.device).scatter_(1, taken, order)
+    return Submatrix(batch.shape, dim, taken, place)
 
 
 def count_touched(updates: Tensor) -> Tensor:

@@ -2,13 +2,21 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rank_memory
+import receipts
+import scaling
 from programs import rows
 from scaling_sides import SIDES
 
 KNOWN = {side.name: side for side in SIDES}
+MEASURED = [
+    row
+    for row in rows(receipts.ROOT / "results", "scaling")
+    if row["kind"] == "rank_memory" and row["n"]
+]
 
 
 def _asked(code: str, line: int) -> dict[str, object]:
@@ -43,3 +51,12 @@ def test_a_rank_trains_alone(side: str, tmp_path: Path, monkeypatch: pytest.Monk
     (row,) = rows(tmp_path, "scaling")
     assert (row["side"], row["ranks"], row["kind"], row["n"]) == (side, 2, "rank_memory", 1)
     assert "refused" not in row and len(row["peak_bytes_by_rank"]) == 1 + (side == "pipeline")
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['side']}-{row['ranks']}")
+def test_a_measured_peak_is_predicted_within_two_percent(row: dict[str, Any]) -> None:
+    words = ["predict", "--ranks", str(row["ranks"]), "--device-name", row["hardware"]]
+    args = scaling.parsed(words)
+    predicted = scaling.entry_of(KNOWN[row["side"]], args, scaling.machine_of(args)).facts
+    measured = row["metrics"]["peak_memory"]["value"]
+    assert predicted["predicted"]["peak_bytes"] == pytest.approx(measured, rel=0.02)

@@ -115,7 +115,7 @@ class Muon(Technique[Build]):
         costs=(
             "15 to 18 matrix products per matrix and step, which do not grow with the batch",
             "a few copies of at most 64M weights at a time during the update (derived)",
-            "with fraction = 0.25 at most a 24th of these matmuls' FLOPs, and 1.2 to 1.4 times "
+            "with fraction = 0.25 at most a 24th of these matmuls' FLOPs, and 1.1 to 1.3 times "
             "the update's bytes, of [2048, 8192] and [2048, 2048] (derived)",
         ),
         helps="pretraining from scratch at ordinary batch sizes",

@@ -222,7 +222,7 @@ class PipelineParallel(Technique[Build]):
             # A micro-batch in flight is as many blocks more, held while another goes backward.
             instants = instants_of(copy) if copy < here else ("loss", "turn", "backward")
             for name, line in blocks[copy % here].items():
-                memory[f"{copy}/{name}"] = Line(line.bytes, instants, copy)
+                memory[f"{copy}/{name}"] = replace(line, instants=instants, layer=copy)
         matrices = self._matrices(ledger, mine, first=rank == 0, last=last)
         for name, bytes_of in STATES.items():  # vectors are shared out as layers are
             whole, part = (sum(map(bytes_of, m.values())) for m in (ledger.matrices, matrices))
