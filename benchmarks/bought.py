@@ -11,7 +11,8 @@ plain AdamW, every token taken to be fresh, and torch's defaults of AdamW (rate 
 attention).
 
 A side's speed is measured on a short run first, and its horizon is the steps that the minutes
-suffice for at that speed, so that a wrong prediction gives no side more time. What is compiled and
+suffice for at that speed, so that a wrong prediction gives no side more time. A plan that would
+learn a short text by heart is bought fewer steps, and takes no more of them. What is compiled and
 evaluated is off the clock (learning_runs.py). The result of a side is its lowest validation loss,
 which `checkpoint.keep_best` keeps: text that repeats may raise the loss of the last step.
 """
@@ -102,6 +103,8 @@ def measure(args: argparse.Namespace, runs: Runs, side: str) -> None:
     one = bought(args, side, [*runs.overrides, *args.set], runs.text_tokens)
     brief = runs.run(horizon(one.plan, SPEED_STEPS, args.seed, side))
     steps = max(2, round(60 * args.minutes * SPEED_STEPS / brief.seconds))
+    if one.spent < 1:  # the text is too short for all of the minutes
+        steps = min(steps, one.steps)
     print(f"{side}: {one.parameters:,} parameters, {steps:,} steps", flush=True)
     write(args, side, one, runs.run(horizon(one.plan, steps, args.seed, side)), runs.text_tokens)
 

@@ -43,6 +43,8 @@ POINTS = ("tune", "search", "reading")
 """Kinds of rows that are one point of a sweep or a search, or one reading of several."""
 BY_KIND = ("learning", "data", "finetune", "scaling", "reliability", "compress")
 """Topics whose kinds of rows measure different things: each kind has a table of its own."""
+OF_RANKS = ("side", "rank_memory")
+"""Kinds of rows whose tables tell for how many GPUs a plan was."""
 PLACES = ("data.sources", "data.directory", "directory")
 """Keys of a plan that hold a place of this machine, which tables leave out."""
 HOW_RIGHT = ROOT / "docs" / "how-right.md"
@@ -84,7 +86,9 @@ def subject(row: dict[str, Any]) -> str:
     name = next(filter(None, names), "trunk")
     if row.get("kind") == "longest":
         return f"{name}, {row['length']:,} tokens"
-    return f"{name}, GPUs: {row['ranks']}" if row.get("kind") == "side" else name
+    if row.get("kind") == "optimizer_share" and row.get("overrides"):
+        return f"{name} ({' '.join(row['overrides'])})"
+    return f"{name}, GPUs: {row['ranks']}" if row.get("kind") in OF_RANKS else name
 
 
 def changes(row: dict[str, Any]) -> list[str]:

@@ -2,10 +2,11 @@
 
 A budget is money, GPU hours or FLOPs. Each shape of a ladder is given the tokens that the budget
 leaves it: money and hours by the speed that is predicted of its plan, FLOPs by what a token takes.
-The scaling law then says which shape and length would have the lowest loss, and Step Law gives
-their batch and learning rate (predict/scaling.py); a plan whose matrices have an optimizer of their
-own keeps its rates. Shapes that do not fit into the device's memory are left out. All else is as
-the plan says that the budget is given to.
+Where the text is short, none is trained for so long that it learns it by heart, and the rest of the
+budget stays. The scaling law then says which shape and length would have the lowest loss, and Step
+Law gives their batch and learning rate (predict/scaling.py); a plan whose matrices have an
+optimizer of their own keeps its rates. Shapes that do not fit into the device's memory are left
+out. All else is as the plan says that the budget is given to.
 """
 
 import math
@@ -35,6 +36,7 @@ from headrace.predict.scaling import (
     expected_loss,
     is_fitted,
     is_swept,
+    most_passes,
     step_law_batch,
     step_law_rate,
 )
@@ -82,6 +84,8 @@ class Bought:
         fresh_tokens: how many of them are different; None where that was not said.
         loss: the loss that the scaling law expects.
         prediction: memory, time and money of the plan.
+        spent: share of the budget that the plan takes: less than 1 where the model would learn the
+            text by heart with all of it.
         too_large: parameters of the shape that the law would take if it fitted into the memory;
             None where it does.
     """
@@ -96,6 +100,7 @@ class Bought:
     fresh_tokens: float | None
     loss: ExpectedLoss
     prediction: Prediction
+    spent: float = 1.0
     too_large: int | None = None
 
     @property
@@ -129,6 +134,7 @@ class Bought:
             "batch_tokens": self.plan.batch.tokens,
             "lr": self.plan.optimizer.lr,
             "keeps_rates": self.keeps_rates,
+            "spent": self.spent,
             "expected_loss": asdict(self.loss),
             "extrapolates_loss": not is_fitted(self.parameters, self.tokens),
             "extrapolates_step_law": not is_swept(self.in_blocks, self.tokens),
@@ -328,16 +334,21 @@ class _BudgetSearch:
         else:
             plan, prediction = self.planned(CHINCHILLA * parameters)
             tokens = self.bought(plan, prediction)
+        most = math.inf
+        if self.fresh_tokens is not None:
+            most = self.fresh_tokens * most_passes(parameters, self.fresh_tokens)
         for _ in range(ROUNDS):
             if tokens < self.least:
                 return None
             before = None if plan is None else plan.batch.tokens
-            plan, prediction = self.planned(tokens)
+            plan, prediction = self.planned(min(tokens, most))
             if self.budget.unit == "flops":
                 break
             tokens = self.bought(plan, prediction)
             if plan.batch.tokens == before:
                 break
+        spent = min(1.0, most / tokens)
+        tokens *= spent
         assert plan is not None and prediction is not None
         batch = plan.batch.tokens
         if tokens < batch:
@@ -356,6 +367,7 @@ class _BudgetSearch:
             fresh_tokens=self.fresh_tokens,
             loss=expected_loss(parameters, whole, self.fresh_tokens),
             prediction=prediction,
+            spent=spent,
         )
 
     def bought(self, plan: Plan, prediction: Prediction) -> float:

@@ -11,8 +11,6 @@ from headrace.predict.prediction import MemoryPrediction, Prediction
 from headrace.predict.scaling import CHINCHILLA, compute_optimal, is_fitted, is_swept
 
 FITS = {"yes": "it fits", "tight": "it fits tightly", "no": "it does not fit"}
-MANY_EPOCHS = 40
-"""Epochs from which a further one is worth next to nothing (arXiv 2305.16264, section 6)."""
 SOURCES = {
     "datasheet": "rates assumed from its datasheet; `headrace probe` measures them",
     "probes": "rates measured by probes",
@@ -88,7 +86,12 @@ def _format_data(bought: Bought) -> str:
         return line
     worth = bought.loss.effective_tokens
     line += f", worth {format_count(worth)} fresh ones (arXiv 2305.16264)"
-    return line if epochs < MANY_EPOCHS else f"{line}: so many repeats add next to nothing"
+    if bought.spent < 1:
+        line += (
+            f"\n  it takes {bought.spent:.2g} of the budget: a model of this size would learn the "
+            "text by heart, and its loss on any other rise. More text is what lowers it"
+        )
+    return line
 
 
 def _format_memory(memory: MemoryPrediction) -> list[str]:

@@ -2,9 +2,9 @@
 
 The loss is Chinchilla's L(N, D) = E + A / N^alpha + B / D^beta (arXiv 2203.15556) with the
 constants that Besiroglu et al. fitted again (arXiv 2404.10102). Tokens that repeat count for less
-(arXiv 2305.16264). The batch and the learning rate are Step Law's (arXiv 2503.04715). All functions
-are pure. Every law is of its own corpus, tokenizer and recipe: it ranks shapes for a budget, and
-says of no other text how low its loss will be.
+(arXiv 2305.16264), until a model learns them by heart. The batch and the learning rate are Step
+Law's (arXiv 2503.04715). All functions are pure. Every law is of its own corpus, tokenizer and
+recipe: it ranks shapes for a budget, and says of no other text how low its loss will be.
 """
 
 import math
@@ -17,7 +17,7 @@ E, A, B, ALPHA, BETA = numbers("scaling_loss")
 E_ERROR, A_ERROR, B_ERROR, ALPHA_ERROR, BETA_ERROR = numbers("scaling_loss_error")
 LEAST_FITTED, MOST_FITTED, FEWEST_FITTED, LONGEST_FITTED = numbers("scaling_range")
 REPEATED = number("repeated_tokens")
-EXCESS = number("excess_parameters")
+BY_HEART, BY_HEART_POWER = numbers("passes_by_heart")
 CHINCHILLA = number("tokens_per_parameter")
 RATE, RATE_PARAMETERS, RATE_TOKENS = numbers("step_law_rate")
 BATCH, BATCH_TOKENS = numbers("step_law_batch")
@@ -35,21 +35,14 @@ class ExpectedLoss:
         nats: nats a token, on the law's own corpus.
         between: the 80% interval by the standard errors of the law's constants.
         effective_tokens: fresh tokens that would teach as much.
-        effective_parameters: parameters that would do as much, if there were fresh tokens enough.
         by_parameters, by_tokens: nats that a larger model and more tokens could still take away.
     """
 
     nats: float
     between: Between
     effective_tokens: float
-    effective_parameters: float
     by_parameters: float
     by_tokens: float
-
-
-def optimal_parameters(tokens: float) -> float:
-    """Return the parameters of which a compute-optimal model is trained on so many fresh tokens."""
-    return (ALPHA * A / (BETA * B)) ** (1 / ALPHA) * tokens ** (BETA / ALPHA)
 
 
 def compute_optimal(flops: float) -> tuple[float, float]:
@@ -69,6 +62,16 @@ def worth(count: float, fresh: float, decay: float) -> float:
     return min(count, fresh) + fresh * decay * -math.expm1(-repeats / decay)
 
 
+def most_passes(parameters: float, fresh: float) -> float:
+    """Return the passes over a text after which a model learns it by heart, at least one.
+
+    From there on its held-out loss rises, and more training makes it worse. The larger a model is
+    beside the text, the fewer they are: measured by benchmarks/repeated_text.py. That training can
+    do harm so is in arXiv 2509.14786; the law of arXiv 2305.16264 knows only of no gain.
+    """
+    return max(1.0, BY_HEART * (parameters / fresh) ** -BY_HEART_POWER)
+
+
 def expected_loss(
     parameters: float, tokens: float, fresh_tokens: float | None = None
 ) -> ExpectedLoss:
@@ -81,13 +84,13 @@ def expected_loss(
     Args:
         parameters: all parameters of the model.
         tokens: tokens that it is trained on.
-        fresh_tokens: how many of them are different; None where none repeats. Where they repeat,
-            parameters beyond the compute-optimal ones of the fresh tokens count for less too.
+        fresh_tokens: how many of them are different; None where none repeats. Parameters count
+            whole, however few the fresh tokens: the discount of arXiv 2305.16264 takes all models
+            of benchmarks/repeated_text.py for the same, and the larger ones learned more.
     """
     n, d = parameters, tokens
     if fresh_tokens is not None and fresh_tokens < tokens:
         d = worth(tokens, fresh_tokens, REPEATED)
-        n = worth(parameters, min(parameters, optimal_parameters(fresh_tokens)), EXCESS)
     by_parameters, by_tokens = A / n**ALPHA, B / d**BETA
     errors = (
         E_ERROR,
@@ -99,7 +102,7 @@ def expected_loss(
     reducible = by_parameters + by_tokens
     wide = math.exp(EIGHTY * math.hypot(*errors) / reducible)
     between = Between(E + reducible / wide, E + reducible * wide)
-    return ExpectedLoss(E + reducible, between, d, n, by_parameters, by_tokens)
+    return ExpectedLoss(E + reducible, between, d, by_parameters, by_tokens)
 
 
 def step_law_rate(parameters: float, tokens: float) -> float:

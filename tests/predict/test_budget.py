@@ -20,6 +20,7 @@ from headrace.plan.plan import Plan
 from headrace.predict.amounts import Budget, read_tokens
 from headrace.predict.budget import DIMS, Bought, buy
 from headrace.predict.page import format_bought
+from headrace.predict.scaling import most_passes
 
 H100 = "NVIDIA H100"
 
@@ -119,12 +120,27 @@ def test_flops_buy_what_the_law_takes_where_memory_allows_it() -> None:
     assert one.flops == pytest.approx(3e19, rel=1e-3)
     assert 10 < one.tokens_per_parameter < 40  # compute-optimal, on a ladder of shapes
     repeated = bought("3e19flops", fresh_tokens=1e9)
-    assert repeated.loss.nats > one.loss.nats and repeated.parameters < one.parameters
+    assert repeated.loss.nats > one.loss.nats and repeated.spent == one.spent == 1
     assert repeated.loss.effective_tokens < repeated.tokens
     assert tells(format_bought(repeated), "epochs of 1B")
     held = bought("3e24flops")
     assert held.too_large is not None and held.too_large > held.parameters
     assert tells(format_bought(held), "memory holds it down")
+
+
+def test_a_short_text_is_learned_by_heart_before_a_budget_is_spent() -> None:
+    enough = bought("3e16flops", fresh_tokens=1e9)
+    assert enough.spent == 1 and enough.flops == pytest.approx(3e16, rel=0.01)
+    for budget in ("3e18flops", "1gpu-hours"):
+        short = bought(budget, fresh_tokens=1e7)
+        passes = short.tokens / 1e7
+        assert 1 < passes <= most_passes(short.parameters, 1e7) < passes * 1.02
+        assert 0 < short.spent < 1 and short.to_dict()["spent"] == short.spent
+        assert tells(format_bought(short), f"{short.spent:.2g} of the budget", "by heart")
+    more = bought("1e19flops", fresh_tokens=1e7)
+    less = bought("3e18flops", fresh_tokens=1e7)
+    assert (more.parameters, more.tokens) == (less.parameters, less.tokens)
+    assert more.spent == pytest.approx(0.3 * less.spent)
 
 
 def test_further_tables_are_no_parameters_of_the_law() -> None:

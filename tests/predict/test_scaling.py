@@ -10,7 +10,7 @@ from headrace.predict.scaling import (
     expected_loss,
     is_fitted,
     is_swept,
-    optimal_parameters,
+    most_passes,
     step_law_batch,
     step_law_rate,
     worth,
@@ -24,11 +24,10 @@ def test_the_refit_takes_chinchillas_own_size_for_its_budget() -> None:
     assert parameters == pytest.approx(CHINCHILLA_PARAMETERS, rel=0.05)
     assert tokens / parameters == pytest.approx(20, rel=0.1)
     assert 6 * parameters * tokens == pytest.approx(CHINCHILLA_FLOPS)
-    # No other split of the budget has a lower loss, and both ways to the optimum agree.
+    # No other split of the budget has a lower loss.
     best = expected_loss(parameters, tokens).nats
     for factor in (0.9, 1.1):
         assert expected_loss(parameters * factor, tokens / factor).nats > best
-    assert optimal_parameters(tokens) == pytest.approx(parameters)
     # arXiv 2404.10102: parameters grow with the power 0.5126 of the budget.
     more, _ = compute_optimal(10 * CHINCHILLA_FLOPS)
     assert more / parameters == pytest.approx(10**0.5126, rel=1e-3)
@@ -55,9 +54,13 @@ def test_repeated_tokens_are_worth_less_and_the_first_epochs_nearly_all() -> Non
     fresh, twice, again = (expected_loss(1e8, 4e9, f).nats for f in (None, 2e9, 2e8))
     assert fresh < twice < again and twice - fresh < 0.02
     assert expected_loss(1e8, 4e9, 8e9) == expected_loss(1e8, 4e9)
-    # Parameters beyond what the fresh tokens justify count for less too.
-    large = expected_loss(10e9, 4e9, 1e9)
-    assert optimal_parameters(1e9) < large.effective_parameters < 10e9
+    assert expected_loss(10e9, 4e9, 1e9).nats < expected_loss(1e9, 4e9, 1e9).nats
+
+
+def test_a_larger_model_learns_a_text_by_heart_in_fewer_passes() -> None:
+    each = [most_passes(parameters, 1e8) for parameters in (1e7, 1e8, 1e9, 1e12)]
+    assert each == sorted(each, reverse=True) and each[-1] == 1
+    assert each[0] / each[1] == pytest.approx(each[1] / each[2])
 
 
 def test_step_law_gives_its_own_examples() -> None:
