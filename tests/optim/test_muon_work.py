@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.costs.work import Matmul, Stream
 from headrace.optim.muon import WHOLE, MatrixCut, MuonRule, change_, direction_, polar_
-from headrace.optim.muon_work import MuonWork
+from headrace.optim.muon_work import HALF, MuonWork
 from headrace.optim.submatrix import count_touched, longest
 
 
@@ -35,7 +35,7 @@ def test_half_of_a_product_is_foreseen_where_the_kernel_serves(
     assert "sums" in whole and ("sums" not in half) == halves
     assert (half == whole) != halves and half["product"] == whole["product"]
     for name in ("gram", "squared"):
-        assert half[name].flops == (0.75 if halves else 1) * whole[name].flops
+        assert half[name].flops == (HALF if halves else 1) * whole[name].flops
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -96,7 +96,7 @@ class Muon(Technique[Build]):
     one polynomial, which leaves them twice as far from it."""
     symmetric_matmuls: bool = False
     """Compute half of each product that is symmetric, of matrices with 768 rows and columns or more
-    (kernels/symmetric_matmul); on GPUs from Hopper on, with Triton."""
+    (kernels/symmetric_matmul); on GPUs from Hopper on, with Triton. At 1b it was slower."""
     compiled: bool | None = None
     """Whether the update is compiled, for seconds at the first step. Left open: on a GPU that has
     Triton, not on a CPU."""
