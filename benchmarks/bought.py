@@ -70,7 +70,8 @@ def bought(args: argparse.Namespace, side: str, overrides: list[str], tokens: in
     """
     recipe = receipts.ROOT / "headrace" / "recipes" / f"{args.recipe}.toml"
     given = Path(args.recipe) if Path(args.recipe).is_file() else recipe
-    base = Plan.read(given.read_text(), catalogue(), overrides=overrides, with_=args.with_)
+    changes = {"overrides": overrides, "with_": args.with_, "without": args.without}
+    base = Plan.read(given.read_text(), catalogue(), **changes)
     budget = Budget.read(f"{args.minutes}gpu-minutes")
     if side == "chinchilla":
         text = PLAIN.format(vocab=base.data.vocab, length=base.data.sequence_length)
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", default=["bought", "chinchilla"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--with", dest="with_", nargs="*", default=["cudnn_attention"])
+    parser.add_argument("--without", nargs="*", default=[], help="of the recipe, as `plan` advises")
     parser.add_argument("--set", nargs="*", default=[], help="overrides of every plan")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")
     parser.add_argument("--work", type=Path, help="keep shards here")

@@ -5,10 +5,10 @@
 
 DIR holds `train` and `val` of the 100 English novels, as in time_to_quality.py; the first bytes of
 each file are the text. A cell of `--cells` is WIDTHxLAYERS and its passes: for each number of them
-one run of the recipe `124m`, with a schedule of its own, without the tables of token pairs, on a
-CPU. Cells are trained by `headrace train` under `--work`, and a cell that ended there before is
-read again. A row (topic `learning`, kind "repeated_text") has the loss at the end, the best on the
-way, and the pass of the best.
+one run of the recipe `124m`, with a schedule of its own, on a CPU. It has no table of token pairs,
+but with `--pairs`. Cells are trained by `headrace train` under `--work`, and a cell that ended
+there before is read again. A row (topic `learning`, kind "repeated_text") has the loss at the end,
+the best on the way, and the pass of the best.
 """
 
 import argparse
@@ -42,6 +42,7 @@ def text_of(args: argparse.Namespace) -> Path:
 def trained(args: argparse.Namespace, width: int, layers: int, passes: int) -> dict[str, Any]:
     """Return the report of one run, which is trained where there is none."""
     name, steps, text = f"d{width}.e{passes}", passes * STEPS_A_PASS, text_of(args)
+    name += ".bigram" * args.pairs
     report = args.work / "runs" / name / "124m" / "report.json"
     keys = {
         "data.sources": text / "train",
@@ -64,7 +65,7 @@ def trained(args: argparse.Namespace, width: int, layers: int, passes: int) -> d
         "checkpoint.every_steps": 0,
         "directory": args.work / "runs" / name,
     }
-    out = ["torch_compile", "bigram_embeddings", "embedding_smear"]
+    out = ["torch_compile", *(() if args.pairs else ("bigram_embeddings", "embedding_smear"))]
     words = [f"{key}={value}" for key, value in keys.items()]
     words += [word for name in out for word in ("--without", name)]
     if not report.exists() or json.loads(report.read_text())["steps"] < steps:
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with train and val")
     parser.add_argument("--work", type=Path, required=True, help="keeps the text and the runs")
     parser.add_argument("--cells", nargs="+", default=[*CELLS], metavar="WIDTHxLAYERS:PASSES,...")
+    parser.add_argument("--pairs", action="store_true", help="keep the table of token pairs")
     parser.add_argument("--bytes", type=int, default=12_400, help="of each file of train")
     parser.add_argument("--held-out-bytes", type=int, default=60_000, help="of each file of val")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")

@@ -5,8 +5,8 @@ leaves it: money and hours by the speed that is predicted of its plan, FLOPs by 
 Where the text is short, none is trained for so long that it learns it by heart, and the rest of the
 budget stays. The scaling law then says which shape and length would have the lowest loss, and Step
 Law gives their batch and learning rate (predict/scaling.py); a plan whose matrices have an
-optimizer of their own keeps its rates. Shapes that do not fit into the device's memory are left
-out. All else is as the plan says that the budget is given to.
+optimizer of their own keeps its rates, and its batch where that is larger. Shapes that do not fit
+into the device's memory are left out. All else is as the plan says that the budget is given to.
 """
 
 import math
@@ -59,6 +59,12 @@ TABLE_SHARE = 0.25
 larger models deserve larger ones (arXiv 2407.13623)."""
 MICRO_TOKENS = 32_768
 """Most tokens of a rank's micro-batch. Longer ones were hardly faster on H200s (limits.jsonl)."""
+FEWEST_STEPS = 200
+"""Fewest steps that the batch of a plan leaves that keeps its rates: about as many as the recipe
+took to 1.54 bits per byte at 45M parameters (learning.jsonl)."""
+LARGEST_BESIDE_TEXT = 16
+"""Most parameters a token of a text that is learned by heart: the largest model of which it was
+measured that it learns more than a smaller one (benchmarks/repeated_text.py)."""
 WARMUP_SHARE, WARMUP_STEPS = 0.05, 2000
 """Warmup of the recipes here as a share of the steps, and Step Law's own, which is the longest."""
 EVALUATIONS, CHECKPOINTS = 20, 10
@@ -167,7 +173,7 @@ def buy(
         UnsupportedError: no shape of the ladder can run there, or no time is predicted.
     """
     offers = _Offers(budget, budget.seconds(base), base, context, machine, fresh_tokens, open_vocab)
-    low, high = 0, len(offers.shapes) - 1
+    low, high = offers.smallest(), len(offers.shapes) - 1
     while low < high:  # the loss falls along the ladder, and then rises
         middle = (low + high) // 2
         rises = offers.nats(middle + 1) >= offers.nats(middle)
@@ -219,6 +225,23 @@ class _Offers:
         offer = self.at(index)
         fits = isinstance(offer, Bought) and offer.prediction.memory.fits != "no"
         return offer.loss.nats if isinstance(offer, Bought) and fits else math.inf
+
+    def smallest(self) -> int:
+        """Return the smallest shape that may be best.
+
+        Smaller ones would learn the text by heart before the budget is spent, as it does, and of
+        two such models the larger one has the lower loss.
+        """
+        index = 0
+        for place in range(len(self.shapes)) if self.fresh_tokens is not None else ():
+            offer = self.at(place)
+            if not isinstance(offer, Bought) or self.nats(place) == math.inf:
+                continue
+            learned = offer.parameters + offer.tables
+            if offer.spent == 1 or learned > LARGEST_BESIDE_TEXT * self.fresh_tokens:
+                break
+            index = place
+        return index
 
     def too_large(self, best: Bought) -> int | None:
         """Return the parameters of a shape of lower loss that does not fit; None without one."""
@@ -336,7 +359,7 @@ class _BudgetSearch:
             tokens = self.bought(plan, prediction)
         most = math.inf
         if self.fresh_tokens is not None:
-            most = self.fresh_tokens * most_passes(parameters, self.fresh_tokens)
+            most = self.fresh_tokens * most_passes(parameters + tables, self.fresh_tokens)
         for _ in range(ROUNDS):
             if tokens < self.least:
                 return None
@@ -387,7 +410,10 @@ class _BudgetSearch:
 
     def planned(self, tokens: float) -> tuple[Plan, Prediction]:
         """Return the plan with the batch of so many tokens, and its micro-batch that fits."""
-        wanted = min(step_law_batch(tokens), tokens) / self.least
+        batch = step_law_batch(tokens)
+        if _keeps_rates(self.shape):
+            batch = max(batch, min(self.shape.batch.tokens, tokens / FEWEST_STEPS))
+        wanted = min(batch, tokens) / self.least
         rows = 2 ** max(0, round(math.log2(max(1.0, wanted))))
         if rows * self.least > tokens:
             rows = max(1, rows // 2)

@@ -10,6 +10,8 @@ from headrace.predict.intervals import STEP, Widening
 from headrace.predict.prediction import MemoryPrediction, Prediction
 from headrace.predict.scaling import CHINCHILLA, compute_optimal, is_fitted, is_swept
 
+TABLES = {"config.bigram_multiple", "config.value_embeddings"}
+"""What techniques claim that give a model tables beside the embedding."""
 FITS = {"yes": "it fits", "tight": "it fits tightly", "no": "it does not fit"}
 SOURCES = {
     "datasheet": "rates assumed from its datasheet; `headrace probe` measures them",
@@ -34,7 +36,7 @@ def format_bought(bought: Bought) -> str:
     """Return what a budget buys as text for a reader."""
     plan, loss, ends = bought.plan, bought.loss, bought.loss.between
     model, rate = plan.model, plan.optimizer.lr
-    whose = "the plan's own; Step Law's batch" if bought.keeps_rates else "Step Law, AdamW"
+    whose = "the plan's own; its batch or Step Law's" if bought.keeps_rates else "Step Law, AdamW"
     tables = f" (beside {format_count(bought.tables)} in further tables)" if bought.tables else ""
     lines = [
         f"{bought.budget} buy {format_count(bought.parameters)} parameters{tables} and "
@@ -91,7 +93,15 @@ def _format_data(bought: Bought) -> str:
             f"\n  it takes {bought.spent:.2g} of the budget: a model of this size would learn the "
             "text by heart, and its loss on any other rise. More text is what lowers it"
         )
+        if leave := _further_tables(bought.plan):
+            line += f"\n  further tables are learned by heart first: {leave} buys a larger model"
     return line
+
+
+def _further_tables(plan: Plan) -> str:
+    """Return the words that leave a plan's further tables out; "" where it has none."""
+    named = [n for n, t in plan.techniques.items() if not TABLES.isdisjoint(t.claims)]
+    return " ".join(f"--without {name}" for name in named)
 
 
 def _format_memory(memory: MemoryPrediction) -> list[str]:

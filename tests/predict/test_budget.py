@@ -89,6 +89,12 @@ def test_rates_beside_an_optimizer_of_its_own_are_the_plans() -> None:
     assert one.keeps_rates and one.plan.optimizer.lr == 0.0021
     assert tells(format_bought(one), "learning rate 0.0021", "the plan's own")
     assert not bought("1e16flops", "optimizer.lr=0.0021").keeps_rates
+    # Its batch stays too, where it is larger than Step Law's and leaves steps enough.
+    own = [
+        bought("1e17flops", "techniques.muon.lr=0.02", f"batch.tokens={n}") for n in (2**17, 1024)
+    ]
+    assert own[0].plan.batch.tokens == 2**17 > own[1].plan.batch.tokens > 1024
+    assert bought("1e14flops", "techniques.muon.lr=0.02", "batch.tokens=131072").steps > 150
 
 
 def test_tokens_of_a_growing_batch_are_those_that_are_read() -> None:
@@ -134,9 +140,15 @@ def test_a_short_text_is_learned_by_heart_before_a_budget_is_spent() -> None:
     for budget in ("3e18flops", "1gpu-hours"):
         short = bought(budget, fresh_tokens=1e7)
         passes = short.tokens / 1e7
-        assert 1 < passes <= most_passes(short.parameters, 1e7) < passes * 1.02
+        assert 1 < passes <= most_passes(short.parameters, 1e7) < passes * 1.05
         assert 0 < short.spent < 1 and short.to_dict()["spent"] == short.spent
         assert tells(format_bought(short), f"{short.spent:.2g} of the budget", "by heart")
+        # The next larger model would not learn it by heart, or is larger than was measured.
+        plain = bought(budget, fresh_tokens=1e10)
+        assert short.parameters <= 16e7 < 2 * short.parameters or plain.spent == 1
+    pairs = bought("3e18flops", "techniques.bigram_embeddings.multiple=2", fresh_tokens=1e7)
+    assert pairs.tokens < short.fresh_tokens * most_passes(pairs.parameters, 1e7)
+    assert tells(format_bought(pairs), "--without bigram_embeddings buys a larger model")
     more = bought("1e19flops", fresh_tokens=1e7)
     less = bought("3e18flops", fresh_tokens=1e7)
     assert (more.parameters, more.tokens) == (less.parameters, less.tokens)
