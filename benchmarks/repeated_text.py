@@ -33,16 +33,16 @@ def text_of(args: argparse.Namespace) -> Path:
     for part, count in (("train", args.bytes), ("val", args.held_out_bytes)):
         (folder / part).mkdir(parents=True, exist_ok=True)
         for file in sorted((args.data / part).iterdir()):
-            short = folder / part / file.name
-            if not short.exists():
-                short.write_bytes(file.read_bytes()[:count].decode(errors="ignore").encode())
+            cut = folder / part / file.name
+            if not cut.exists():
+                cut.write_bytes(file.read_bytes()[:count].decode(errors="ignore").encode())
     return folder
 
 
 def trained(args: argparse.Namespace, width: int, layers: int, passes: int) -> dict[str, Any]:
     """Return the report of one run, which is trained where there is none."""
     name, steps, text = f"d{width}.e{passes}", passes * STEPS_A_PASS, text_of(args)
-    name += ".bigram" * args.pairs
+    name += ".bigram" * args.pairs + (f".{args.tag}" if args.tag else "")
     report = args.work / "runs" / name / "124m" / "report.json"
     keys = {
         "data.sources": text / "train",
@@ -66,7 +66,7 @@ def trained(args: argparse.Namespace, width: int, layers: int, passes: int) -> d
         "directory": args.work / "runs" / name,
     }
     out = ["torch_compile", *(() if args.pairs else ("bigram_embeddings", "embedding_smear"))]
-    words = [f"{key}={value}" for key, value in keys.items()]
+    words = [f"{key}={value}" for key, value in keys.items()] + args.set
     words += [word for name in out for word in ("--without", name)]
     if not report.exists() or json.loads(report.read_text())["steps"] < steps:
         command = [sys.executable, "-m", "headrace", "train", "124m", *words]
@@ -100,6 +100,7 @@ def measure(args: argparse.Namespace, width: int, layers: int, passes: int) -> N
         n=1,
         seeds=[report["seed"]],
         techniques=sorted(report["techniques"]),
+        overrides=args.set,
         curve=curve,
     )
     print(f"d{width} L{layers}", {k: round(v["value"], 4) for k, v in metrics.items()}, flush=True)
@@ -111,6 +112,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="keeps the text and the runs")
     parser.add_argument("--cells", nargs="+", default=[*CELLS], metavar="WIDTHxLAYERS:PASSES,...")
     parser.add_argument("--pairs", action="store_true", help="keep the table of token pairs")
+    parser.add_argument("--set", nargs="*", default=[], help="overrides of every cell")
+    parser.add_argument("--tag", default="", help="of the runs that have them")
     parser.add_argument("--bytes", type=int, default=12_400, help="of each file of train")
     parser.add_argument("--held-out-bytes", type=int, default=60_000, help="of each file of val")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")

@@ -47,6 +47,7 @@ class Kind(Enum):
     UNREACHED = auto()
     ABOVE_THE_START = auto()
     FORGOT = auto()
+    OVERFITS = auto()
     RELAPSED = auto()
     RISING = auto()
     SPIKES = auto()
@@ -151,6 +152,7 @@ _BOTTLENECKS: Mapping[str, tuple[Kind, ...]] = {
     ),
     "silent no-op": (Kind.UNTRAINED, Kind.INACTIVE, Kind.UNREACHED),
     "forgetting": (Kind.FORGOT,),
+    "overfitting": (Kind.OVERFITS,),
     "chat template": (Kind.OTHER_TEMPLATE,),
     "recipe": (Kind.SLOWER_RECIPE,),
     "input": (Kind.INPUT_WAIT, Kind.TRACE_INPUT),

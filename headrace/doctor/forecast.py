@@ -111,6 +111,7 @@ class MeasuredRun:
         waits_s: seconds of it in which the device waited for data or for other ranks.
         inactive: techniques that were asked for and do nothing.
         unreached: as of `Observation`.
+        lowest_step: the step after which the validation loss was lowest; 0 where it is not known.
         slack_s: seconds of it in which the host waited for the device.
         by_host: whether the device had run dry of launches, and the host was never ahead.
         packing: what each way of making rows does to the run's text, where its shards are there.
@@ -123,12 +124,14 @@ class MeasuredRun:
     by_host: bool = False
     packing: PackingLedger | None = None
     unreached: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
+    lowest_step: int = 0
 
     @staticmethod
     def of(seen: Observation) -> "MeasuredRun":
         """Return the means of a run's steady steps, since a step's waits fall on few of them."""
+        lowest = min(zip(seen.val_nats, seen.val_steps, strict=True), default=(0.0, 0))[1]
         if not seen.steps:
-            return MeasuredRun(inactive=seen.inactive, unreached=seen.unreached)
+            return MeasuredRun(inactive=seen.inactive, unreached=seen.unreached, lowest_step=lowest)
         step_s = sum(seen.step_s) / seen.steps
         waits = [seen.share(seen.input_s) or 0.0, seen.share(seen.communication_s) or 0.0]
         slack = (seen.share(seen.slack_s) or 0.0) if seen.slack_s else nan
@@ -139,6 +142,7 @@ class MeasuredRun:
             slack_s=step_s * slack if isfinite(slack) else 0.0,
             by_host=host_binds(seen) and (bool(seen.dry) or priced_idle(seen)),
             unreached=seen.unreached,
+            lowest_step=lowest,
         )
 
 

@@ -65,6 +65,8 @@ class Observation:
             "others".
         before_nats: validation loss before the first step.
         val_nats: validation losses after it, the oldest first.
+        val_steps: the steps after which they were.
+        epochs: passes over the source that was read most often; None where nothing says so.
         given: of given weights, what "trains", its "lr" and the "usual_lr", which may be None, and
             the "fp32_bytes" of frozen weights that bf16 arithmetic reads.
         general: loss on the general text, "before_nats" and "after_nats", and its "source".
@@ -118,6 +120,8 @@ class Observation:
     unreached: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     before_nats: float | None = None
     val_nats: tuple[float, ...] = ()
+    val_steps: tuple[int, ...] = ()
+    epochs: float | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
     general: Mapping[str, Any] = field(default_factory=dict)
     templates: tuple[str, str] | None = None
@@ -246,6 +250,8 @@ def observe(
         unreached=signals.get("unreached") or {},
         before_nats=(report.get("before") or {}).get("loss_nats"),
         val_nats=tuple(one["loss_nats"] for one in report.get("val") or ()),
+        val_steps=tuple(one["step"] for one in report.get("val") or ()),
+        epochs=_epochs(report),
         given=signals.get("given") or {},
         general=report.get("general") or {},
         templates=_templates(report),
@@ -261,6 +267,11 @@ def observe(
         watched_steps=report.get("measured_steps", 0),
         use=use,
     )
+
+
+def _epochs(report: Mapping[str, Any]) -> float | None:
+    sources = ((report.get("data") or {}).get("mixture") or {}).get("sources") or ()
+    return max((one["epochs"] for one in sources if one.get("epochs")), default=None)
 
 
 def _templates(report: Mapping[str, Any]) -> tuple[str, str] | None:

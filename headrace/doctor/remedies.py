@@ -27,6 +27,7 @@ from headrace.core.statistics import Interval
 from headrace.costs.machine import SQUARE, Machine
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import NOTHING, Forecast, MeasuredRun, Source, by_ledger, by_share
+from headrace.doctor.overfitting import sooner
 from headrace.doctor.packing import PADDED, by_packing, repacked
 from headrace.doctor.plan_keys import (
     KEY_COSTS,
@@ -57,7 +58,10 @@ NEARLY = 0.9
 of natural runs were a quarter off in the median (natural.jsonl), so a tenth is no evidence."""
 SHARES = ("input", "interconnect", "wasted tokens", LEDGER_FIRST)
 """Bottlenecks of which the finding's share forecasts a gain."""
-QUALITY = ("instability", "forgetting", "chat template", "recipe", "silent no-op")
+QUALITY = (
+    *("instability", "forgetting", "overfitting", "chat template", "recipe"),
+    "silent no-op",
+)
 """Bottlenecks of learning, which no time of a step forecasts."""
 OF_TIME = ("computation", "memory bandwidth", "kernel efficiency", LEDGER_FIRST)
 """Bottlenecks that name what the time of a step itself goes to."""
@@ -260,6 +264,8 @@ def candidates(bottleneck: str, asking: Asking, measured: MeasuredRun) -> Iterat
     yield from KEYS.get(bottleneck, lambda plan: [])(plan)
     if bottleneck == PADDED and measured.packing is not None:
         yield from repacked(plan, measured.packing)
+    if bottleneck == "overfitting":
+        yield from sooner(plan, measured.lowest_step)
     if bottleneck == "silent no-op":
         yield from in_force_alone(plan, measured.inactive, measured.unreached)
 

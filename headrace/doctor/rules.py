@@ -24,17 +24,16 @@ from headrace.core.errors import Diverged, MemoryFull
 from headrace.doctor import given
 from headrace.doctor.findings import OF_PHASES, PASSES, Finding, Kind
 from headrace.doctor.observation import Observation
+from headrace.doctor.overfitting import overfits
 from headrace.doctor.physics import INPUT_SHARE, binding, host_is_behind
 from headrace.doctor.series import NEWEST_STEPS, Limits, finite, jumps, relapsed, rises
 
 FEWEST_STEPS = 8
 """Steady steps below which nothing is judged. Chosen: fewer give no median that holds."""
 COMMUNICATION_SHARE = 0.05
-"""Share of a step, exposed, from which it is named. Megatron-Bridge: what is above a twentieth must
-be explained."""
+"""Share of a step, exposed, from which it is named, as Megatron-Bridge's guide has it."""
 STRAGGLER_SHARE = 0.05
-"""Share of a step for which ranks wait for the last one, from which that is named. TraceML warns
-from 0.10 of the slow rank's."""
+"""Share of a step for which ranks wait for the last one, from which that is named (TraceML: 0.1)."""
 SAME_RANK = 0.8
 """Share of the steps in which one rank is last, from which that rank is named (TraceML's cover)."""
 TINY_SHARE = 0.08
@@ -43,8 +42,8 @@ step of 256 tokens on a CPU."""
 WASTE_SHARE = 0.05
 """Share of the tokens without a target from which it is named. Chosen, not measured."""
 RECOMPILES, RECOMPILED_SHARE = 2, 0.05
-"""Steps that may compile after the first: one new shape and one for any shape are the compiler's
-own (torch's automatic dynamic shapes). And the share of the time that they may take."""
+"""Steps that may compile after the first, one new shape and one for any shape (torch's automatic
+dynamic shapes), and the share of the time that they may take."""
 WIDE_SHARE = 0.05
 """Share of a step that matmuls lose by a dtype wider than the plan's, from which it is named."""
 PRESSURE = 0.8
@@ -86,7 +85,7 @@ REDUCIBLE_CLOCK = (
 LIMITED_SHARE, SLOWER = 0.2, 0.05
 """Share of the samples in which one of them held, and share of the clock that it took, from which
 it is named. Chosen, not measured."""
-WRONG = ("silent no-op", "instability", "forgetting", "recipe")
+WRONG = ("silent no-op", "instability", "forgetting", "overfitting", "recipe")
 """Bottlenecks that stand first whatever their share."""
 
 
@@ -484,6 +483,7 @@ RULES: tuple[Rule, ...] = (
     Rule(Group.WRONG, _no_op),
     Rule(Group.WRONG, _instability),
     Rule(Group.WRONG, given.forgot),
+    Rule(Group.WRONG, overfits),
     Rule(Group.TIME, _input),
     Rule(Group.TIME, _recompiles),
     Rule(Group.TIME, _tiny),

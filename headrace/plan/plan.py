@@ -176,6 +176,12 @@ class Plan(Strict):
         return self.batch.micro_sequences or self.rows_per_step // self.mesh.data
 
     @property
+    def table_techniques(self) -> list[str]:
+        """Return the names of techniques that give a model tables beside its embedding."""
+        tables = {"config.bigram_multiple", "config.value_embeddings"}
+        return [n for n, one in self.techniques.items() if not tables.isdisjoint(one.claims)]
+
+    @property
     def lengthening(self) -> list[Technique[Any]]:
         """Return the techniques by which a row's length changes from step to step.
 

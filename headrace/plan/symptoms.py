@@ -21,6 +21,7 @@ BOTTLENECKS: Mapping[str, tuple[str, ...]] = {
     "wasted tokens": (),
     "instability": (),
     "forgetting": (),
+    "overfitting": (),
     "chat template": (),
     "recipe": (),
     "silent no-op": (),
@@ -28,7 +29,8 @@ BOTTLENECKS: Mapping[str, tuple[str, ...]] = {
 }
 """Bottleneck -> its parts. `computation` is for what lessens FLOPs or raises their rate, `recipe`
 for what reaches a loss in fewer tokens, and `launch:compilation` for steps that compile
-repeatedly, `forgetting` for what keeps what given weights know."""
+repeatedly, `forgetting` for what keeps what given weights know, and `overfitting` for what keeps a
+model from learning its text by heart."""
 LoopChange = Literal[
     "8-bit states",
     "Liger kernels",

@@ -10,8 +10,6 @@ from headrace.predict.intervals import STEP, Widening
 from headrace.predict.prediction import MemoryPrediction, Prediction
 from headrace.predict.scaling import CHINCHILLA, compute_optimal, is_fitted, is_swept
 
-TABLES = {"config.bigram_multiple", "config.value_embeddings"}
-"""What techniques claim that give a model tables beside the embedding."""
 FITS = {"yes": "it fits", "tight": "it fits tightly", "no": "it does not fit"}
 SOURCES = {
     "datasheet": "rates assumed from its datasheet; `headrace probe` measures them",
@@ -100,8 +98,7 @@ def _format_data(bought: Bought) -> str:
 
 def _further_tables(plan: Plan) -> str:
     """Return the words that leave a plan's further tables out; "" where it has none."""
-    named = [n for n, t in plan.techniques.items() if not TABLES.isdisjoint(t.claims)]
-    return " ".join(f"--without {name}" for name in named)
+    return " ".join(f"--without {name}" for name in plan.table_techniques)
 
 
 def _format_memory(memory: MemoryPrediction) -> list[str]:

@@ -139,6 +139,17 @@ def _forgot(finding: Finding, facts: Any) -> Words:
     return sentence, evidence, "what text of its kind among data.sources would keep"
 
 
+def _overfits(finding: Finding, facts: Any) -> Words:
+    step, steps, epochs = (facts[name] for name in ("step", "steps", "epochs"))
+    lowest, last = facts["lowest_nats"], facts["last_nats"]
+    evidence = f"validation {lowest:.4g} -> {last:.4g} nats since step {step} of {steps}"
+    if epochs:
+        evidence += f", {epochs * step / steps:.2g} of {epochs:.2g} passes over the text"
+    evidence += ", while the training loss fell"
+    sentence = f"The model overfits: its validation loss rose by {last / lowest - 1:.1%}."
+    return sentence, evidence, "how far more text would have carried it"
+
+
 def _other_template(finding: Finding, facts: Any) -> Words:
     run, own = (facts[f"{whose}_sha256"][:12] for whose in ("run", "own"))
     return (
@@ -448,6 +459,7 @@ OF_RUNS: Mapping[Kind, Describe] = {
     Kind.UNREACHED: _unreached,
     Kind.ABOVE_THE_START: _above_the_start,
     Kind.FORGOT: _forgot,
+    Kind.OVERFITS: _overfits,
     Kind.WIDE_BASE: _wide_base,
     Kind.OTHER_TEMPLATE: _other_template,
     Kind.RELAPSED: _relapsed,

@@ -66,7 +66,7 @@ class StochasticDepth(Technique[Build]):
     stage: ClassVar[Stage] = Stage.GATE
     composes: ClassVar[tuple[str, ...]] = ("block_forward", "values")
     equality: ClassVar = "learning"
-    symptoms: ClassVar[tuple[str, ...]] = ("recipe", "computation:blocks")
+    symptoms: ClassVar[tuple[str, ...]] = ("recipe", "overfitting", "computation:blocks")
     card: ClassVar[Card] = Card(
         buys="about rate / 2 of the blocks' work (derived), and less overfitting "
         "(arXiv 1603.09382)",
