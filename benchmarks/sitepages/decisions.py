@@ -40,6 +40,7 @@ MEANINGS: Mapping[str, str] = {
     "wasted tokens": "A part of each batch has no target: padding, or crops.",
     "instability": "The loss jumps or is not finite.",
     "forgetting": "Given weights lose what they knew.",
+    "overfitting": "The run learns its text by heart: on any other text it becomes worse.",
     "chat template": "Conversations are written in another template than the weights have learned.",
     "recipe": "The loss comes down slower for its tokens than it could.",
     "silent no-op": "What was asked for does nothing.",

@@ -2,18 +2,16 @@
 
 No technique is known by name here. A technique is a candidate when its `symptoms` name the
 finding's bottleneck and it can run on this plan; what it cannot stand beside is taken out with it.
-Of what the ledger prices (`PRICED`) every single change that keeps what is learned is a candidate,
-whatever its symptoms. Where launches bind a GPU, and for a step's own time on a CPU, so is the best
-pair (`PAIRED`): what is best on top of the best single change. Beside techniques there are a few
-keys of the plan (plan_keys.py), the rows of a micro-batch, and for memory that nobody uses the
+Of what the ledger prices (`PRICED`) every single change that keeps what is learned is a candidate.
+Where launches bind a GPU, and for a step's time on a CPU, so is the best pair (`PAIRED`). There are
+keys of the plan too (plan_keys.py), rows of a micro-batch, and for memory that nobody uses the
 techniques that trade time for it, taken out. Each is predicted like a plan of its own. What the
-ledger says makes the step slower is no remedy for lost time, and neither is a technique that
-changes what is learned, as the design of the model. What does not shrink the peak is none for full
-memory. What nothing predicts is listed last, and says so.
+ledger says makes the step slower, or what changes what is learned, is no remedy for lost time. What
+does not shrink the peak is none for full memory. What nothing predicts is listed last.
 
 Bottlenecks that the ledger does not price (waiting for data, for other ranks, padding) are forecast
-by their measured share. Learning (instability, recipe) is not forecast: seeds decide. For an
-instability all keys that are far off come first, together (plan/gentler), before any technique.
+by their measured share. Learning is not forecast: seeds decide. For an instability all keys that
+are far off come first, together (plan/gentler).
 """
 
 import shlex
@@ -54,21 +52,18 @@ PRICED = (LEDGER_FIRST, "computation", "memory bandwidth", "kernel efficiency")
 ON_TOP = 1.02
 """Times the speed of the best single change that a pair must reach to be worth its second word."""
 NEARLY = 0.9
-"""Share of the largest forecast gain that a plainer remedy must reach to stand before it. Forecasts
-of natural runs were a quarter off in the median (natural.jsonl), so a tenth is no evidence."""
+"""Share of the largest forecast gain that a plainer remedy must reach to stand before it: forecasts
+of natural runs were a quarter off in the median (natural.jsonl)."""
 SHARES = ("input", "interconnect", "wasted tokens", LEDGER_FIRST)
 """Bottlenecks of which the finding's share forecasts a gain."""
-QUALITY = (
-    *("instability", "forgetting", "overfitting", "chat template", "recipe"),
-    "silent no-op",
-)
+QUALITY = ("instability", "forgetting", "overfitting", "chat template", "recipe", "silent no-op")
 """Bottlenecks of learning, which no time of a step forecasts."""
 OF_TIME = ("computation", "memory bandwidth", "kernel efficiency", LEDGER_FIRST)
 """Bottlenecks that name what the time of a step itself goes to."""
 PAIRED: Mapping[str, tuple[str, ...]] = {"cuda": (LEDGER_FIRST,), "cpu": OF_TIME}
 """By device: bottlenecks for which the best pair of changes is a remedy too. On a GPU compiling and
-graphs lessen launches together. On a CPU, where each is predicted in milliseconds, compiling stands
-beside kept memory, threads or a loss in chunks, which act on different parts of a step."""
+graphs lessen launches together; on a CPU compiling stands beside kept memory, threads or a loss in
+chunks, which act on different parts of a step."""
 CAUSES = ("instability",)
 """Bottlenecks that keys of the plan cause; these come before techniques that bear with them."""
 HEALTHY = 0.05
@@ -401,8 +396,7 @@ def _order(
     """Order what is forecast first, of that what keeps the gradients, of that the largest gain.
 
     Where learning is what is wrong, what changes it; where no gain is known, what saves memory, and
-    of a step's time techniques before other keys. Before all of these the likely causes, in their
-    order.
+    of a step's time techniques before other keys. The likely causes come first, in their order.
     """
     most = remedy.memory_bytes if remedy.gain is None else -remedy.gain.value
     keys = _keys(remedy.change)

@@ -33,7 +33,7 @@ FEWEST_STEPS = 8
 COMMUNICATION_SHARE = 0.05
 """Share of a step, exposed, from which it is named, as Megatron-Bridge's guide has it."""
 STRAGGLER_SHARE = 0.05
-"""Share of a step for which ranks wait for the last one, from which that is named (TraceML: 0.1)."""
+"""Share of a step for which ranks wait for the last one, from which it is named (TraceML: 0.1)."""
 SAME_RANK = 0.8
 """Share of the steps in which one rank is last, from which that rank is named (TraceML's cover)."""
 TINY_SHARE = 0.08

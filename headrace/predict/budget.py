@@ -232,13 +232,15 @@ class _Offers:
         Smaller ones would learn the text by heart before the budget is spent, as it does, and of
         two such models the larger one has the lower loss.
         """
-        index = 0
-        for place in range(len(self.shapes)) if self.fresh_tokens is not None else ():
+        index, fresh = 0, self.fresh_tokens
+        if fresh is None:
+            return index
+        for place in range(len(self.shapes)):
             offer = self.at(place)
             if not isinstance(offer, Bought) or self.nats(place) == math.inf:
                 continue
             learned = offer.parameters + offer.tables
-            if offer.spent == 1 or learned > LARGEST_BESIDE_TEXT * self.fresh_tokens:
+            if offer.spent == 1 or learned > LARGEST_BESIDE_TEXT * fresh:
                 break
             index = place
         return index

@@ -65,6 +65,8 @@ FACTS: dict[str, Any] = {
     **{f"{name}_bytes": 2**31 for name in SIZES},
     **{f"{name}_nats": 5.5 for name in NATS},
     "steps": 12,
+    "step": 5,
+    "epochs": 4.0,
     "fewest": 8,
     "lost": 5,
     "back": 4,
