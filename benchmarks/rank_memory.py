@@ -171,7 +171,7 @@ def measure(args: argparse.Namespace, entry: scaling.Entry) -> None:
         side=entry.side.name,
         shape="tiny" if args.tiny else entry.side.shape,
         ranks=entry.ranks,
-        n=0 if refused else 1,
+        n=1 if metrics else 0,
         peak_bytes_by_rank={str(place): peak.bytes_ for place, peak in peaks.items()},
         plan_sha256=receipts.sha256(entry.plan.dump()),
         predicted={k: predicted[k] for k in ("peak_bytes", "reserved_bytes") if k in predicted},

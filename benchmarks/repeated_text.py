@@ -28,26 +28,27 @@ CELLS = ("64x2:2,4,8,16", "128x4:2,4,8,16", "192x6:2,4,8", "256x8:2,4")
 
 
 def text_of(args: argparse.Namespace) -> Path:
-    """Return the folder of the short text, written once: `train` and `val`."""
-    folder = args.work / "sub"
-    for part, count in (("train", args.bytes), ("val", args.held_out_bytes)):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-        for file in sorted((args.data / part).iterdir()):
-            cut = folder / part / file.name
-            if not cut.exists():
-                cut.write_bytes(file.read_bytes()[:count].decode(errors="ignore").encode())
+    """Return the folder of the brief text, `train` and `val`, which its own hash names."""
+    parts = (("train", args.bytes), ("val", args.held_out_bytes))
+    brief = {
+        f"{part}/{file.name}": file.read_bytes()[:count].decode(errors="ignore")
+        for part, count in parts
+        for file in sorted((args.data / part).iterdir())
+    }
+    folder = args.work / f"text-{receipts.sha256(brief)[:12]}"
+    for name, text in brief.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     return folder
 
 
 def trained(args: argparse.Namespace, width: int, layers: int, passes: int) -> dict[str, Any]:
     """Return the report of one run, which is trained where there is none."""
-    name, steps, text = f"d{width}.e{passes}", passes * STEPS_A_PASS, text_of(args)
-    name += ".bigram" * args.pairs + (f".{args.tag}" if args.tag else "")
-    report = args.work / "runs" / name / "124m" / "report.json"
+    steps, text = passes * STEPS_A_PASS, text_of(args)
     keys = {
         "data.sources": text / "train",
         "data.validation": text / "val",
-        "data.directory": args.work / "subdata",
+        "data.directory": args.work / "shards",
         "data.vocab": VOCAB,
         "data.sequence_length": LENGTH,
         "model.dim": width,
@@ -63,14 +64,15 @@ def trained(args: argparse.Namespace, width: int, layers: int, passes: int) -> d
         "eval.every_steps": max(25, steps // EVALUATIONS),
         "eval.tokens": EVALUATED,
         "checkpoint.every_steps": 0,
-        "directory": args.work / "runs" / name,
     }
     out = ["torch_compile", *(() if args.pairs else ("bigram_embeddings", "embedding_smear"))]
     words = [f"{key}={value}" for key, value in keys.items()] + args.set
     words += [word for name in out for word in ("--without", name)]
+    folder = args.work / f"run-{receipts.sha256(words)[:12]}"
+    report = folder / "124m" / "report.json"
     if not report.exists() or json.loads(report.read_text())["steps"] < steps:
         command = [sys.executable, "-m", "headrace", "train", "124m", *words]
-        subprocess.run([*command, "--with", "kept_memory"], check=True)
+        subprocess.run([*command, f"directory={folder}", "--with", "kept_memory"], check=True)
     return json.loads(report.read_text())
 
 
@@ -113,7 +115,6 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", default=[*CELLS], metavar="WIDTHxLAYERS:PASSES,...")
     parser.add_argument("--pairs", action="store_true", help="keep the table of token pairs")
     parser.add_argument("--set", nargs="*", default=[], help="overrides of every cell")
-    parser.add_argument("--tag", default="", help="of the runs that have them")
     parser.add_argument("--bytes", type=int, default=12_400, help="of each file of train")
     parser.add_argument("--held-out-bytes", type=int, default=60_000, help="of each file of val")
     parser.add_argument("--results", type=Path, default=receipts.ROOT / "results")

@@ -66,7 +66,7 @@ class Observation:
         before_nats: validation loss before the first step.
         val_nats: validation losses after it, the oldest first.
         val_steps: the steps after which they were.
-        epochs: passes over the source that was read most often; None where nothing says so.
+        val_passes: the passes over the text until then; none where nothing says them.
         given: of given weights, what "trains", its "lr" and the "usual_lr", which may be None, and
             the "fp32_bytes" of frozen weights that bf16 arithmetic reads.
         general: loss on the general text, "before_nats" and "after_nats", and its "source".
@@ -121,7 +121,7 @@ class Observation:
     before_nats: float | None = None
     val_nats: tuple[float, ...] = ()
     val_steps: tuple[int, ...] = ()
-    epochs: float | None = None
+    val_passes: tuple[float, ...] = ()
     given: Mapping[str, Any] = field(default_factory=dict)
     general: Mapping[str, Any] = field(default_factory=dict)
     templates: tuple[str, str] | None = None
@@ -250,8 +250,8 @@ def observe(
         unreached=signals.get("unreached") or {},
         before_nats=(report.get("before") or {}).get("loss_nats"),
         val_nats=tuple(one["loss_nats"] for one in report.get("val") or ()),
-        val_steps=tuple(one["step"] for one in report.get("val") or ()),
-        epochs=_epochs(report),
+        val_steps=tuple(one.get("step", 0) for one in report.get("val") or ()),
+        val_passes=_passes(report),
         given=signals.get("given") or {},
         general=report.get("general") or {},
         templates=_templates(report),
@@ -269,9 +269,15 @@ def observe(
     )
 
 
-def _epochs(report: Mapping[str, Any]) -> float | None:
+def _passes(report: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the passes over the text until each validation: its tokens by those that differ."""
     sources = ((report.get("data") or {}).get("mixture") or {}).get("sources") or ()
-    return max((one["epochs"] for one in sources if one.get("epochs")), default=None)
+    each = [(one.get("tokens") or 0, one.get("source_tokens") or 0) for one in sources]
+    read, differ = sum(n for n, _ in each), sum(map(min, each))
+    looks, whole = report.get("val") or (), report["tokens"]
+    if not (differ and whole and all(one.get("tokens") for one in looks)):
+        return ()
+    return tuple(one["tokens"] / whole * read / differ for one in looks)
 
 
 def _templates(report: Mapping[str, Any]) -> tuple[str, str] | None:

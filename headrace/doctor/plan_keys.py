@@ -65,7 +65,7 @@ KEY_COSTS: Mapping[str, str] = {
     "data.prefetch": "memory of the host",
     "optimizer.lr": OTHER_RUN,
     "optimizer.betas": OTHER_RUN,
-    "optimizer.weight_decay": OTHER_RUN,
+    "optimizer.weight_decay": "another run: what was learned so far had the old decay",
     "model.init_std": "another run, from other weights",
     "optimizer.clip_norm": "nothing in time (the norm is measured anyway); large gradients shrink",
     "schedule.warmup_steps": "steps at a low rate",

@@ -9,7 +9,7 @@ before a resume is not read: it is of another part of the run.
 Nothing is measured meanwhile, since a probe beside the run would slow both.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -61,9 +61,21 @@ def report_so_far(folder: Path, rows: Sequence[KnownRow]) -> dict[str, Any]:
         "wasted_token_fraction": _share(sum(wasted), tokens) if wasted else None,
         "padding_fraction": None,  # the packer of the run's process knows it
         "data": {"chat": {}} if chats else {},
-        "val": [{"loss_nats": loss} for loss in _known(rows, "val_loss_nats")],
+        "val": list(_looks(rows)),
         "signals": {"device": str(environment.get("device") or "")},
     }
+
+
+def _looks(rows: Sequence[KnownRow]) -> Iterator[dict[str, float]]:
+    """Yield the validations of the rows, as a report has them."""
+    for row in rows:
+        loss = row.get("val_loss_nats")
+        if loss is not None and isfinite(loss):
+            yield {
+                "step": row.get("step") or 0,
+                "tokens": row.get("tokens") or 0,
+                "loss_nats": loss,
+            }
 
 
 def _known(rows: Sequence[KnownRow], key: str) -> list[float]:

@@ -10,7 +10,6 @@ into the device's memory are left out. All else is as the plan says that the bud
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -28,7 +27,9 @@ from headrace.costs.machine import Machine
 from headrace.data.tokenizer import entries
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
+from headrace.plan.warmups import shortened
 from headrace.predict.amounts import Budget
+from headrace.predict.ladder import ladder
 from headrace.predict.prediction import Prediction, at, predict
 from headrace.predict.scaling import (
     CHINCHILLA,
@@ -41,22 +42,6 @@ from headrace.predict.scaling import (
     step_law_rate,
 )
 
-DIMS = (
-    *(64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792),
-    *(2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 16384, 20480, 24576),
-)
-"""Widths of the ladder: parameters grow by a factor of about 1.3 to 2 from one to the next."""
-GPT2_DIM, GPT2_ASPECT = 768, 64
-FLATTEST, DEEPEST = 128, 32
-"""Features a layer, at most and at least. GPT-2 small has 64 and Llama 3 8B 128; between them it
-grows with the root of the width."""
-WIDE_HEADS = 2048
-"""Width from which heads have 128 features, as in the Llama families; narrower ones have 64."""
-WORDS = (4096, 65_536)
-"""Smallest and largest vocabulary where the plan leaves it open."""
-TABLE_SHARE = 0.25
-"""Most parameters in both tables, as a share of those in blocks, where the vocabulary is open:
-larger models deserve larger ones (arXiv 2407.13623)."""
 MICRO_TOKENS = 32_768
 """Most tokens of a rank's micro-batch. Longer ones were hardly faster on H200s (limits.jsonl)."""
 FEWEST_STEPS = 200
@@ -173,7 +158,8 @@ def buy(
         UnsupportedError: no shape of the ladder can run there, or no time is predicted.
     """
     offers = _Offers(budget, budget.seconds(base), base, context, machine, fresh_tokens, open_vocab)
-    low, high = offers.smallest(), len(offers.shapes) - 1
+    high = offers.largest()
+    low = offers.smallest(high)
     while low < high:  # the loss falls along the ladder, and then rises
         middle = (low + high) // 2
         rises = offers.nats(middle + 1) >= offers.nats(middle)
@@ -201,7 +187,7 @@ class _Offers:
 
     def __post_init__(self) -> None:
         """List the shapes."""
-        self.shapes = [*_ladder(self.base, self.open_vocab)]
+        self.shapes = [*ladder(self.base, self.open_vocab)]
 
     def search(self, index: int) -> "_BudgetSearch":
         """Return the search over a shape's tokens and batch."""
@@ -226,21 +212,26 @@ class _Offers:
         fits = isinstance(offer, Bought) and offer.prediction.memory.fits != "no"
         return offer.loss.nats if isinstance(offer, Bought) and fits else math.inf
 
-    def smallest(self) -> int:
-        """Return the smallest shape that may be best.
+    def largest(self) -> int:
+        """Return the largest shape that the text can teach: the first one, if none is so small."""
+        if self.fresh_tokens is None or self.base.model.pretrained:
+            return len(self.shapes) - 1
+        most = LARGEST_BESIDE_TEXT * self.fresh_tokens
+        small = [n for n in range(len(self.shapes)) if self.search(n).numbers <= most]
+        return max(small, default=0)
+
+    def smallest(self, largest: int) -> int:
+        """Return the smallest shape that may be best, of those up to `largest`.
 
         Smaller ones would learn the text by heart before the budget is spent, as it does, and of
         two such models the larger one has the lower loss.
         """
-        index, fresh = 0, self.fresh_tokens
-        if fresh is None:
-            return index
-        for place in range(len(self.shapes)):
+        index = 0
+        for place in range(largest + 1) if self.fresh_tokens is not None else ():
             offer = self.at(place)
             if not isinstance(offer, Bought) or self.nats(place) == math.inf:
                 continue
-            learned = offer.parameters + offer.tables
-            if offer.spent == 1 or learned > LARGEST_BESIDE_TEXT * fresh:
+            if offer.spent == 1:
                 break
             index = place
         return index
@@ -286,41 +277,6 @@ def _keeps_rates(plan: Plan) -> bool:
     return any("routes" in t.composes for t in plan.techniques.values())
 
 
-def _ladder(base: Plan, open_vocab: bool) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the tables of models, from small to large, each with its tokenizer's size.
-
-    A plan that starts from given weights has their shape alone. Widths whose heads its groups of
-    queries do not divide are left out.
-    """
-    own = base.model.model_dump(exclude_unset=True)
-    if base.model.pretrained:
-        yield own, base.data.vocab
-        return
-    own = {k: v for k, v in own.items() if not (open_vocab and k == "vocab")}
-    group = base.model.heads // base.model.resolved_kv_heads
-    for dim in DIMS:
-        aspect = min(FLATTEST, max(DEEPEST, GPT2_ASPECT * math.sqrt(dim / GPT2_DIM)))
-        width = 128 if dim >= WIDE_HEADS else 64
-        heads, layers = dim // width, max(1, round(dim / aspect))
-        if heads % group:
-            continue
-        wide = (8 / 3 if base.model.gated else 4) * dim
-        multiple = 256 if dim >= 1024 else 64
-        sizes = {
-            "dim": dim,
-            "layers": layers,
-            "heads": heads,
-            "kv_heads": heads // group if group > 1 else 0,
-            "head_dim": width,
-            "ffn": multiple * max(1, round(wide / multiple)),
-        }
-        vocab = base.data.vocab
-        if open_vocab and base.data.tokenizer == "bpe":
-            most = TABLE_SHARE * 12 * layers * dim / 2
-            vocab = 2 ** int(math.log2(min(WORDS[1], max(WORDS[0], most))))
-        yield {**own, **sizes}, vocab
-
-
 @dataclass(frozen=True)
 class _BudgetSearch:
     """Find the tokens, batch and micro-batch of one shape."""
@@ -347,11 +303,16 @@ class _BudgetSearch:
         known = {"vocab": model.vocab or words, "context": model.context or length}
         return model.model_copy(update=known)
 
+    @property
+    def numbers(self) -> int:
+        """Return the parameters of the model, further tables among them."""
+        return total_parameters(self.model)
+
     def offer(self) -> Bought | None:
         """Return what the budget buys of this shape; None where that is no step."""
         model, length = self.model, self.shape.data.sequence_length
         a_token, tables = model_flops_per_token(model, length), further_tables(model)
-        parameters = total_parameters(model) - tables
+        parameters = self.numbers - tables
         in_blocks = parameters_in_blocks(model)
         plan, prediction, tokens = None, None, 0.0
         if self.budget.unit == "flops":
@@ -359,9 +320,7 @@ class _BudgetSearch:
         else:
             plan, prediction = self.planned(CHINCHILLA * parameters)
             tokens = self.bought(plan, prediction)
-        most = math.inf
-        if self.fresh_tokens is not None:
-            most = self.fresh_tokens * most_passes(parameters + tables, self.fresh_tokens)
+        most = self.most_tokens()
         for _ in range(ROUNDS):
             if tokens < self.least:
                 return None
@@ -372,8 +331,8 @@ class _BudgetSearch:
             tokens = self.bought(plan, prediction)
             if plan.batch.tokens == before:
                 break
-        spent = min(1.0, most / tokens)
-        tokens *= spent
+        enough = tokens
+        tokens = min(tokens, most)
         assert plan is not None and prediction is not None
         batch = plan.batch.tokens
         if tokens < batch:
@@ -392,8 +351,34 @@ class _BudgetSearch:
             fresh_tokens=self.fresh_tokens,
             loss=expected_loss(parameters, whole, self.fresh_tokens),
             prediction=prediction,
-            spent=spent,
+            spent=1.0 if enough <= most else whole / enough,
         )
+
+    def most_tokens(self) -> float:
+        """Return the tokens from which on the model learns the text by heart.
+
+        Weights that are given, or of which adapters alone learn, are none of which that was
+        measured.
+
+        Raises:
+            ConfigError: the text is not as long as a step.
+        """
+        fresh = self.fresh_tokens
+        if fresh is None:
+            return math.inf
+        if fresh < self.least:
+            each = fresh / self.shape.mesh.data
+            length = 2 ** int(math.log2(each)) if each >= 2 else 0
+            raise ConfigError(
+                f"a text of {format_count(fresh)} tokens is shorter than a step's {self.least}: "
+                f"{self.shape.mesh.data} x data.sequence_length = "
+                f"{self.shape.data.sequence_length}",
+                f"data.sequence_length={length}" if length else f"--data {self.least}",
+            )
+        frozen = any("frozen" in t.composes for t in self.shape.techniques.values())
+        if frozen or self.model.pretrained:
+            return math.inf
+        return fresh * most_passes(self.numbers, fresh)
 
     def bought(self, plan: Plan, prediction: Prediction) -> float:
         """Return the tokens that the seconds suffice for.
@@ -460,11 +445,24 @@ class _BudgetSearch:
         if plan.checkpoint.every_steps:
             saved["every_steps"] = -(-steps // CHECKPOINTS)
         optimizer = {**plan.optimizer.model_dump(exclude_unset=True), "lr": float(f"{rate:.3g}")}
-        return plan.replaced(
+        bought = plan.replaced(
             name=f"budget-{self.budget}",
             goal={"steps": steps},
             schedule=self.schedule(steps),
             optimizer=optimizer,
             eval=evaluation,
             checkpoint=saved,
-        ).with_keys({})
+            techniques=_with_warmups(plan, steps),
+        )
+        return bought.with_keys({})
+
+
+def _with_warmups(plan: Plan, steps: int) -> dict[str, Any]:
+    """Return the plan's techniques, with warmups that a run of so many steps outlasts."""
+    techniques = dict(plan.techniques)
+    for key, value in shortened(plan, steps).items():
+        table, _, rest = key.partition(".")
+        if table == "techniques":
+            name, knob = rest.split(".")
+            techniques[name] = techniques[name].model_copy(update={knob: value})
+    return techniques

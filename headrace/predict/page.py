@@ -82,14 +82,14 @@ def _format_data(bought: Bought) -> str:
         return "data: every token is taken to be fresh; --data TOKENS says how many there are"
     epochs = bought.tokens / bought.fresh_tokens
     line = f"data: {epochs:.3g} epochs of {format_count(bought.fresh_tokens)} tokens"
-    if epochs <= 1:
-        return line
-    worth = bought.loss.effective_tokens
-    line += f", worth {format_count(worth)} fresh ones (arXiv 2305.16264)"
+    if epochs > 1:
+        worth = bought.loss.effective_tokens
+        line += f", worth {format_count(worth)} fresh ones (arXiv 2305.16264)"
     if bought.spent < 1:
         line += (
-            f"\n  it takes {bought.spent:.2g} of the budget: a model of this size would learn the "
-            "text by heart, and its loss on any other rise. More text is what lowers it"
+            f"\n  it takes {bought.spent:.2g} of the budget: with more passes a model of this size "
+            "would learn the text by heart, and its loss on any other rise. More text is what "
+            "lowers it"
         )
         if leave := _further_tables(bought.plan):
             line += f"\n  further tables are learned by heart first: {leave} buys a larger model"

@@ -49,7 +49,7 @@ def test_a_rank_trains_alone(side: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "argv", words)
     rank_memory.main()
     (row,) = rows(tmp_path, "scaling")
-    assert (row["side"], row["ranks"], row["kind"], row["n"]) == (side, 2, "rank_memory", 1)
+    assert (row["side"], row["ranks"], row["kind"], row["n"]) == (side, 2, "rank_memory", 0)
     assert "refused" not in row and len(row["peak_bytes_by_rank"]) == 1 + (side == "pipeline")
 
 

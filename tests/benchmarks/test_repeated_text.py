@@ -54,4 +54,12 @@ def test_a_cell_is_trained_once_and_read_again(
     repeated_text.main()
     one, two = rows(tmp_path, "learning")
     assert one["metrics"] == two["metrics"] and one["parameters"] == two["parameters"]
+    asked = list[list[str]]()
+    monkeypatch.setattr(repeated_text.subprocess, "run", lambda words, **_: asked.append(words))
+    other = [["--set", "optimizer.weight_decay=0.3"], ["--bytes", "9000"], ["--pairs"]]
+    for change in [["--cells", "16x2:1"], *other]:  # another run each
+        monkeypatch.setattr(sys, "argv", [*given, *change])
+        with pytest.raises(FileNotFoundError):
+            repeated_text.main()
+    assert len({words[-3] for words in asked}) == len(asked) == 4
     assert one["metrics"]["epochs"]["value"] > 0 and one["curve"]

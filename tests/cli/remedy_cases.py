@@ -50,6 +50,7 @@ PLANS = {
     "predict/amounts:Budget.seconds#1": Case(f"{BUDGET} 0.001usd"),
     "predict/amounts:read_tokens#1": Case(f"{BUDGET} 1e11flops --data many"),
     "predict/budget:_BudgetSearch.bought#1": Case(f"{BUDGET} 1gpu-hours --with logit_soft_cap"),
+    "predict/budget:_BudgetSearch.most_tokens#1": Case(f"{BUDGET} 1e11flops --data 9"),
     "predict/budget:_Offers.nothing#1": Case(
         f"{BUDGET} 1e18flops data.sequence_length=16777216 batch.tokens=16777216"
     ),

@@ -67,6 +67,7 @@ FACTS: dict[str, Any] = {
     "steps": 12,
     "step": 5,
     "epochs": 4.0,
+    "best_epochs": 1.5,
     "fewest": 8,
     "lost": 5,
     "back": 4,

@@ -18,7 +18,8 @@ from headrace.core.errors import ConfigError
 from headrace.costs.machine import Machine
 from headrace.plan.plan import Plan
 from headrace.predict.amounts import Budget, read_tokens
-from headrace.predict.budget import DIMS, Bought, buy
+from headrace.predict.budget import Bought, buy
+from headrace.predict.ladder import DIMS
 from headrace.predict.page import format_bought
 from headrace.predict.scaling import most_passes
 
@@ -134,25 +135,59 @@ def test_flops_buy_what_the_law_takes_where_memory_allows_it() -> None:
     assert tells(format_bought(held), "memory holds it down")
 
 
-def test_a_short_text_is_learned_by_heart_before_a_budget_is_spent() -> None:
+def test_a_text_is_learned_by_heart_before_a_budget_is_spent() -> None:
     enough = bought("3e16flops", fresh_tokens=1e9)
     assert enough.spent == 1 and enough.flops == pytest.approx(3e16, rel=0.01)
-    for budget in ("3e18flops", "1gpu-hours"):
-        short = bought(budget, fresh_tokens=1e7)
-        passes = short.tokens / 1e7
-        assert 1 < passes <= most_passes(short.parameters, 1e7) < passes * 1.05
-        assert 0 < short.spent < 1 and short.to_dict()["spent"] == short.spent
-        assert tells(format_bought(short), f"{short.spent:.2g} of the budget", "by heart")
-        # The next larger model would not learn it by heart, or is larger than was measured.
-        plain = bought(budget, fresh_tokens=1e10)
-        assert short.parameters <= 16e7 < 2 * short.parameters or plain.spent == 1
+    brief = bought("3e18flops", fresh_tokens=1e7)
+    passes = brief.tokens / 1e7
+    assert 1 < passes <= most_passes(brief.parameters, 1e7) < passes * 1.05
+    assert 0 < brief.spent < 1 and brief.to_dict()["spent"] == brief.spent
+    assert tells(format_bought(brief), f"{brief.spent:.2g} of the budget", "by heart")
     pairs = bought("3e18flops", "techniques.bigram_embeddings.multiple=2", fresh_tokens=1e7)
-    assert pairs.tokens < short.fresh_tokens * most_passes(pairs.parameters, 1e7)
+    assert pairs.tokens < 1e7 * most_passes(pairs.parameters, 1e7)
     assert tells(format_bought(pairs), "--without bigram_embeddings buys a larger model")
-    more = bought("1e19flops", fresh_tokens=1e7)
-    less = bought("3e18flops", fresh_tokens=1e7)
-    assert (more.parameters, more.tokens) == (less.parameters, less.tokens)
-    assert more.spent == pytest.approx(0.3 * less.spent)
+    grown = bought("1gpu-hours", "techniques.batch_ramp.until=4.0", fresh_tokens=1e7)
+    assert grown.prediction.run.hours is not None
+    assert grown.spent == pytest.approx(grown.prediction.run.hours, rel=0.1)
+
+
+@pytest.mark.parametrize("budget", ["3e15flops", "3e18flops", "1gpu-hours"])
+def test_no_text_is_given_a_model_that_it_cannot_teach(budget: str) -> None:
+    """Where the text binds, more of it buys a larger model, and more of a budget no smaller one."""
+    each = [bought(budget, fresh_tokens=tokens) for tokens in (1e5, 1e6, 5e6, 2e7, 1e8)]
+    bound = [one for one in each if one.spent < 0.5]
+    assert all(a.parameters < b.parameters for a, b in pairwise(bound)) and len(bound) > 1
+    for one in each:
+        assert one.fresh_tokens is not None and one.too_large is None
+        least = one.plan.model.dim == DIMS[0]
+        assert one.parameters <= 16 * one.fresh_tokens or least
+        more = bought(budget.replace("3e", "9e").replace("1g", "3g"), fresh_tokens=one.fresh_tokens)
+        assert more.parameters >= one.parameters and more.loss.nats <= one.loss.nats + 0.2
+
+
+def test_weights_that_are_given_are_not_held_to_the_passes() -> None:
+    lora = bought("3e16flops", "techniques.lora.rank=8", fresh_tokens=1e5)
+    assert lora.spent == 1 and lora.tokens > 1e6
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mends"), [(1, "--data 1024"), (700, "data.sequence_length=512")]
+)
+def test_a_text_shorter_than_a_step_is_refused(tokens: float, mends: str) -> None:
+    with pytest.raises(ConfigError, match="is shorter than a step") as refused:
+        bought("1gpu-hours", fresh_tokens=tokens)
+    assert str(refused.value.remedy) == mends
+    if "=" in mends:
+        assert bought("1gpu-hours", mends, fresh_tokens=tokens).steps >= 1
+
+
+def test_warmups_of_techniques_end_with_a_brief_run() -> None:
+    words = ("techniques.muon.momentum_warmup_steps=100", "techniques.warmup.steps=40")
+    one = bought("1gpu-hours", *words, fresh_tokens=5e4)
+    assert one.steps < 200
+    knobs = {name: technique.model_dump() for name, technique in one.plan.techniques.items()}
+    assert knobs["muon"]["momentum_warmup_steps"] <= one.steps
+    assert knobs["warmup"]["steps"] <= one.steps / 4
 
 
 def test_further_tables_are_no_parameters_of_the_law() -> None:

@@ -140,12 +140,13 @@ def _forgot(finding: Finding, facts: Any) -> Words:
 
 
 def _overfits(finding: Finding, facts: Any) -> Words:
-    step, steps, epochs = (facts[name] for name in ("step", "steps", "epochs"))
+    step, steps = facts["step"], facts["steps"]
     lowest, last = facts["lowest_nats"], facts["last_nats"]
-    evidence = f"validation {lowest:.4g} -> {last:.4g} nats since step {step} of {steps}"
-    if epochs:
-        evidence += f", {epochs * step / steps:.2g} of {epochs:.2g} passes over the text"
-    evidence += ", while the training loss fell"
+    evidence = (
+        f"validation {lowest:.4g} -> {last:.4g} nats since step {step} of {steps}, after "
+        f"{facts['best_epochs']:.2g} of {facts['epochs']:.2g} passes over the text, while the "
+        "training loss fell"
+    )
     sentence = f"The model overfits: its validation loss rose by {last / lowest - 1:.1%}."
     return sentence, evidence, "how far more text would have carried it"
 
