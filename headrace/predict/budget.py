@@ -24,6 +24,7 @@ from headrace.costs.count import (
     total_parameters,
 )
 from headrace.costs.machine import Machine
+from headrace.costs.passes import most_passes
 from headrace.data.tokenizer import entries
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
@@ -37,7 +38,6 @@ from headrace.predict.scaling import (
     expected_loss,
     is_fitted,
     is_swept,
-    most_passes,
     step_law_batch,
     step_law_rate,
 )

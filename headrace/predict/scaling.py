@@ -17,7 +17,6 @@ E, A, B, ALPHA, BETA = numbers("scaling_loss")
 E_ERROR, A_ERROR, B_ERROR, ALPHA_ERROR, BETA_ERROR = numbers("scaling_loss_error")
 LEAST_FITTED, MOST_FITTED, FEWEST_FITTED, LONGEST_FITTED = numbers("scaling_range")
 REPEATED = number("repeated_tokens")
-BY_HEART, BY_HEART_POWER = numbers("passes_by_heart")
 CHINCHILLA = number("tokens_per_parameter")
 RATE, RATE_PARAMETERS, RATE_TOKENS = numbers("step_law_rate")
 BATCH, BATCH_TOKENS = numbers("step_law_batch")
@@ -60,16 +59,6 @@ def worth(count: float, fresh: float, decay: float) -> float:
     """
     repeats = max(0.0, count / fresh - 1)
     return min(count, fresh) + fresh * decay * -math.expm1(-repeats / decay)
-
-
-def most_passes(parameters: float, fresh: float) -> float:
-    """Return the passes over a text after which a model learns it by heart, at least one.
-
-    From there on its held-out loss rises, and more training makes it worse. The larger a model is
-    beside the text, the fewer they are: measured by benchmarks/repeated_text.py. That training can
-    do harm so is in arXiv 2509.14786; the law of arXiv 2305.16264 knows only of no gain.
-    """
-    return max(1.0, BY_HEART * (parameters / fresh) ** -BY_HEART_POWER)
 
 
 def expected_loss(

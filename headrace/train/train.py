@@ -49,6 +49,7 @@ from headrace.train.identity import (
 )
 from headrace.train.interrupts import Interrupts, PatientInterrupts
 from headrace.train.others import heartbeats
+from headrace.train.repeats import doubt_of_repeats
 from headrace.train.replicas import compare_copies
 from headrace.train.result import Result
 from headrace.train.run_folder import RunFolder, telling_of_lost_ranks
@@ -287,6 +288,8 @@ def _look_at_validation(build: Build, progress: Progress) -> int:
     if build.world.rank == 0:
         for doubt in doubts(build, tokens, targets):
             progress.note(doubt.line)
+        if (repeats := doubt_of_repeats(build)) is not None:
+            progress.note(f"note: {repeats.line}")
     return targets
 
 

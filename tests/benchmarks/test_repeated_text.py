@@ -10,7 +10,7 @@ import repeated_text
 from programs import rows
 from tiny import WORDS
 
-from headrace.predict.scaling import most_passes
+from headrace.costs.passes import most_passes
 
 PLAIN = [
     row

@@ -16,12 +16,12 @@ from headrace.cli.budget import BARE
 from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError
 from headrace.costs.machine import Machine
+from headrace.costs.passes import most_passes
 from headrace.plan.plan import Plan
 from headrace.predict.amounts import Budget, read_tokens
 from headrace.predict.budget import Bought, buy
 from headrace.predict.ladder import DIMS
 from headrace.predict.page import format_bought
-from headrace.predict.scaling import most_passes
 
 H100 = "NVIDIA H100"
 

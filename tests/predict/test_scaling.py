@@ -2,6 +2,7 @@
 
 import pytest
 
+from headrace.costs.passes import most_passes
 from headrace.predict.scaling import (
     A,
     B,
@@ -10,7 +11,6 @@ from headrace.predict.scaling import (
     expected_loss,
     is_fitted,
     is_swept,
-    most_passes,
     step_law_batch,
     step_law_rate,
     worth,
