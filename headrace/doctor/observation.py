@@ -274,7 +274,7 @@ def _passes(report: Mapping[str, Any]) -> tuple[float, ...]:
     sources = ((report.get("data") or {}).get("mixture") or {}).get("sources") or ()
     each = [(one.get("tokens") or 0, one.get("source_tokens") or 0) for one in sources]
     read, differ = sum(n for n, _ in each), sum(map(min, each))
-    looks, whole = report.get("val") or (), report["tokens"]
+    looks, whole = report.get("val") or (), report.get("tokens")
     if not (differ and whole and all(one.get("tokens") for one in looks)):
         return ()
     return tuple(one["tokens"] / whole * read / differ for one in looks)
