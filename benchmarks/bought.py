@@ -29,6 +29,7 @@ from headrace.assemble.context import choose_device, make_context
 from headrace.cli.catalogue import catalogue
 from headrace.cli.plans import rates_here
 from headrace.plan.plan import Plan
+from headrace.plan.warmups import shortened
 from headrace.predict.amounts import Budget
 from headrace.predict.budget import Bought, buy
 
@@ -87,14 +88,7 @@ def bought(args: argparse.Namespace, side: str, overrides: list[str], tokens: in
 def horizon(plan: Plan, steps: int, seed: int, side: str) -> Plan:
     """Return a plan that ends, with its schedule, after so many steps."""
     defaults = [f"{k}={v}" for k, v in DEFAULTS.items()] if side == "chinchilla" else []
-    assert plan.goal.steps is not None, "a budget buys a plan of so many steps"
-    key = "techniques.warmup.steps" if "warmup" in plan.techniques else "schedule.warmup_steps"
-    warm = max(1, round(plan.schedule.warmup_steps / plan.goal.steps * steps))
-    more = [f"{key}={warm}"]
-    muon = plan.techniques.get("muon")  # whose warmup may be longer than a short run
-    if muon is not None:
-        momentum = min(muon.model_dump()["momentum_warmup_steps"], steps)
-        more.append(f"techniques.muon.momentum_warmup_steps={momentum}")
+    more = [f"{key}={value}" for key, value in shortened(plan, steps).items()]
     ends = [f"goal.steps={steps}", f"schedule.steps={steps}", f"seed={seed}"]
     return Plan.read(plan.to_toml(), catalogue(), overrides=[*ends, *more, *defaults])
 
@@ -107,7 +101,8 @@ def measure(args: argparse.Namespace, runs: Runs, side: str) -> None:
     if one.spent < 1:  # the text is too short for all of the minutes
         steps = min(steps, one.steps)
     print(f"{side}: {one.parameters:,} parameters, {steps:,} steps", flush=True)
-    write(args, side, one, runs.run(horizon(one.plan, steps, args.seed, side)), runs.text_tokens)
+    reading = runs.run(horizon(one.plan, steps, args.seed, side), first_look=1)
+    write(args, side, one, reading, runs.text_tokens)
 
 
 def write(

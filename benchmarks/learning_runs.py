@@ -46,7 +46,7 @@ from headrace.train.train import prepare_together, step
 LOOKS = 40
 """Parts of the horizon at whose ends the target is looked at."""
 FIRST_LOOK = 20
-"""The first of these looks at a target: a rate that still stands high reaches none before."""
+"""The first of these looks: a rate that still stands high reaches no target before."""
 THROWAWAY_STEPS = 3
 """Steps of each size that stand before the first run of a shape: a graph is compiled in its first
 step and recorded in the next."""
@@ -231,8 +231,13 @@ class Runs:
         overrides = [*self.overrides, *own, *more]
         return Plan.read(text, known, overrides=overrides, with_=with_, without=without)
 
-    def run(self, plan: Plan, *, limit_s: float = math.inf) -> Reading:
-        """Train a plan until its target, its horizon or `limit_s` on the clock."""
+    def run(
+        self, plan: Plan, *, limit_s: float = math.inf, first_look: int = FIRST_LOOK
+    ) -> Reading:
+        """Train a plan until its target, its horizon or `limit_s` on the clock.
+
+        The first look is at the end of that part of the horizon, of LOOKS parts.
+        """
         shape = _shape(plan)
         if shape not in self._shapes and len(self._shapes) == MOST_SHAPES:
             torch.compiler.reset()
@@ -241,7 +246,7 @@ class Runs:
             if shape not in self._shapes or RECORDED in plan.techniques:
                 _warm_up(plan, build)
             self._shapes.add(shape)
-            return _trained(plan, build, limit_s)
+            return _trained(plan, build, limit_s, first_look)
 
 
 def _warm_up(plan: Plan, build: Build) -> None:
@@ -282,12 +287,12 @@ def _thrown_away(plan: Plan, build: Build) -> list[int]:
     return [index for index, own in enumerate(cuts) if not index or own != cuts[index - 1]]
 
 
-def _trained(plan: Plan, build: Build, limit_s: float) -> Reading:
+def _trained(plan: Plan, build: Build, limit_s: float, first_look: int) -> Reading:
     """Train on the clock."""
     horizon, target = plan.goal_steps, plan.goal.bits_per_byte or 0.0
     assert horizon is not None
     curve, tokens, seconds, apart_s, loss = list[tuple[int, float]](), 0, 0.0, 0.0, math.inf
-    steps, look = 0, FIRST_LOOK if target else 1
+    steps, look = 0, first_look
     began, compiled = _now(build), compile_seconds()
     for index in range(horizon):
         step(build, build.loader.step(index).micros, index)

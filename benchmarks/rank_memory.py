@@ -34,12 +34,12 @@ from scaling_ranks import NO_MULTICAST, opened, settle
 from scaling_sides import SIDES
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from headrace.assemble.filled import evidence_after
 from headrace.parallel.world import World
 from headrace.plan.plan import Plan
 from headrace.train import train
 from headrace.tuner.readings import why
 
-GB = 10**9
 WARM = 2
 """Steps before the one whose peak is read: the first makes the optimizer's states."""
 ENTRIES = 400_000
@@ -56,6 +56,8 @@ class Peak:
     reserved_bytes: float | None = None
     groups: list[tuple[float, int, str]] = field(default_factory=list)
     """bytes at the peak that the step itself had asked for, tensors, and lines of code"""
+    evidence: dict[str, str] = field(default_factory=dict)
+    """of every technique, that it is in force"""
     refused: str = ""
 
 
@@ -84,8 +86,10 @@ def read_peak(plan: Plan, ranks: int, place: int, groups: int) -> Peak:
     peak = Peak()
     try:
         with alone(ranks, place), opened(plan) as (build, micros):
+            numbers = torch.zeros(0)
             for index in range(WARM):
-                train.step(build, micros, index)
+                numbers = train.step(build, micros, index)
+            peak.evidence = evidence_after(build, numbers, last=True) or {}
             settle(build)
             train.step(build, micros, WARM)
             if build.device.type == "cuda":
@@ -153,7 +157,7 @@ def measure(args: argparse.Namespace, entry: scaling.Entry) -> None:
             given = (entry.plan, entry.ranks, place, args.groups)
             peaks[place] = own.submit(read_peak, *given).result()
         for bytes_, n, lines in peaks[place].groups:
-            print(f"  {bytes_ / GB:7.3f} GB in {n:3d} of rank {place}: {lines}", flush=True)
+            print(f"  {bytes_ / scaling.GB:7.3f} GB in {n:3d} of rank {place}: {lines}", flush=True)
     refused = next((peak.refused for peak in peaks.values() if peak.refused), "")
     metrics: dict[str, Any] = {}
     most = max((p for p in peaks.values() if p.bytes_), key=lambda p: p.bytes_ or 0, default=None)
@@ -173,6 +177,7 @@ def measure(args: argparse.Namespace, entry: scaling.Entry) -> None:
         ranks=entry.ranks,
         n=1 if metrics else 0,
         peak_bytes_by_rank={str(place): peak.bytes_ for place, peak in peaks.items()},
+        evidence=peaks[0].evidence,
         plan_sha256=receipts.sha256(entry.plan.dump()),
         predicted={k: predicted[k] for k in ("peak_bytes", "reserved_bytes") if k in predicted},
         **({"refused": refused} if refused else {}),

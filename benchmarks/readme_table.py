@@ -86,8 +86,12 @@ def subject(row: dict[str, Any]) -> str:
     name = next(filter(None, names), "trunk")
     if row.get("kind") == "longest":
         return f"{name}, {row['length']:,} tokens"
-    if row.get("kind") == "optimizer_share" and row.get("overrides"):
-        return f"{name} ({' '.join(row['overrides'])})"
+    if row.get("kind") == "repeated_text":
+        passes = f"{row['metrics']['epochs']['value']:.2g} passes"
+        pairs = ["with pairs"] * ("bigram_embeddings" in row["techniques"])
+        return ", ".join([passes, *pairs, *row["overrides"]])
+    if row.get("kind") == "optimizer_share" and (changed := changes(row)):
+        return f"{name} ({' '.join(changed)})"
     return f"{name}, GPUs: {row['ranks']}" if row.get("kind") in OF_RANKS else name
 
 

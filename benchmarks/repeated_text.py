@@ -24,7 +24,7 @@ BATCH, LENGTH, VOCAB = 4096, 256, 4096
 EVALUATIONS, EVALUATED = 10, 65_536
 STEPS_A_PASS = 62
 """Steps of BATCH tokens that are one pass over the text, nearly."""
-CELLS = ("64x2:2,4,8,16", "128x4:2,4,8,16", "192x6:2,4,8", "256x8:2,4")
+CELLS = ("64x2:2,4,8,16", "128x4:2,4,8", "192x6:2,4,8", "256x8:2,3")
 
 
 def text_of(args: argparse.Namespace) -> Path:

@@ -43,9 +43,11 @@ def overfits(seen: Observation) -> Finding | None:
     losses, val = finite(seen.loss), seen.val_nats
     if len(val) < FEWEST_LOOKS or not all(map(isfinite, val)) or not losses:
         return None
+    if not (seen.val_passes and all(seen.val_steps)):  # an older report may not have them
+        return None
     place = min(range(len(val)), key=val.__getitem__)
     lowest, last = val[place], val[-1]
-    if not seen.val_passes or seen.val_passes[-1] < READ_TWICE or not _rose(val[place:]):
+    if seen.val_passes[-1] < READ_TWICE or not _rose(val[place:]):
         return None
     if seen.before_nats is not None and lowest > seen.before_nats:
         return None

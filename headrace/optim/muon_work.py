@@ -22,9 +22,9 @@ MOMENTUM, SCALED, WRITTEN, SCALARS = (40, 7), (12, 7), (20, 1), 8
 """Bytes of a number and kernels of a chunk where no compiler sees it: stacked, masked, momentum and
 direction; norms and quotient; and the weight, beside one kernel a matrix. The last is the kernels
 that make a step's scalars. Counted in optim/muon."""
-HALF = 1.25
-"""Time of half of a product beside all of it, in an update of 1b on an H200, rounded up (LOG.md). A
-prototype alone took 0.69 and 0.83 of 2,048 and 768 rows."""
+HALF = 1.21
+"""Time of half of a product beside all of it, in an update of 1b on an H200 (LOG.md). A prototype
+alone took 0.69 and 0.83 of 2,048 and 768 rows."""
 FUSED_MOMENTUM, FUSED_SCALED, FUSED_WRITTEN = (22, 3), (6, 4), (10, 1)
 """What these are where a compiler fuses them: the direction is bf16 then."""
 PART_MOMENTUM, FUSED_PART_MOMENTUM, PART_SCALARS = (28, 6), (20, 3), 2

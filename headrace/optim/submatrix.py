@@ -31,8 +31,8 @@ def shape_taken(fraction: float, rows: int, columns: int) -> tuple[int, int]:
 class Submatrix:
     """Hold which rows, or which columns, are taken of each matrix of a batch.
 
-    What is taken is put back by a gather, which a compiler fuses with what reads the result; a
-    scatter of bf16 it leaves to torch, which takes an index of 8 bytes for each number.
+    What is taken is put back by a gather, which a compiler fuses with what reads the result: a
+    scatter is a pass of its own, which was 3.7 of an update's 82 ms at 1b (LOG.md).
 
     Args:
         shape: of the batch, [matrices, rows, columns].

@@ -176,6 +176,12 @@ class Plan(Strict):
         return self.batch.micro_sequences or self.rows_per_step // self.mesh.data
 
     @property
+    def learns_from_nothing(self) -> bool:
+        """Return whether all weights are learned, and none is given."""
+        frozen = any("frozen" in technique.composes for technique in self.techniques.values())
+        return not (frozen or self.model.pretrained)
+
+    @property
     def table_techniques(self) -> list[str]:
         """Return the names of techniques that give a model tables beside its embedding."""
         tables = {"config.bigram_multiple", "config.value_embeddings"}

@@ -48,8 +48,8 @@ FEWEST_STEPS = 200
 """Fewest steps that the batch of a plan leaves that keeps its rates: about as many as the recipe
 took to 1.54 bits per byte at 45M parameters (learning.jsonl)."""
 LARGEST_BESIDE_TEXT = 16
-"""Most parameters a token of a text that is learned by heart: the largest model of which it was
-measured that it learns more than a smaller one (benchmarks/repeated_text.py)."""
+"""Most parameters a token of a text that is learned by heart: models of up to 15 learned more than
+smaller ones, and one of 31 no more than that (benchmarks/repeated_text.py)."""
 WARMUP_SHARE, WARMUP_STEPS = 0.05, 2000
 """Warmup of the recipes here as a share of the steps, and Step Law's own, which is the longest."""
 EVALUATIONS, CHECKPOINTS = 20, 10
@@ -214,7 +214,7 @@ class _Offers:
 
     def largest(self) -> int:
         """Return the largest shape that the text can teach: the first one, if none is so small."""
-        if self.fresh_tokens is None or self.base.model.pretrained:
+        if self.fresh_tokens is None or not self.base.learns_from_nothing:
             return len(self.shapes) - 1
         most = LARGEST_BESIDE_TEXT * self.fresh_tokens
         small = [n for n in range(len(self.shapes)) if self.search(n).numbers <= most]
@@ -375,10 +375,8 @@ class _BudgetSearch:
                 f"{self.shape.data.sequence_length}",
                 f"data.sequence_length={length}" if length else f"--data {self.least}",
             )
-        frozen = any("frozen" in t.composes for t in self.shape.techniques.values())
-        if frozen or self.model.pretrained:
-            return math.inf
-        return fresh * most_passes(self.numbers, fresh)
+        known = self.shape.learns_from_nothing
+        return fresh * most_passes(self.numbers, fresh) if known else math.inf
 
     def bought(self, plan: Plan, prediction: Prediction) -> float:
         """Return the tokens that the seconds suffice for.

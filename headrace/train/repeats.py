@@ -22,9 +22,8 @@ def doubt_of_repeats(build: Build) -> Doubt | None:
     measured, and a run that time ends alone has no passes before it is run.
     """
     plan, steps = build.plan, build.plan.goal_steps or build.plan.horizon_steps
-    frozen = any("frozen" in technique.composes for technique in plan.techniques.values())
     fresh = sum(shards.tokens for shards in build.prepared.train)
-    if plan.vision is not None or plan.model.pretrained or frozen or not (steps and fresh):
+    if plan.vision is not None or not (plan.learns_from_nothing and steps and fresh):
         return None
     learned, passes = total_parameters(build.config), plan.batches.before(steps) / fresh
     most = most_passes(learned, fresh)

@@ -50,7 +50,11 @@ def test_a_rank_trains_alone(side: str, tmp_path: Path, monkeypatch: pytest.Monk
     rank_memory.main()
     (row,) = rows(tmp_path, "scaling")
     assert (row["side"], row["ranks"], row["kind"], row["n"]) == (side, 2, "rank_memory", 0)
-    assert "refused" not in row and len(row["peak_bytes_by_rank"]) == 1 + (side == "pipeline")
+    assert (
+        "refused" not in row
+        and row["evidence"]
+        and len(row["peak_bytes_by_rank"]) == 1 + (side == "pipeline")
+    )
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['side']}-{row['ranks']}")

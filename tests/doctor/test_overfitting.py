@@ -56,13 +56,14 @@ def test_a_validation_loss_that_rose_while_the_training_loss_fell_is_named() -> 
         {"loss": None},
         {"val_passes": (0.3, 0.5, 0.8, 1.02)},
         {"val_passes": ()},
+        {"val_steps": (0, 0, 0, 0)},
         {"val_nats": (), "val_steps": (), "val_passes": ()},
         {"before_nats": 1.9},
         {"val_nats": (2.2, 2.0, 2.08, 2.01, 2.09, 2.05), **MANY},
     ],
     ids=[
         *("little", "two looks", "not finite", "diverges", "flat", "no losses", "read once"),
-        *("passes unknown", "no looks", "began lower", "scatters"),
+        *("passes unknown", "steps unknown", "no looks", "began lower", "scatters"),
     ],
 )
 def test_what_is_no_overfitting_is_not_named(change: dict[str, object]) -> None:

@@ -35,7 +35,8 @@ def test_half_of_a_product_is_foreseen_where_the_kernel_serves(
     assert "sums" in whole and ("sums" not in half) == halves
     assert (half == whole) != halves and half["product"] == whole["product"]
     for name in ("gram", "squared"):
-        assert half[name].flops == (HALF if halves else 1) * whole[name].flops
+        shorter = half[name].flops / whole[name].flops  # of whole rows
+        assert shorter == pytest.approx(HALF if halves else 1, rel=1e-3)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
