@@ -47,8 +47,8 @@ LENGTHS = "adapters/lengths"
 BEFORE = "adapters/before"
 """A size: parts of the first block, attention and MLP, whose input gets no gradient; 0 where the
 embedding learns."""
-NORM_RESULTS, FINAL_RESULT = "adapters/norm_results", "adapters/final_result"
-"""Sizes: results of its norms that a block keeps, and results of the final norm that are kept."""
+NORM_RESULTS = "adapters/norm_results"
+"""A size: results of its norms that a block keeps."""
 SCALES = "adapters/scales"
 """A size: bytes of stored weights that each tensor rank has whole, as the scales of cut rows."""
 CUT_RESULTS = "adapters/cut_results"
@@ -120,7 +120,6 @@ def adapted_ledger(
     in_matrices, memory = _total(adapters.numbers, taken), ledger.memory
     added = in_matrices + adapters.magnitudes * sum(outer for outer, _ in taken.values())
     tables = adapters.tables(tied=sizes["tied"] > 0)
-    has_head = _has_head(tables, sizes)
     numbers = added + len(tables) * sizes["embedding"]
     asked = {n: stored(_layer(n), *shape[::-1]) for n, shape in taken.items()} if stored else {}
     quantized = {name: bytes for name, bytes in asked.items() if bytes is not None}
@@ -130,9 +129,8 @@ def adapted_ledger(
         "gradients": 4 * numbers,
         "optimizer": 8 * numbers,
         # Frozen weights of norm and head need neither the normalised values nor the result; a GPU's
-        # norm is one kernel that keeps its fp32 input. A head that learns needs the result.
-        "final_norm": sizes["on_gpu"] * 4 * sizes["tokens"] * sizes["dim"]
-        + has_head * sizes["residual"],
+        # norm is one kernel that keeps its fp32 input. The loss's caller holds the result meanwhile.
+        "final_norm": sizes["on_gpu"] * 4 * sizes["tokens"] * sizes["dim"] + sizes["residual"],
     }.items():
         ledger = ledger.with_line(name, replace(memory[name], bytes=count))
     if quantized:  # one weight at a time is made whole
@@ -171,7 +169,6 @@ def _kept_sizes(ledger: Ledger, chosen: Sequence[str], adapters: AdapterSizes) -
     return {
         BEFORE: 0.0 if TABLES["embedding"] in tables else 1.0 if in_mixer else 2.0,
         NORM_RESULTS: float(bool(_into_mixer(chosen))) + _is_kept_for_mlp(ledger, chosen),
-        FINAL_RESULT: float(_has_head(tables, sizes)),
         CUT_RESULTS: adapters.magnitudes * cut,
     }
 

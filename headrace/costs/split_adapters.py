@@ -13,7 +13,6 @@ from dataclasses import replace
 from headrace.costs.adapters import (
     BEFORE,
     CUT_RESULTS,
-    FINAL_RESULT,
     NORM_RESULTS,
     PIECES,
     ROWS,
@@ -114,9 +113,9 @@ def split_lines(ledger: Ledger) -> Ledger:
 def gathered_results(sizes: Mapping[str, float]) -> dict[str, float]:
     """Return how many results of norms are kept whole on a rank, by the end of their line's name.
 
-    A frozen linear keeps none of what it reads.
+    A frozen linear keeps none of what it reads, and the loss's caller holds the last one meanwhile.
     """
-    return {"norm": sizes.get(NORM_RESULTS, 2.0), "final_norm": sizes.get(FINAL_RESULT, 1.0)}
+    return {"norm": sizes.get(NORM_RESULTS, 2.0), "final_norm": 1.0}
 
 
 def partial_bytes(sizes: Mapping[str, float]) -> float:
