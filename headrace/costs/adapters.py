@@ -129,7 +129,8 @@ def adapted_ledger(
         "gradients": 4 * numbers,
         "optimizer": 8 * numbers,
         # Frozen weights of norm and head need neither the normalised values nor the result; a GPU's
-        # norm is one kernel that keeps its fp32 input. The loss's caller holds the result meanwhile.
+        # norm is one kernel that keeps its fp32 input. The loss's caller holds the result
+        # meanwhile.
         "final_norm": sizes["on_gpu"] * 4 * sizes["tokens"] * sizes["dim"] + sizes["residual"],
     }.items():
         ledger = ledger.with_line(name, replace(memory[name], bytes=count))

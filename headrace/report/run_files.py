@@ -253,6 +253,17 @@ class GeneralRecord(Table):
     after_nats: Number
 
 
+class UptimeRecord(Table):
+    """Hold where the time of a run's processes went, in seconds."""
+
+    total_s: Number = None
+    start_s: Number = None
+    lost_s: Number = None
+    lost_steps: Count = None
+    down_s: Number = None
+    goodput: Number = None
+
+
 class Report(Table):
     """Hold report.json."""
 
@@ -280,6 +291,8 @@ class Report(Table):
     dollars: Number
     parent: ParentRecord | None = None
     restarts: Count
+    resumes: Count = None
+    uptime: UptimeRecord = UptimeRecord()
     skipped_steps: Count
     spikes: tuple[SpikeRecord, ...] = ()
     techniques: dict[str, TechniqueRecord]

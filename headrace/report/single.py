@@ -146,14 +146,26 @@ def _figures(report: Report) -> list[tuple[str, str, str]]:
         ("Model FLOPs utilization", percent(used.value), of_peak),
         ("Peak memory", size(peak.allocated), f"{size(peak.predicted)} predicted{method}"),
         ("Wasted tokens", percent(report.wasted_token_fraction), "of all that were computed"),
-        ("Skipped steps", whole(report.skipped_steps), f"{whole(report.restarts)} restarts"),
+        ("Skipped steps", whole(report.skipped_steps), "whose updates were masked"),
     ]
+    if report.restarts or report.resumes:
+        figures.append(("Goodput", percent(report.uptime.goodput), _restarts(report)))
     if report.general is not None:
         after, before = report.general.after_nats, report.general.before_nats
         figures.insert(1, ("General text, nats per token", bits(after), f"{bits(before)} before"))
     if report.dollars is not None:
         figures.insert(2, ("Cost", dollars(report.dollars), "wall time at the plan's price"))
     return figures
+
+
+def _restarts(report: Report) -> str:
+    """Return how often a run was started anew, and what that took."""
+    lost, uptime = whole(report.uptime.lost_steps), report.uptime
+    return (
+        f"{whole(report.restarts)} restarts after failures, {whole(report.resumes)} resumes; "
+        f"{lost} steps lost ({seconds(uptime.lost_s)}), {seconds(uptime.down_s)} down, "
+        f"{seconds(uptime.start_s)} starting"
+    )
 
 
 def _validation_pairs(report: Report) -> list[Safe]:

@@ -1,12 +1,12 @@
 """Read and write the folder of a run, without losing what an earlier run left.
 
 `runs/NAME/` holds plan.toml (and .plan.toml, an unedited copy of the plan that was run),
-environment.json, data.json (which data it is), metrics.jsonl (one row a step), checkpoints/,
-pretrained/ (small files of the folder that it started from), and at the end report.json,
-findings.json and report.html. Where NAME is taken, the folder is NAME-2, NAME-3 and so on;
-`--resume` continues the newest of them. Files are written under another name and then renamed, so
-that a kill leaves either the old or the new file. A lock keeps two processes out of one folder; the
-system releases it however a process ends.
+environment.json, lifetimes.json, data.json (which data it is), metrics.jsonl (one row a step),
+checkpoints/, pretrained/ (small files of the folder that it started from), and at the end
+report.json, findings.json and report.html. Where NAME is taken, the folder is NAME-2, NAME-3 and
+so on; `--resume` continues the newest of them. Files are written under another name and then
+renamed, so that a kill leaves either the old or the new file. A lock keeps two processes out of one
+folder; the system releases it however a process ends.
 """
 
 import hashlib
@@ -46,6 +46,7 @@ from headrace.data.prepared import Prepared
 from headrace.model.companions import KEPT_IN
 from headrace.plan.plan import Plan
 from headrace.train.checkpoint import Checkpoints, check_space
+from headrace.train.lifetimes import Lifetimes
 
 LOST = (
     "closed by peer",
@@ -68,6 +69,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.lifetimes = Lifetimes(path, [])
 
     @staticmethod
     def find(plan: Plan, folder: Path | None = None) -> "RunFolder":
@@ -183,16 +185,29 @@ class RunFolder:
         self._lock.release()
 
     def start(
-        self, plan: Plan, prepared: Prepared, device: torch.device, command: list[str]
+        self,
+        plan: Plan,
+        prepared: Prepared,
+        device: torch.device,
+        command: list[str],
+        age_s: float = 0.0,
     ) -> int:
         """Write the resolved plan, the data's record, the tokenizer and the environment.
 
         An earlier report gets the status "running". Return how often the run was started before.
+
+        Args:
+            plan: the run's.
+            prepared: its data.
+            device: where it runs.
+            command: what was typed.
+            age_s: the seconds since this process began.
         """
         known = self.read("environment") or {}
         starts = known.get("starts", 0)
         parent = {"parent": known["parent"]} if "parent" in known else {}
         before = starts if isinstance(starts, int) else 0
+        self.lifetimes = Lifetimes.begin(self.path, self._status() if before else None, age_s)
         with suppress(RunError):  # a damaged report is written anew at the end
             if report := self.read("report"):
                 self.write("report", report | {"status": "running"})
@@ -204,6 +219,12 @@ class RunFolder:
         details = environment(device, command)
         self.write("environment", {**details, **parent, "starts": before + 1})
         return before
+
+    def _status(self) -> str:
+        """Return how the last processes of the run ended, by their report."""
+        with suppress(RunError):  # a damaged report was not written to its end
+            return str((self.read("report") or {}).get("status", "running"))
+        return "running"
 
     def write_plan(self, plan: Plan) -> None:
         """Write plan.toml, and a copy of it that users do not edit."""
@@ -278,7 +299,7 @@ class RunFolder:
         Return the seconds that the run had taken at its last row, removed rows included.
         """
         path = self.path / "metrics.jsonl"
-        kept, wall_s = [], 0.0
+        kept, lost, wall_s, kept_s = [], 0, 0.0, 0.0
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
         for line in lines:
             try:
@@ -288,7 +309,11 @@ class RunFolder:
                 continue  # a kill truncated this line
             if early:
                 kept.append(line + "\n")
+                kept_s = wall_s
+            else:
+                lost += 1
         write_whole(path, "".join(kept))
+        self.lifetimes.lost(lost, wall_s - kept_s)
         return wall_s
 
 

@@ -175,10 +175,10 @@ class Session:
             if plan.model.pretrained and not counters.step:
                 first = Path(plan.model.pretrained)
                 keep_companions(first, self.folder.path, self.progress.note)
-            given = plan, build.prepared, build.device, command_line()
+            given = plan, build.prepared, build.device, command_line(), self.start.age_s
             counters.restarts = self.folder.start(*given)
-            spent_s = self.folder.cut_metrics(counters.step)
-            self._wall_before_s = max(self._wall_before_s, spent_s)  # lost steps cost time too
+            spent_s = self.folder.cut_metrics(counters.step)  # lost steps cost time too
+            self._wall_before_s = max(self._wall_before_s, spent_s) + self.folder.lifetimes.paid_s()
             self._metrics = (self.folder.path / "metrics.jsonl").open("a")
             self._trackers = Trackers(
                 open_trackers(plan, self.folder.path, counters.step), self.progress.note
@@ -342,6 +342,7 @@ class Session:
             self._take_rows(keep=0)
             if self.steps_here == 1:
                 self.start.mark("first_step", compile_s=compile_s)
+                self.folder.lifetimes.ready()
             if self.counted:  # else no gradient reached any technique
                 self.evidence = check_active(self.build)
         if self.steps_here == 1:
@@ -493,6 +494,7 @@ class Session:
         if not self.first:
             return
         report |= {"parent": self.folder.parent, "resumed": self.resumed}
+        report |= self.folder.lifetimes.account()
         if not self.steps_here and (before := self.folder.read("report")):
             report |= {key: before.get(key) for key in MEASURED}  # resumed at its end: still valid
         self.folder.write("report", report)

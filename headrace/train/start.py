@@ -18,6 +18,11 @@ class Start:
         self.spent_s = {} if imports_s is None else {"imports": imports_s}
         self._last_s = time.perf_counter()
 
+    @property
+    def age_s(self) -> float:
+        """Return the seconds since the command began, as far as they are known."""
+        return sum(self.spent_s.values()) + time.perf_counter() - self._last_s
+
     def mark(self, part: str, *, compile_s: float = 0.0) -> None:
         """Record that a part ends now and the next one begins.
 

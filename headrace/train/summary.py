@@ -115,7 +115,6 @@ def summarize(
         "val": counters.val,
         "data": _data(build, counters),
         "dollars": None if price is None else counters.wall_s / 3600 * price,
-        "restarts": counters.restarts,
         "skipped_steps": counters.skipped_steps,
         "techniques": _techniques(plan, {**evidence, **(last.evidence if last else {})}),
         "guard": counters.guard,

@@ -99,7 +99,7 @@ def test_a_run_leaves_its_files(workshop: Path) -> None:
 def test_resume_goes_on(call: Callable[..., Any], tiny_demo: list[str]) -> None:
     assert call("train", *tiny_demo, "name=longer")["steps"] == 6
     told = call("train", *tiny_demo, "name=longer", "goal.steps=9", "--resume")
-    assert (told["steps"], told["restarts"]) == (9, 1)
+    assert (told["steps"], told["resumes"]) == (9, 1)
 
 
 def test_eval_repeats_the_reports_loss(call: Callable[..., Any], workshop: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_run_moves_from_layout_to_layout(zygote: Any, home: Path, way: tuple[s
     ends = [round(12 * (n + 1) / len(way)) for n in range(len(way))]
     for number, (layout, steps) in enumerate(zip(way, ends, strict=True)):
         train(zygote, home, name, layout, steps, *(["--resume"] if number else []))
-    assert report(home / "runs" / name)["restarts"] == len(way) - 1
+    assert report(home / "runs" / name)["resumes"] == len(way) - 1
     assert_the_same_run(home / "runs/whole", home / "runs" / name)
 
 

@@ -239,7 +239,7 @@ def test_a_fork_names_its_parent_everywhere(say: Say, home: Path) -> None:
     assert say("plan", "runs/tiny/plan.toml")["parent"] is None
     assert "optimizer.lr 0.01 -> 0.002" in "\n".join(done["told"])
     again = say("train", "tiny.toml", "--resume", "goal.steps=5")
-    assert again["parent"] == done["parent"] and again["restarts"] == 1
+    assert again["parent"] == done["parent"] and again["resumes"] == 1
 
 
 FORKS = {

@@ -37,7 +37,7 @@ def test_extending_the_goal_continues_and_equals_one_run(train: Train) -> None:
     ends = [without_times(report(run)["val"])[-1] for run in (parts, whole)]
     assert ends[0] == ends[1]
     assert report(parts)["stream_sha256"] == report(whole)["stream_sha256"]
-    assert report(parts)["restarts"] == 1
+    assert report(parts)["resumes"] == 1
     assert report(parts)["wall_s"] > report(parts)["val"][0]["wall_s"] > 0
 
 
@@ -78,7 +78,7 @@ def test_resuming_a_finished_run_trains_nothing_and_keeps_what_was_measured(trai
     assert train(resume=True) == run
     after = report(run)
     assert metrics(run) == rows
-    assert after["restarts"] == 1
+    assert after["resumes"] == 1
     for key in (
         "status",
         "steps",

@@ -99,7 +99,7 @@ def test_a_resume_under_other_ranks_continues_the_same_run(zygote: Any, alone: P
             *resume,
         ):
             assert ended.code == 0, ended.err
-    assert report(alone / "runs/moving")["restarts"] == 3
+    assert report(alone / "runs/moving")["resumes"] == 3
     assert_close_runs(alone / "runs/alone", alone / "runs/moving")
 
 
