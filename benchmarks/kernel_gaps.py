@@ -83,6 +83,8 @@ SINCE = (
     ("checkpoint", "memory_every_steps"),
     ("model", "bigram_multiple"),
     ("model", "embedding_smear"),
+    ("hardware", "failures_per_1000_gpu_days"),
+    ("hardware", "restart_minutes"),
 )
 """Keys that plans got after rows had been written, the newest last. An older fingerprint is without
 them, and at their defaults they change no kernel."""

@@ -9,6 +9,7 @@ import typer
 
 from headrace.cli.arguments import Json, Overrides, With, Without
 from headrace.cli.catalogue import catalogue
+from headrace.cli.goodput import show_goodput
 from headrace.cli.terminal import exit_codes, make_progress, show_json, show_table
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.limits import SweepAim
@@ -41,6 +42,9 @@ def plan(
     after_: Annotated[
         Path | None, typer.Option("--after", help="A run here whose steps correct the prediction.")
     ] = None,
+    goodput: Annotated[
+        bool, typer.Option("--goodput", help="Tell what failures take, by checkpoints and restart.")
+    ] = False,
     budget: Annotated[
         str, typer.Option(help="Choose the model for 100usd, 8gpu-hours or 3e19flops.")
     ] = "",
@@ -54,7 +58,8 @@ def plan(
     with exit_codes(json):
         if budget and KEY.match(plan):  # a budget goes without a plan, and its place has a key
             plan, overrides = "", [plan, *(overrides or [])]
-        _check(plan, budget, data=data, output=output, near=sweep_ or after_ is not None)
+        near = sweep_ or after_ is not None or goodput
+        _check(plan, budget, data=data, output=output, near=near)
         if budget:
             from headrace.cli.budget import plan_budget
 
@@ -82,7 +87,12 @@ def plan(
             if wanted.goal.bits_per_byte is not None or measured is None:
                 curve = Curve.of(run, learns_otherwise(ran, wanted), runs_otherwise(ran, wanted))
         if not sweep_:
-            _show(plan, wanted, predict(wanted, context, machine, measured, curve), as_json=json)
+            prediction = predict(wanted, context, machine, measured, curve)
+            if goodput:
+                on_gpu = context.device == "cuda"
+                show_goodput(wanted, prediction, on_gpu=on_gpu, as_json=json)
+            else:
+                _show(plan, wanted, prediction, as_json=json)
             return
         ranked = sweep.sweep(wanted, context, machine, catalogue(), aim, calibration=measured)
         if json:
@@ -102,7 +112,7 @@ def _check(plan: str, budget: str, *, data: str, output: Path | None, near: bool
         budget: what may be spent; "" where nothing was typed.
         data: the number of different tokens; "" where none was typed.
         output: where the plan of a budget goes; None where nothing was typed.
-        near: whether --sweep or --after was typed.
+        near: whether --sweep, --after or --goodput was typed.
 
     Raises:
         ConfigError: there is neither a plan nor a budget, or options of one beside the other.
@@ -114,7 +124,7 @@ def _check(plan: str, budget: str, *, data: str, output: Path | None, near: bool
         )
     if budget and near:
         raise ConfigError(
-            "--budget chooses a plan, and --sweep and --after are about one that is there",
+            "--budget chooses a plan; --sweep, --after and --goodput are about one that is there",
             f"headrace plan --budget {shlex.quote(budget)} --out plan.toml; "
             "headrace plan plan.toml --sweep",
         )

@@ -34,6 +34,7 @@ from headrace.core.units import largest_divisor
 from headrace.core.vision_config import VisionConfig
 from headrace.plan.batches import BatchStages
 from headrace.plan.data_config import DataConfig
+from headrace.plan.hardware_config import HardwareConfig
 from headrace.plan.mesh_config import MeshConfig
 from headrace.plan.mixture import check_mixture
 from headrace.plan.optimizer_config import OptimizerConfig
@@ -110,13 +111,6 @@ class TraceConfig(Strict):
     none."""
     steps: int = Field(default=3, ge=2, le=8)
     """Steps that a profiler window measures."""
-
-
-class HardwareConfig(Strict):
-    """Say what the machine costs."""
-
-    dollars_per_hour: float | None = Field(default=None, ge=0, le=1e9)
-    """Price of all devices of the run in dollars an hour; without it `dollars` is null."""
 
 
 class TrackConfig(Strict):

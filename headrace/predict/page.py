@@ -172,4 +172,5 @@ def _format_end(plan: Plan, prediction: Prediction) -> list[str]:
         if price is not None and price.low < price.high:
             dollars += f" (${price.low:,.2f} to ${price.high:,.2f})"
         facts.append(dollars)
-    return [f"{until}{': ' if facts else ''}{', '.join(facts)}"]
+    failures = [] if run.failures is None else run.failures.lines()
+    return [f"{until}{': ' if facts else ''}{', '.join(facts)}", *failures]

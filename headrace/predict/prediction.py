@@ -34,6 +34,7 @@ from headrace.plan.technique import Catalogue, Context
 from headrace.predict import ranks
 from headrace.predict.calibration import Calibration, MeasuredPlan, check_device
 from headrace.predict.ending import Curve, ending
+from headrace.predict.failures import Failures, failures_of
 from headrace.predict.intervals import (
     EXACT,
     STEP,
@@ -186,7 +187,7 @@ class RunPrediction:
     """Hold when a run is predicted to end, and what it costs until then.
 
     Hours and dollars leave out compiling, evaluation and checkpoints, unless they come from the
-    clock of a run.
+    clock of a run. They count what failures are expected to take.
 
     Args:
         until: what ends the run, in words.
@@ -195,6 +196,7 @@ class RunPrediction:
         dollars: price of those hours in dollars; None where no price is given.
         hours_between: the 80% interval of `hours`; None where there is none.
         dollars_between: the 80% interval of `dollars`; None where there is none.
+        failures: what failures take of those hours; None where none is expected.
     """
 
     until: str = ""
@@ -203,6 +205,7 @@ class RunPrediction:
     dollars: float | None = None
     hours_between: Between | None = None
     dollars_between: Between | None = None
+    failures: Failures | None = None
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,8 @@ class Prediction:
             "dollars": run.pop("dollars_between"),
         }
         del time["usual_launches_s"]  # the doctor's alone
+        failures = self.run.failures
+        run["failures"] = None if failures is None else failures.to_dict()
         between = {name: ends for name, ends in intervals.items() if ends is not None}
         return {**rates, **table["memory"], **time, **run, "between": between}
 
@@ -289,7 +294,8 @@ def predict(
     taken = TimePrediction(None, None, unknown=unknown)
     if time is not None and step_s is not None:
         taken = _taken(plan, time, step_s, ends, no_interval)
-    return Prediction(rates, memory, taken, _run(plan, step_s, ends, curve))
+    run = _run(plan, step_s, ends, curve, on_gpu=context.device == "cuda")
+    return Prediction(rates, memory, taken, run)
 
 
 def _taken(
@@ -335,18 +341,36 @@ def _memory(footprint: Footprint, machine: Machine, *, on_gpu: bool) -> MemoryPr
 
 
 def _run(
-    plan: Plan, step_s: float | None, ends: Between | None, curve: Curve | None
+    plan: Plan,
+    step_s: float | None,
+    ends: Between | None,
+    curve: Curve | None,
+    *,
+    on_gpu: bool,
 ) -> RunPrediction:
     """Return when a run ends by the time of its steps, and what it costs until then."""
     until, hours, between = ending(plan, step_s, ends, curve)
-    price = plan.hardware.dollars_per_hour
+    price, failures = plan.hardware.dollars_per_hour, None
+    if step_s is not None and hours is not None:
+        failures = failures_of(plan, step_s, 3600 * hours, on_gpu=on_gpu)
+    if failures is not None and step_s is not None:  # a step takes its share of what is lost
+        step_s /= failures.goodput
+        ends = ends and _with_failures(ends, failures)
+        until, hours, between = ending(plan, step_s, ends, curve)
     if hours is None:
         return RunPrediction(until, hours_between=between)
     steps = None if step_s is None else int(3600 * hours / step_s + 1e-6)
-    if price is None:
-        return RunPrediction(until, steps, hours, hours_between=between)
-    dollars_between = between and Between(price * between.low, price * between.high)
-    return RunPrediction(until, steps, hours, hours * price, between, dollars_between)
+    dollars_between = None
+    if price is not None:
+        dollars_between = between and Between(price * between.low, price * between.high)
+    dollars = None if price is None else hours * price
+    return RunPrediction(until, steps, hours, dollars, between, dollars_between, failures)
+
+
+def _with_failures(ends: Between, failures: Failures) -> Between:
+    """Return the ends of a step's seconds, each with its end of what failures take."""
+    goodput = failures.goodput_between
+    return Between(ends.low / goodput.high, ends.high / goodput.low)
 
 
 def calibrated(

@@ -14,13 +14,13 @@ import pytest
 from headrace.data import loader
 from headrace.data.loader import Loader
 from headrace.plan.doubts import doubts_of
+from headrace.plan.hardware_config import HardwareConfig
 from headrace.plan.plan import (
     Batch,
     CheckpointConfig,
     DataConfig,
     EvalConfig,
     Goal,
-    HardwareConfig,
     Plan,
     TraceConfig,
 )
