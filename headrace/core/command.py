@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.files import printable, shell
+from headrace.core.units import divisors
 
 CHANGES = ("--with", "--without")
 """Options that change a plan, as `key=value` does."""
@@ -64,18 +65,19 @@ def typed(words: Iterable[str], takes: Collection[str]) -> Iterator[None]:
         _TYPED.words, _TYPED.takes = before
 
 
-def headrace(ranks: int | None = None) -> str:
+def headrace(ranks: int | None = None, per_host: int | None = None) -> str:
     """Return the words that start Headrace: `headrace`, or `torchrun ...` for several processes.
 
     Args:
-        ranks: how many processes to start; None means as many as run now.
+        ranks: how many processes to start; None means as many as run now, on as many hosts.
+        per_host: how many processes a host takes at most; None means all of them.
     """
     if ranks is None:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        if here < ranks:
-            nodes = -(-ranks // here)
-            return f"torchrun --nnodes {nodes} --nproc-per-node {here} ... -m headrace"
+        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if per_host is not None and per_host < ranks:
+        here = max(n for n in divisors(ranks) if n <= per_host)
+        return f"torchrun --nnodes {ranks // here} --nproc-per-node {here} ... -m headrace"
     return f"torchrun --nproc-per-node {ranks} -m headrace" if ranks > 1 else "headrace"
 
 

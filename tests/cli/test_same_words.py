@@ -87,6 +87,8 @@ def test_a_command_starts_as_many_processes(run: Path, monkeypatch: pytest.Monke
     assert headrace(1) == "headrace"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert headrace().startswith("torchrun --nnodes 2 --nproc-per-node 2 ")
+    assert headrace(12, 8).startswith("torchrun --nnodes 2 --nproc-per-node 6 ")
+    assert headrace(8, 8) == "torchrun --nproc-per-node 8 -m headrace"
 
 
 @pytest.mark.parametrize(
