@@ -13,6 +13,7 @@ from headrace.plan.plan import Plan
 from headrace.predict.amounts import Budget, read_tokens
 from headrace.predict.budget import Bought, buy
 from headrace.predict.page import format_bought
+from headrace.predict.ranks import start_words
 
 if TYPE_CHECKING:
     Words = Iterable[str] | None
@@ -70,7 +71,7 @@ def plan_budget(
         return
     print(format_bought(bought))
     if output is not None:
-        print(f"next: headrace train {shell(output)}")
+        print(f"next: {start_words(bought.plan)} train {shell(output)}")
 
 
 def _write(bought: Bought, path: Path) -> None:

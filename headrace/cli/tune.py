@@ -105,11 +105,12 @@ def lr_find(
     """Let the learning rate grow in a short scratch run, and suggest one."""
     with exit_codes(json, together=True):
         with loading():
-            from headrace.cli.plans import named_plan
+            from headrace.cli.plans import laid_out, named_plan
             from headrace.tuner.lr_find import find_rate, format_test, write_curve
         wanted = named_plan(plan, overrides, with_, without, verb="lr-find")
         progress = make_progress(json)
         try:
+            wanted = laid_out(wanted, progress.note)
             test = find_rate(wanted, steps=steps, low=low, high=high, progress=progress)
         finally:
             progress.close()

@@ -10,13 +10,18 @@ import tomllib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from headrace.core.files import printable, shell
+from headrace.core.units import divisors
 
 CHANGES = ("--with", "--without")
 """Options that change a plan, as `key=value` does."""
+
+AXES = ("data", "tensor", "context", "pipeline")
+"""Keys of a plan's mesh whose product is the number of its ranks."""
 
 OF_PLANS = ("train", "launch", "plan", "tune", "ablate", "explain", "data")
 """Verbs that take a plan, and not a run."""
@@ -64,31 +69,36 @@ def typed(words: Iterable[str], takes: Collection[str]) -> Iterator[None]:
         _TYPED.words, _TYPED.takes = before
 
 
-def headrace(ranks: int | None = None) -> str:
+def headrace(ranks: int | None = None, per_host: int | None = None) -> str:
     """Return the words that start Headrace: `headrace`, or `torchrun ...` for several processes.
 
     Args:
-        ranks: how many processes to start; None means as many as run now.
+        ranks: how many processes to start; None means as many as run now, on as many hosts.
+        per_host: how many processes a host takes at most; None means all of them.
     """
     if ranks is None:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        if here < ranks:
-            nodes = -(-ranks // here)
-            return f"torchrun --nnodes {nodes} --nproc-per-node {here} ... -m headrace"
+        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if per_host is not None and per_host < ranks:
+        here = max(n for n in divisors(ranks) if n <= per_host)
+        return f"torchrun --nnodes {ranks // here} --nproc-per-node {here} ... -m headrace"
     return f"torchrun --nproc-per-node {ranks} -m headrace" if ranks > 1 else "headrace"
 
 
 def train_command(run: Path, *words: str) -> str:
     """Return the `headrace train` command for a run's own plan.
 
-    The plan already holds all options that the run was started with.
+    The plan already holds all options that the run was started with. The command starts as many
+    processes as run now. Where this process is alone, it starts as many as the plan has ranks,
+    unless the words set its mesh.
 
     Args:
         run: the run's folder.
         words: what stands behind the plan, each as a shell takes it.
     """
-    return " ".join([f"{headrace()} train", shell(run / "plan.toml"), *words])
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    ranks = _ranks_of(run) if alone and "mesh." not in " ".join(words) else None
+    return " ".join([f"{headrace(ranks)} train", shell(run / "plan.toml"), *words])
 
 
 def rerun_train(run: Path, *words: str) -> str:
@@ -275,6 +285,15 @@ def _replaced(pair: tuple[str, str], changed: Collection[str]) -> bool:
         key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.")
         for other in changed
     )
+
+
+def _ranks_of(run: Path) -> int | None:
+    """Return the ranks of a run's own plan; None where the plan cannot be read."""
+    try:
+        mesh = tomllib.loads((run / "plan.toml").read_text(encoding="utf-8-sig")).get("mesh", {})
+        return prod(int(mesh.get(axis, 1)) for axis in AXES)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def _is_in_plan(pair: tuple[str, str], run: Path) -> bool:

@@ -2,15 +2,16 @@
 
 A collective is counted by the bytes that each rank sends, as a ring sends them: that is the least
 there is, and what NCCL's and gloo's large calls come to. How long so many bytes take is a link's
-answer, and is only known for as many neighbouring ranks as it was measured over: between nodes
-nothing is assumed. Assumed rates are a datasheet's, one direction, and a share of them that is a
-guess: no collective of GPUs was measured here.
+answer, and is only known for as many neighbouring ranks as it was measured over. Assumed rates are
+those of one host, and between hosts nothing is assumed. They are a datasheet's, one direction, and
+a share of them that is a guess: no collective of GPUs was measured here.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from headrace.core.command import headrace
 from headrace.core.errors import UnsupportedError
 from headrace.costs.constants import number
 from headrace.costs.rates import StreamRates
@@ -19,7 +20,7 @@ CollectiveOperation = Literal["all_reduce", "all_gather", "reduce_scatter", "all
 OPERATIONS: tuple[CollectiveOperation, ...] = get_args(CollectiveOperation)
 GB, MIB = 10**9, 2**20
 NODE = 8
-"""GPUs of a node for which a datasheet's rates are assumed: those that one board or host joins."""
+"""GPUs of one host, between which a datasheet's rates are assumed."""
 REACHED, REACHED_PCIE = number("nvlink_share"), number("pcie_share")
 CALL_S = number("collective_call") * 1e-6
 COMMUNICATOR_BYTES = 2 * 24 * 4 * MIB
@@ -83,23 +84,51 @@ def sent(operation: CollectiveOperation, bytes: float, ranks: int) -> float:
 
 
 def assumed(device_name: str) -> tuple[Link, ...]:
-    """Return the links that are assumed of a node of such devices, by a datasheet."""
+    """Return the links that are assumed inside a host of such devices, by a datasheet."""
     _, rate, _ = _datasheet(device_name)
     share = REACHED_PCIE if "PCIe" in _datasheet(device_name)[2] else REACHED
     stream = StreamRates(CALL_S, share * rate)
     return tuple(Link(operation, NODE, stream) for operation in OPERATIONS)
 
 
-def says(links: Sequence[Link], device_name: str) -> str:
-    """Return a sentence on the rate of sums between ranks, and where it is from."""
-    known = links or assumed(device_name)
-    rate = next(x for x in known if x.operation == "all_reduce").stream.bytes_per_s / GB
+def known_between(links: Sequence[Link], device_name: str) -> int:
+    """Return the largest number of neighbouring ranks whose links are measured or assumed.
+
+    Args:
+        links: the links that were measured; without any, the datasheet's rates are assumed.
+        device_name: the device of every rank.
+    """
+    return max(link.ranks for link in links or assumed(device_name))
+
+
+def probe_command(ranks: int) -> str:
+    """Return the command that measures the links between so many GPUs, `NODE` of them in a host."""
+    return f"{headrace(ranks, NODE)} probe"
+
+
+def says(links: Sequence[Link], device_name: str, ranks: int) -> str:
+    """Return a sentence on the rate of sums between ranks, and how far it reaches.
+
+    Args:
+        links: the links that were measured; without any, the datasheet's rates are assumed.
+        device_name: the device of every rank.
+        ranks: the ranks of the plan.
+    """
+    sums = [x for x in links or assumed(device_name) if x.operation == "all_reduce"]
+    most = max(sums, key=lambda x: x.ranks)
+    link = min((x for x in sums if x.ranks >= ranks), key=lambda x: x.ranks, default=most)
+    rate = f"{link.stream.bytes_per_s / GB:.3g} GB/s a rank"
     if links:
-        most = max(link.ranks for link in links)
-        return f"{rate:.3g} GB/s a rank in sums, measured over {most} ranks"
+        line = f"{rate} in sums, measured over {link.ranks} ranks"
+        return line if ranks <= link.ranks else f"{line}; between more of them nothing is assumed"
     _, peak, source = _datasheet(device_name)
-    share = known[0].stream.bytes_per_s / peak
-    return f"{rate:.3g} GB/s a rank, assumed: {share:.0%} of {peak / GB:.3g} GB/s ({source})"
+    share = link.stream.bytes_per_s / peak
+    line = f"assumed: {share:.0%} of {peak / GB:.3g} GB/s ({source})"
+    if ranks <= NODE:
+        return f"{rate}, {line}"
+    return (
+        f"{rate} inside a host of {NODE}, {line}; of the network between hosts nothing is assumed"
+    )
 
 
 def collective_s(
@@ -125,11 +154,13 @@ def collective_s(
     near = [x for x in known if x.ranks >= reach]
     if not near:
         most = max((x.ranks for x in known), default=1)
-        how = "measured" if links else "assumed"
+        known_for = f"measured for {most}, and between more of them"
+        if not links:
+            known_for = f"assumed for {most} inside a host, and of the network between hosts"
         raise UnsupportedError(
-            f"how fast {reach} ranks of {device_name} are joined is not known: it is {how} for "
-            f"{most}, and of a network nothing is assumed",
-            f"torchrun --nproc-per-node {reach} -m headrace probe (on those machines)",
+            f"how fast {reach} ranks of {device_name} are joined is not known: it is {known_for} "
+            "nothing is assumed",
+            f"{probe_command(reach)} (on those machines)",
         )
     return min(near, key=lambda x: x.ranks).stream.seconds(bytes)
 

@@ -214,10 +214,11 @@ def open_world(mesh: MeshConfig, device: torch.device) -> Iterator[World]:
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != mesh.ranks:
+        other = f"{'mesh.auto=false ' * mesh.auto}mesh.data={started}"
         raise ConfigError(
             f"the plan's mesh wants {mesh.ranks} processes and {started} were started",
             rerun(verb="train PLAN", ranks=mesh.ranks)
-            + (f" (or mesh.data={started})" if mesh.ranks == mesh.data else ""),
+            + (f" (or {other})" if mesh.ranks == mesh.data else ""),
         )
     if mesh.ranks == 1 or dist.is_initialized():
         yield join(mesh, device)

@@ -22,12 +22,11 @@ from headrace.core.files import parse_json
 from headrace.core.units import format_seconds
 from headrace.plan.plan import Plan
 from headrace.predict.intervals import Between
+from headrace.predict.ranks import start_words
 
 BY_STEPS = "step "
 """Prefix of an ending whose hours are those of its steps."""
 BITS = "bits per byte"
-END_REMEDY = "headrace train PLAN until there, then headrace plan PLAN --after RUN, tell it"
-"""Remedy that is shown where the end of a run is unavailable."""
 Seconds = Callable[[float], float | None]
 """Function from a number of steps to their seconds; None where these are unavailable."""
 Ending = tuple[str, float | None, str]
@@ -168,7 +167,7 @@ def ending(
         budgets[name] = hours
     if unknown:
         whys = ", and ".join(dict.fromkeys(unknown.values()))
-        clauses.append(f"{' or '.join(unknown)}, nobody knows when: {whys} ({END_REMEDY})")
+        clauses.append(f"{' or '.join(unknown)}, nobody knows when: {whys} ({end_remedy(plan)})")
     message = "; ".join(clauses)
     if not budgets:
         return message, None, None
@@ -188,6 +187,12 @@ def ending(
         if scale is not None:
             until += " (in brackets as in its fastest and its slowest stretch between validations)"
     return (f"{message}; at the latest {until}" if message else until), hours, between
+
+
+def end_remedy(plan: Plan) -> str:
+    """Return the remedy that is shown where the end of a plan's run is unavailable."""
+    train = f"{start_words(plan)} train PLAN"
+    return f"{train} until there, then headrace plan PLAN --after RUN, tell it"
 
 
 def _target(plan: Plan, seconds: Seconds, curve: Curve | None) -> Iterator[Ending]:

@@ -20,17 +20,18 @@ FREE = "data"
 
 
 def layouts(
-    plan: Plan, catalogue: Catalogue, *, near: bool
+    plan: Plan, catalogue: Catalogue, *, near: bool, ranks: int | None = None
 ) -> Iterator[tuple[tuple[str, ...], tuple[type[Technique[Any]], ...]]]:
     """Yield the words of each other layout, and the techniques that it adds.
 
     Args:
-        plan: a plan of several ranks.
+        plan: any plan.
         catalogue: the techniques that exist.
         near: whether to yield only layouts that differ by one prime factor.
+        ranks: the ranks to lay out; None means as many as the plan has.
     """
     now = plan.mesh.sizes
-    for sizes in _shared_out(plan.mesh.ranks, len(now)):
+    for sizes in _shared_out(ranks or plan.mesh.ranks, len(now)):
         wanted = dict(zip(now, sizes, strict=True))
         if wanted == now or (near and not _is_near(now, wanted)):
             continue

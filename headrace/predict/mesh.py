@@ -7,7 +7,8 @@ groups: copies of slices, or shares of experts. The fastest that fits is taken. 
 those that `headrace probe` measured here, else a datasheet's.
 
 A technique that cannot follow a plan to several ranks is left out or replaced as its own refusal
-advises, where that keeps what is learned, and this is told.
+advises, where that keeps what is learned, and this is told. Where no layout can run, the refusal of
+`mesh.data` alone is raised, which needs no technique.
 """
 
 from collections.abc import Iterator
@@ -62,15 +63,11 @@ def choose_mesh(
         return ChosenMesh(plan, ())
     asking = Asking(plan, context, machine, catalogue, layouts=True)
     lines_of = dict[Words, tuple[str, ...]]()
-    start = _follow(asking, plan, (f"mesh.{FREE}={ranks}",), lines_of)
-    candidates = [start]
-    for words, _ in layouts(start.plan, catalogue, near=False):
-        candidates += _tried(asking, start.plan, words, lines_of)
-    candidates.sort(key=fastest_first)
+    candidates = _every_layout(asking, ranks, lines_of)
     for parent in candidates[:WIDTH]:
         for words in asking.singles(parent.plan):
             if _is_parallel(words, catalogue):
-                candidates += _tried(asking, parent.plan, words, lines_of)
+                candidates += _tried(asking, parent, words, lines_of)
     candidates.sort(key=fastest_first)
     best = candidates[0]
     if best.prediction.memory.fits == "no":
@@ -82,40 +79,71 @@ def choose_mesh(
     other = [one for one in candidates if one.plan.mesh != best.plan.mesh]
     lines = [f"mesh: {ranks} ranks as {_name(best)}, {_numbers(best)}"]
     lines += [f"  next best {_name(one)}, {_numbers(one)}" for one in other[:1]]
-    lost = dict.fromkeys((*lines_of[start.changes], *lines_of[best.changes]))
-    return ChosenMesh(best.plan, (*lines, *lost))
+    return ChosenMesh(best.plan, (*lines, *lines_of[best.changes]))
+
+
+def _every_layout(
+    asking: Asking, ranks: int, lines_of: dict[Words, tuple[str, ...]]
+) -> list[Candidate]:
+    """Return the candidates of all layouts that can run, the fastest first.
+
+    Raises:
+        HeadraceError: none can. It is the refusal of all ranks along `mesh.data`.
+    """
+    plan, catalogue = asking.start, asking.catalogue
+    refusal: HeadraceError | None = None
+    candidates = list[Candidate]()
+    try:
+        first = _follow(asking, None, (f"mesh.{FREE}={ranks}",), lines_of)
+    except HeadraceError as error:
+        first, refusal = None, error
+    else:
+        candidates, plan = [first], first.plan
+    for words, _ in layouts(plan, catalogue, near=False, ranks=ranks):
+        candidates += _tried(asking, first, words, lines_of)
+    if refusal is not None and not candidates:
+        raise refusal
+    return sorted(candidates, key=fastest_first)
 
 
 def _follow(
-    asking: Asking, plan: Plan, words: Words, lines_of: dict[Words, tuple[str, ...]]
+    asking: Asking, parent: Candidate | None, words: Words, lines_of: dict[Words, tuple[str, ...]]
 ) -> Candidate:
     """Return the candidate of a layout, without what refuses it.
+
+    Args:
+        asking: what predicts it.
+        parent: the candidate that is changed; None is the plan without a layout.
+        words: the change.
+        lines_of: changes -> what was left out on the way to them; it gets those of the candidate.
 
     Raises:
         HeadraceError: a refusal has no way out that keeps what is learned.
     """
-    lines = list[str]()
+    plan = asking.start if parent is None else parent.plan
+    lines = [] if parent is None else [*lines_of[parent.changes]]
     for _ in range(MOST_REFUSALS):
         try:
             candidate = asking.answer(plan, words)
+            break
         except HeadraceError as error:
             more = next(asking.mended(words, error), None)
             if more is None:
                 raise
             lines.append(f"  {' '.join(more[len(words) :])}: {error.message.splitlines()[0]}")
             words = more
-        else:
-            lines_of.setdefault(candidate.changes, tuple(lines))
-            return candidate
-    return asking.answer(plan, words)
+    else:
+        candidate = asking.answer(plan, words)
+    lines_of.setdefault(candidate.changes, tuple(dict.fromkeys(lines)))
+    return candidate
 
 
 def _tried(
-    asking: Asking, plan: Plan, words: Words, lines_of: dict[Words, tuple[str, ...]]
+    asking: Asking, parent: Candidate | None, words: Words, lines_of: dict[Words, tuple[str, ...]]
 ) -> Iterator[Candidate]:
     """Yield the candidate of a change, unless it cannot run."""
     try:
-        yield _follow(asking, plan, words, lines_of)
+        yield _follow(asking, parent, words, lines_of)
     except HeadraceError:
         return
 

@@ -7,12 +7,14 @@ interval.
 
 from collections.abc import Sequence
 
+from headrace.core.command import headrace
 from headrace.core.units import format_bytes
 from headrace.costs.ledger import Ledger
-from headrace.costs.links import COMMUNICATOR_BYTES, COMMUNICATORS, says
+from headrace.costs.links import COMMUNICATOR_BYTES, COMMUNICATORS, NODE, says
 from headrace.costs.machine import Machine
 from headrace.costs.step import StepTime, step_time
 from headrace.costs.work import CONTENTION, IDLE
+from headrace.plan.plan import Plan
 from headrace.predict import on_cpu
 
 
@@ -37,6 +39,14 @@ def buffers_bytes(ledger: Ledger) -> int:
     return COMMUNICATOR_BYTES * int(ledger.sizes.get(COMMUNICATORS, 0))
 
 
+def start_words(plan: Plan) -> str:
+    """Return the words that start Headrace with as many processes as a plan has ranks.
+
+    A host is taken to have `NODE` GPUs, and to run any number of processes on its CPU.
+    """
+    return headrace(plan.mesh.ranks, None if plan.device == "cpu" else NODE)
+
+
 def format_sources(ranks: int, machine: Machine, buffers: float) -> str:
     """Return for a reader where numbers of several ranks are from; "" for one rank.
 
@@ -48,9 +58,10 @@ def format_sources(ranks: int, machine: Machine, buffers: float) -> str:
     if ranks == 1:
         return ""
     count = round(buffers / COMMUNICATOR_BYTES)
+    between = says(machine.links, machine.name, ranks)
     return (
         f"  beside it: communication buffers {format_bytes(buffers)}, assumed: {count} "
         f"communicators x {format_bytes(COMMUNICATOR_BYTES)}, NCCL's default of 4 MiB both ways in "
-        f"24 channels\nbetween {ranks} ranks: {says(machine.links, machine.name)}; kernels beside "
-        f"it are assumed to be {CONTENTION:.0%} slower"
+        f"24 channels\nbetween {ranks} ranks: {between}; kernels beside it are assumed to be "
+        f"{CONTENTION:.0%} slower"
     )

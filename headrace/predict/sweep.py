@@ -24,12 +24,14 @@ from typing import Any
 from headrace.core.errors import HeadraceError
 from headrace.core.limits import SweepAim
 from headrace.core.units import format_bytes, format_count, format_seconds
+from headrace.costs.links import known_between, probe_command
 from headrace.costs.machine import Machine
 from headrace.plan.changes import parse
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Context
 from headrace.predict.calibration import Calibration
 from headrace.predict.candidates import Asking, Candidate, Words, silent
+from headrace.predict.ranks import start_words
 
 TIGHT_COSTS = 1.05
 """Factor on the step time of a plan that fits tightly, since it may not fit after all: it is ranked
@@ -66,6 +68,7 @@ class Sweep:
         unpriced: technique that is not `timed`, or another reason -> number of plans without a
             time.
         seconds: seconds that the sweep took.
+        linked: False where a probe by all ranks together would tell how fast their links are.
     """
 
     aim: SweepAim
@@ -78,6 +81,7 @@ class Sweep:
     too_large: int
     unpriced: Mapping[str, int]
     seconds: float
+    linked: bool = True
 
     def gain(self, candidate: Candidate) -> float | None:
         """Return how much faster than the start a candidate is; None where a time is missing.
@@ -251,7 +255,14 @@ class _Search:
             sum(c.prediction.memory.fits == "no" for c in known),
             self.unpriced,
             time.perf_counter() - self.began_s,
+            self.linked(),
         )
+
+    def linked(self) -> bool:
+        """Return whether rates of the links between all ranks are known, or are none of a GPU's."""
+        machine, ranks = self.asking.machine, self.start.plan.mesh.ranks
+        on_gpu = self.asking.context.device == "cuda"
+        return not on_gpu or known_between(machine.links, machine.name) >= ranks
 
 
 def fastest_first(candidate: Candidate) -> tuple[Any, ...]:
@@ -368,7 +379,8 @@ def command(
     """Return the shell command that runs the plan of the first rank.
 
     It keeps the words that the sweep's own plan was given in. Where no plan has a time it is a
-    command that measures. It is "" where no ranked plan fits.
+    command that measures: the tuner, or of several ranks, which the tuner does not take, the probe
+    of their links if that is missing, else a run. It is "" where no ranked plan fits.
 
     Args:
         result: the result of a sweep.
@@ -382,9 +394,10 @@ def command(
         return ""
     changes = parse(() if best is None else best.changes)
     keys = {word.partition("=")[0] for word in changes.overrides}
-    ranks = 1 if best is None else best.plan.mesh.ranks
-    several = ["torchrun", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
-    parts = [*several, "headrace", "tune" if best is None else "train", plan]
+    first = result.start.plan if best is None else best.plan
+    if best is None and not result.linked:
+        return probe_command(first.mesh.ranks)
+    parts = ["tune" if best is None and first.mesh.ranks == 1 else "train", plan]
     parts += [word for word in overrides if word.partition("=")[0] not in keys]
     parts += changes.overrides
     for option, names in (
@@ -392,7 +405,7 @@ def command(
         ("--without", [n for n in without if n not in changes.with_] + [*changes.without]),
     ):
         parts += [part for name in names for part in (option, name)]
-    return shlex.join(parts)
+    return f"{start_words(first)} {shlex.join(parts)}"
 
 
 def plain(result: Sweep, most: int = 12) -> dict[str, Any]:

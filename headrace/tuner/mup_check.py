@@ -8,6 +8,7 @@ wider models' activations move as far as the narrow one's; where it does not the
 """
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.assemble.context import on_one_process
 from headrace.assemble.sockets import Build
+from headrace.core.command import rerun
 from headrace.core.errors import ConfigError
 from headrace.core.limits import WIDEST_CHECKED
 from headrace.core.progress import Progress
@@ -87,8 +90,8 @@ def check_mup(
     """Train the plan's model for a few steps at each width, and return how far activations moved.
 
     Raises:
-        ConfigError: the plan has no muP, has several ranks, or its heads are too wide; or a part
-            does not move, or not by a finite number.
+        ConfigError: the plan has no muP, it or this process has several ranks, or its heads are
+            too wide; or a part does not move, or not by a finite number.
         ConfigError, UnsupportedError: the plan cannot run.
     """
     if TECHNIQUE not in plan.techniques:
@@ -105,6 +108,7 @@ def check_mup(
             f"{plan.model.resolved_head_dim}",
             f"--widest {near}",
         )
+    _check_alone(plan)
     widths = [widest >> (DOUBLINGS - index) for index in range(DOUBLINGS + 1)]
     progress = progress or Progress()
     moved: dict[str, list[list[float]]] = {}
@@ -120,6 +124,23 @@ def check_mup(
             moved.setdefault(name, []).append(moves)
         progress.task("widths", index + 1, len(widths))
     return CoordinateCheck(plan, widths, moved)
+
+
+def _check_alone(plan: Plan) -> None:
+    """Check that one process was started, and that the plan has one rank.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    started, ranks = int(os.environ.get("WORLD_SIZE", "1")), plan.mesh.ranks
+    if started == ranks == 1:
+        return
+    several = f"the plan has {ranks} ranks" if ranks > 1 else f"{started} were started"
+    words = on_one_process(plan)
+    alone = f"{rerun(verb='check mup PLAN', ranks=1)} {words}".rstrip()
+    raise ConfigError(
+        f"the check trains in one process, and {several}", alone if started > 1 else words
+    )
 
 
 def model_at(plan: Plan, width: int) -> dict[str, Any]:

@@ -48,6 +48,10 @@ PLANS = {
         "check mup {tiny} --without muon --with mup techniques.mup.base_dim=32 --widest 128 "
         "optimizer.lr=1e30"
     ),
+    "tuner/mup_check:_check_alone#1": Case(
+        "check mup {tiny} --without muon --with mup techniques.mup.base_dim=32 --widest 128 "
+        "mesh.data=2"
+    ),
     "tuner/scratch:write_measured#1 mup": Case(
         "check mup {tiny} --without muon --with mup techniques.mup.base_dim=32 --widest 128 "
         "--out /proc/mup"

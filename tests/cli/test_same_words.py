@@ -11,7 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
-from headrace.core.command import headrace, rerun, rerun_plan, rerun_train, typed
+from headrace.core.command import (
+    AXES,
+    headrace,
+    rerun,
+    rerun_plan,
+    rerun_train,
+    train_command,
+    typed,
+)
+from headrace.plan.mesh_config import MeshConfig
 
 TAKES = {"--with", "--without", "--checkpoint", "--minutes", "--output"}
 PLAN = "seed = 4\n[goal]\nsteps = 6\n[data]\nsources = ['a b']\n[techniques.gqa]\nkv_heads = 2\n"
@@ -87,6 +96,22 @@ def test_a_command_starts_as_many_processes(run: Path, monkeypatch: pytest.Monke
     assert headrace(1) == "headrace"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert headrace().startswith("torchrun --nnodes 2 --nproc-per-node 2 ")
+    assert headrace(12, 8).startswith("torchrun --nnodes 2 --nproc-per-node 6 ")
+    assert headrace(8, 8) == "torchrun --nproc-per-node 8 -m headrace"
+
+
+def test_a_run_of_several_ranks_goes_on_with_as_many(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that one process, as the doctor's, names a command which starts the run's ranks."""
+    assert train_command(run, "--resume") == "headrace train runs/a/plan.toml --resume"
+    (run / "plan.toml").write_text(f"{PLAN}[mesh]\ndata = 2\ntensor = 3\nreplicate = 2\n")
+    begin = "torchrun --nproc-per-node 6 -m headrace train runs/a/plan.toml"
+    assert train_command(run, "--resume") == f"{begin} --resume"
+    assert train_command(run, "mesh.data=1").startswith("headrace train ")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train_command(run).startswith("torchrun --nproc-per-node 2 ")
+    assert list(AXES) == [*MeshConfig().sizes]
 
 
 @pytest.mark.parametrize(

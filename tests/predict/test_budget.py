@@ -244,3 +244,7 @@ def test_the_plan_is_written_explained_and_trained(
     for more in (["explain", "bought.toml"], ["train", "bought.toml", "goal.steps=2"]):
         ended = CliRunner().invoke(app, more)
         assert ended.exit_code == 0, ended.output
+    alone = [*words, "--data", "1M", "--out", "bought.toml"]
+    assert CliRunner().invoke(app, alone).output.endswith("next: headrace train bought.toml\n")
+    two = CliRunner().invoke(app, [*alone, "mesh.data=2"]).output
+    assert two.endswith("next: torchrun --nproc-per-node 2 -m headrace train bought.toml\n")

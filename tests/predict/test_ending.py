@@ -10,11 +10,13 @@ from test_prediction import H200, on_h200
 from headrace.cli.catalogue import catalogue
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
-from headrace.predict.ending import END_REMEDY, Curve, ending
+from headrace.predict.ending import Curve, end_remedy, ending
 from headrace.predict.intervals import STEP
 from headrace.predict.page import format_prediction
 from headrace.predict.prediction import at, predict
 from headrace.tuner.effects import learns_otherwise, runs_otherwise
+
+END_REMEDY = "headrace train PLAN until there, then headrace plan PLAN --after RUN, tell it"
 
 
 @pytest.mark.parametrize(
@@ -164,3 +166,23 @@ def test_few_stretches_say_nothing_of_how_steady_a_clock_was(tmp_path: Path) -> 
     assert hours is not None and 3600 * hours == pytest.approx(3.5 * 302)
     told, hours, _ = ending(plan, None, None, Curve("ran", whole.points))
     assert hours is None and "ran has no clock" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "begin"),
+    [
+        (["mesh.data=4"], "torchrun --nproc-per-node 4 -m headrace train"),
+        (
+            ["mesh.data=16", "batch.tokens=65536"],
+            "torchrun --nnodes 2 --nproc-per-node 8 ... -m headrace train",
+        ),
+        (
+            ["mesh.data=16", "batch.tokens=65536", "device=cpu"],
+            "torchrun --nproc-per-node 16 -m headrace train",
+        ),
+    ],
+)
+def test_a_run_of_several_ranks_is_started_by_torchrun(words: list[str], begin: str) -> None:
+    plan, _ = on_h200("1b", "goal.bits_per_byte=1.1", *words)
+    assert end_remedy(plan) == END_REMEDY.replace("headrace train", begin, 1)
+    assert end_remedy(plan) in ending(plan, None, None)[0]

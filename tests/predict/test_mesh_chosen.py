@@ -10,6 +10,7 @@ from headrace.cli import plans
 from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError
 from headrace.parallel.world import open_world
+from headrace.plan.changes import changed
 from headrace.plan.mesh_config import MeshConfig
 from headrace.plan.plan import Plan
 from headrace.predict.mesh import ChosenMesh, choose_mesh
@@ -52,7 +53,9 @@ def test_one_process_keeps_its_plan_and_several_of_nobody_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError) as caught, open_world(plan.mesh, torch.device("cpu")):
         pass
-    assert "mesh.data=2" in caught.value.remedy.text
+    assert caught.value.remedy.text.endswith("(or mesh.auto=false mesh.data=2)")
+    two = plan_of("160m", "mesh.auto=true", "mesh.auto=false", "mesh.data=2", without=ALONE)
+    assert two.mesh == MeshConfig(data=2)
 
 
 def test_no_layout_fits_and_sizes_beside_auto_are_refused() -> None:
@@ -63,3 +66,20 @@ def test_no_layout_fits_and_sizes_beside_auto_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         plan_of("160m", "mesh.auto=true", "mesh.tensor=2")
     assert "mesh.tensor=2" in caught.value.message
+
+
+def test_other_layouts_run_where_rows_do_not_divide() -> None:
+    """Check that a refusal of `mesh.data` alone ends nothing unless every layout is refused."""
+
+    def rows(count: int) -> Plan:
+        length = plan_of("160m").data.sequence_length
+        tokens = f"batch.tokens={count * length}"
+        return plan_of("160m", "mesh.auto=true", tokens, "batch.micro_sequences=1")
+
+    two = chosen(rows(2), 4).plan
+    assert two.mesh.ranks == 4 and two.mesh.data < 4 and not two.mesh.auto
+    assert chosen(rows(4), 3).plan.mesh == MeshConfig(pipeline=3)
+    with pytest.raises(ConfigError, match=r"mesh\.data = \d+ x 13 tokens") as caught:
+        chosen(rows(4), 13)
+    (change,) = caught.value.remedy.changes
+    assert chosen(changed(rows(4), change, catalogue()), 13).plan.mesh.ranks == 13

@@ -371,6 +371,24 @@ def test_the_first_rank_has_a_command_that_makes_it() -> None:
     assert command(replace(found, ranked=[]), "demo", ["name=a"], [], []).split()[1] == "tune"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "linked", "begin"),
+    [
+        (4, True, "torchrun --nproc-per-node 4 -m headrace train demo name=a --with z_loss"),
+        (4, False, "torchrun --nproc-per-node 4 -m headrace probe"),
+        (16, False, "torchrun --nnodes 2 --nproc-per-node 8 ... -m headrace probe"),
+    ],
+)
+def test_without_a_time_several_ranks_are_not_sent_to_the_tuner(
+    ranks: int, linked: bool, begin: str
+) -> None:
+    found = swept(of=beside(), depth=1)
+    plan = found.start.plan
+    plan = plan.replaced(mesh=plan.mesh.model_copy(update={"data": ranks}))
+    none = replace(found, ranked=[], start=replace(found.start, plan=plan), linked=linked)
+    assert command(none, "demo", ["name=a"], ["z_loss"], []) == begin
+
+
 def test_a_sweep_for_money_says_that_it_has_no_price() -> None:
     def said(*overrides: str, aim: str) -> int:
         found = swept(*overrides, of=beside(), aim=aim, depth=1)

@@ -121,3 +121,22 @@ def test_the_verb_leaves_a_run_as_it_is(plan_file: Path, tmp_path: Path) -> None
     said = json.loads(told.stdout)
     assert said["overrides"] == [f"optimizer.lr={said['lr']:.3g}"] and Path(said["page"]).is_file()
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
+
+
+def test_a_plan_of_mesh_auto_is_laid_out_as_for_a_run(
+    plan_file: Path, tested: tuple[Plan, RangeTest, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = list[Plan]()
+
+    def lay_out(plan: Plan, show: Any) -> Plan:
+        assert plan.mesh.auto
+        return plan.replaced(mesh={"data": 2})
+
+    def test(plan: Plan, **_: Any) -> RangeTest:
+        plans.append(plan)
+        return tested[1]
+
+    monkeypatch.setattr("headrace.cli.plans.laid_out", lay_out)
+    monkeypatch.setattr("headrace.tuner.lr_find.find_rate", test)
+    ended = CliRunner().invoke(app, ["lr-find", str(plan_file), "mesh.auto=true"])
+    assert ended.exit_code == 0 and [plan.mesh.ranks for plan in plans] == [2], ended.output

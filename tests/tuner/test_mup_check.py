@@ -68,3 +68,27 @@ def test_moves_that_are_no_numbers_tell_nothing(tiny_plan: Callable[..., Plan]) 
         check_mup(tiny_plan(ON, *KEYS[:2], "optimizer.lr=1e30"), widest=64)
     slopes = {"logits": [[1.0], [1.0]], "block 0": [[1.0], [float("nan")]]}
     assert not CoordinateCheck(tiny_plan(ON), [8, 16], slopes).passes, "whatever comes first"
+
+
+@pytest.mark.parametrize(
+    ("started", "words", "message", "remedy"),
+    [
+        (1, ["mesh.data=2"], "the plan has 2 ranks", "mesh.data=1"),
+        (2, [], "2 were started", "headrace check mup PLAN"),
+        (2, ["mesh.auto=true"], "2 were started", "headrace check mup PLAN"),
+        (2, ["mesh.data=2"], "the plan has 2 ranks", "headrace check mup PLAN mesh.data=1"),
+    ],
+)
+def test_several_ranks_are_refused_with_what_runs(
+    tiny_plan: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    started: int,
+    words: list[str],
+    message: str,
+    remedy: str,
+) -> None:
+    """Check that it never waits for ranks which do not take part."""
+    monkeypatch.setenv("WORLD_SIZE", str(started))
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_mup(tiny_plan(ON, *KEYS, *words), widest=64)
+    assert caught.value.remedy.text == remedy
