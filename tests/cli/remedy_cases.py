@@ -31,6 +31,7 @@ PLANS = {
     "cli/predict:_check#1": Case("plan"),
     "cli/predict:_check#2": Case(f"{BUDGET} 1e11flops --sweep"),
     "cli/predict:_check#3": Case("plan demo --data 1M --device-name H200"),
+    "cli/budget:plan_budget#1": Case("plan vision-demo --device-name H200 --budget 1gpu-hours"),
     "cli/budget:_write#1": Case(f"{BUDGET} 1e11flops --out nowhere/plan.toml"),
     "tuner/lr_find:find_rate#1": Case("lr-find {tiny} --steps 20 --low 2"),
     "tuner/scratch:write_measured#1": Case("lr-find {tiny} --steps 20 --out /proc/curve"),
