@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Return the row that is written of a shape: its sweep, its test and the loss at the pick."""
     plan = plan_of(args, work)
     test = find_rate(plan, steps=args.test_steps)
-    picked = trained(plan, test, test.pick)
+    picked = None if test.pick is None else trained(plan, test, test.pick)
     swept = {lr: trained(plan, test, lr) for lr in args.lr or LADDER}
     losses = {lr: loss for lr, loss in swept.items() if loss is not None}
     best_lr = min(losses, key=lambda lr: losses[lr])

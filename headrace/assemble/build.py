@@ -32,7 +32,7 @@ from headrace.core.model_config import ModelConfig
 from headrace.core.remedy import mend
 from headrace.costs.count import baseline_ledger
 from headrace.costs.decoder_work import baseline_work, shared_work
-from headrace.costs.ledger import Ledger
+from headrace.costs.ledger import SAVES, Ledger
 from headrace.costs.mask_work import with_own_mask
 from headrace.data.loader import Loader
 from headrace.data.prepared import Prepared
@@ -110,6 +110,7 @@ def _predict_on(plan: Plan, context: Context, pipeline_rank: int) -> Ledger:
 
 def _edited(ledger: Ledger, plan: Plan) -> Ledger:
     """Return a ledger with the edits of a plan's techniques."""
+    ledger = replace(ledger, sizes={**ledger.sizes, SAVES: float(plan.checkpoint.every_steps)})
     for technique in sorted(plan.techniques.values(), key=_when_predicted):
         ledger = technique.predict(ledger)
     return ledger

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from headrace.cli.catalogue import catalogue
 from headrace.cli.plans import named_plan, place
 from headrace.cli.terminal import show_json
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.files import shell, write_whole
 from headrace.plan.plan import Plan
 from headrace.predict.amounts import Budget, read_tokens
@@ -62,6 +62,12 @@ def plan_budget(
     else:
         changes = {"overrides": overrides or [], "with_": add or [], "without": drop or []}
         base = Plan.read(BARE, catalogue(), **changes)
+    if base.vision is not None:
+        raise UnsupportedError(
+            f"a budget chooses a decoder of text, and vision.architecture = "
+            f"{base.vision.architecture!r} tells images apart",
+            f"headrace plan {shell(name or 'vision-demo')}",
+        )
     context, machine = place(base, device_name)
     bought = buy(wanted, base, context, machine, fresh_tokens=fresh, open_vocab=not name)
     if output is not None:

@@ -7,6 +7,8 @@ from typing import Literal
 
 MOST = 10**15
 """Largest number of steps or tokens; about a thousand times what any model has been shown."""
+LARGEST_BATCH = 1 << 36
+"""Largest number of tokens or sequences of a step."""
 WIDEST = 1 << 24
 """Largest number of features, positions or rows of an embedding; a matrix of it still counts."""
 SweepAim = Literal["time", "money", "memory"]

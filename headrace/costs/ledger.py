@@ -27,6 +27,8 @@ WORDS = {
 DERIVED = "derived"
 """Name of a size that is not 0 where a piece of work was derived, or was fitted to too few steps to
 estimate its error: the step's time then has no interval."""
+SAVES = "saves_every"
+"""Name of the size that is the plan's steps between two checkpoints; 0 for none."""
 
 
 @dataclass(frozen=True)

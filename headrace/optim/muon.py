@@ -305,7 +305,10 @@ class MatrixBatch:
                 yield slice(part[0], part[-1] + 1)
 
     def take_states(self) -> None:
-        """Make the states at the first step, and take those that a checkpoint brought."""
+        """Make the states at the first step, and take those that a checkpoint brought.
+
+        What it brought and the rule has no use for, as mean squares of rows, is dropped.
+        """
         if self.momentum is None:
             local = local_of(self.parameters[0])
             count = len(self.parameters)
@@ -319,6 +322,8 @@ class MatrixBatch:
                 self._views.append(views)
         for parameter, views in zip(self.parameters, self._views, strict=True):
             state = self._state[parameter]
+            for key in state.keys() - views.keys():
+                del state[key]
             for key, view in views.items():
                 given = state.get(key)
                 if given is not view:

@@ -25,7 +25,7 @@ from pydantic import (
 from headrace.core.errors import ConfigError
 from headrace.core.files import check_values, toml_values
 from headrace.core.layers import left_to_techniques, left_to_weights
-from headrace.core.limits import MOST
+from headrace.core.limits import LARGEST_BATCH, MOST
 from headrace.core.model_config import ModelConfig
 from headrace.core.overrides import known_of, settle, write_override
 from headrace.core.remedy import leave_out, mend
@@ -64,9 +64,9 @@ class Goal(Strict):
 class Batch(Strict):
     """Say how much is read per step."""
 
-    tokens: int = Field(default=8192, ge=2, le=1 << 36)
+    tokens: int = Field(default=8192, ge=2, le=LARGEST_BATCH)
     """Tokens per optimizer step over all ranks."""
-    micro_sequences: int = Field(default=0, ge=0, le=1 << 36)
+    micro_sequences: int = Field(default=0, ge=0, le=LARGEST_BATCH)
     """Sequences per forward pass on one rank; 0 takes all of a rank's sequences at once."""
 
 

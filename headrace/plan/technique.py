@@ -307,6 +307,10 @@ class Technique(Strict, Generic[B]):
         """Return the number whose multiples a step's micro-batches must be on each rank."""
         return 1
 
+    def saves_by(self, often: int) -> int:
+        """Return the number whose multiples about `often` steps between checkpoints must be."""
+        return 1
+
     def reads(self) -> Mapping[str, str]:
         """Return knob -> the folder of weights that it reads and that no checkpoint holds.
 
@@ -329,8 +333,7 @@ class Technique(Strict, Generic[B]):
     def doubt(self, plan: Any) -> Doubt | None:
         """Return why it may mean nothing in `plan`, by what its card says; None where it does.
 
-        It is called when a run begins, and when changes are proposed. A plan that is only timed,
-        predicted or explained may mean nothing.
+        It is asked when a run begins or a change is proposed, not where a plan is only predicted.
         """
         return None
 
@@ -347,10 +350,7 @@ class Technique(Strict, Generic[B]):
         raise NotImplementedError
 
     def reached(self, build: B) -> Mapping[str, bool]:
-        """Return whether each part that it trains has learned anything, at a run's end, by name.
-
-        A technique that adds no trained parts has none.
-        """
+        """Return whether each part that it adds has learned anything, at a run's end, by name."""
         return {}
 
 

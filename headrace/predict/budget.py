@@ -15,6 +15,7 @@ from typing import Any
 
 from headrace.assemble.build import make_ledger
 from headrace.core.errors import ConfigError, HeadraceError, UnsupportedError
+from headrace.core.limits import LARGEST_BATCH
 from headrace.core.model_config import ModelConfig
 from headrace.core.units import format_count
 from headrace.costs.count import (
@@ -75,8 +76,8 @@ class Bought:
         fresh_tokens: how many of them are different; None where that was not said.
         loss: the loss that the scaling law expects.
         prediction: memory, time and money of the plan.
-        spent: share of the budget that the plan takes: less than 1 where the model would learn the
-            text by heart with all of it.
+        spent: share of the budget that the plan takes, up to its last whole step.
+        text_ends: whether the rest stays since the model would learn the text by heart with it.
         too_large: parameters of the shape that the law would take if it fitted into the memory;
             None where it does.
     """
@@ -91,7 +92,8 @@ class Bought:
     fresh_tokens: float | None
     loss: ExpectedLoss
     prediction: Prediction
-    spent: float = 1.0
+    spent: float
+    text_ends: bool = False
     too_large: int | None = None
 
     @property
@@ -126,6 +128,7 @@ class Bought:
             "lr": self.plan.optimizer.lr,
             "keeps_rates": self.keeps_rates,
             "spent": self.spent,
+            "text_ends": self.text_ends,
             "expected_loss": asdict(self.loss),
             "extrapolates_loss": not is_fitted(self.parameters, self.tokens),
             "extrapolates_step_law": not is_swept(self.in_blocks, self.tokens),
@@ -186,15 +189,26 @@ class _Offers:
     known: dict[int, "Bought | HeadraceError | None"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """List the shapes."""
+        """List the shapes that the plan can have; all of them where it can have none."""
         self.shapes = [*ladder(self.base, self.open_vocab)]
+        self.shapes = [*filter(self._is_possible, self.shapes)] or self.shapes
+
+    def _is_possible(self, shape: tuple[dict[str, Any], int]) -> bool:
+        """Return whether the plan can have a shape, as far as the plan alone says."""
+        try:
+            self.shaped(*shape)
+        except (ConfigError, UnsupportedError):
+            return False
+        return True
+
+    def shaped(self, model: dict[str, Any], vocab: int) -> Plan:
+        """Return the plan with a shape of the ladder."""
+        data = {**self.base.data.model_dump(exclude_unset=True), "vocab": vocab}
+        return self.base.replaced(model=model, data=data).with_keys({})
 
     def search(self, index: int) -> "_BudgetSearch":
         """Return the search over a shape's tokens and batch."""
-        model, vocab = self.shapes[index]
-        data = {**self.base.data.model_dump(exclude_unset=True), "vocab": vocab}
-        shape = self.base.replaced(model=model, data=data).with_keys({})
-        places = self.context, self.machine
+        shape, places = self.shaped(*self.shapes[index]), (self.context, self.machine)
         return _BudgetSearch(self.budget, self.seconds, shape, *places, self.fresh_tokens)
 
     def at(self, index: int) -> "Bought | HeadraceError | None":
@@ -231,7 +245,7 @@ class _Offers:
             offer = self.at(place)
             if not isinstance(offer, Bought) or self.nats(place) == math.inf:
                 continue
-            if offer.spent == 1:
+            if not offer.text_ends:
                 break
             index = place
         return index
@@ -337,9 +351,8 @@ class _BudgetSearch:
         batch = plan.batch.tokens
         if tokens < batch:
             return None
-        steps = int(tokens // batch)
-        plan = self.finished(plan, steps, in_blocks)
-        whole = plan.batches.before(steps)
+        plan = self.finished(plan, self.most_steps(plan, tokens), in_blocks)
+        whole = plan.batches.before(plan.goal.steps or 0)
         return Bought(
             budget=self.budget,
             plan=plan,
@@ -351,8 +364,22 @@ class _BudgetSearch:
             fresh_tokens=self.fresh_tokens,
             loss=expected_loss(parameters, whole, self.fresh_tokens),
             prediction=prediction,
-            spent=1.0 if enough <= most else whole / enough,
+            spent=whole / enough,
+            text_ends=enough > most,
         )
+
+    def most_steps(self, plan: Plan, tokens: float) -> int:
+        """Return the most steps of the plan that read at most so many tokens.
+
+        Where the batch grows, its stages may end at shares of the steps.
+        """
+        low = int(tokens // plan.batch.tokens)
+        high = int(tokens // plan.batches.at(0))
+        while low < high:  # more steps read more
+            middle = (low + high + 1) // 2
+            fits = self.ending(plan, middle).batches.before(middle) <= tokens
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
 
     def most_tokens(self) -> float:
         """Return the tokens from which on the model learns the text by heart.
@@ -402,6 +429,7 @@ class _BudgetSearch:
         rows = 2 ** max(0, round(math.log2(max(1.0, wanted))))
         if rows * self.least > tokens:
             rows = max(1, rows // 2)
+        rows = min(rows, 2 ** int(math.log2(max(1, LARGEST_BATCH // self.least))))
         if rows not in self.tried:
             self.tried[rows] = self.fitting(rows)
         return self.tried[rows]
@@ -415,6 +443,7 @@ class _BudgetSearch:
         while True:
             batch = {"tokens": rows * self.least, "micro_sequences": micro}
             ends = {"goal": {"steps": UNTOLD_STEPS}, "schedule": self.schedule(UNTOLD_STEPS)}
+            ends["checkpoint"] = self.checkpoint(UNTOLD_STEPS)
             plan = self.shape.replaced(batch=batch, **ends).with_keys({})
             context = at(self.context, plan)
             if micro > 1 and make_ledger(plan, context).peak()[1] > left:  # sooner than a replay
@@ -431,28 +460,33 @@ class _BudgetSearch:
         warmup = min(WARMUP_STEPS, round(WARMUP_SHARE * steps))
         return {**own, "steps": steps, "warmup_steps": warmup}
 
+    def checkpoint(self, steps: int) -> dict[str, Any]:
+        """Return the plan's own saving, at steps of so many that all its techniques can save at."""
+        own, often = self.shape.checkpoint, -(-steps // CHECKPOINTS)
+        unit = math.lcm(*(t.saves_by(often) for t in self.shape.techniques.values()))
+        table = own.model_dump(exclude_unset=True)
+        return {**table, "every_steps": -(-often // unit) * unit} if own.every_steps else table
+
+    def ending(self, plan: Plan, steps: int, **tables: Any) -> Plan:
+        """Return the plan of so many steps, whose warmups they outlast, with other tables."""
+        ends = {"goal": {"steps": steps}, "schedule": self.schedule(steps), **tables}
+        return plan.replaced(**ends, techniques=_with_warmups(plan, steps)).with_keys({})
+
     def finished(self, plan: Plan, steps: int, in_blocks: int) -> Plan:
         """Return the plan with its length, learning rate, evaluations and checkpoints."""
-        rate = step_law_rate(in_blocks, steps * plan.batch.tokens)
+        rate = step_law_rate(in_blocks, self.ending(plan, steps).batches.before(steps))
         if _keeps_rates(plan):
             rate = plan.optimizer.lr
-        evaluation, saved = (
-            table.model_dump(exclude_unset=True) for table in (plan.eval, plan.checkpoint)
-        )
-        evaluation["every_steps"] = -(-steps // EVALUATIONS)
-        if plan.checkpoint.every_steps:
-            saved["every_steps"] = -(-steps // CHECKPOINTS)
+        evaluation = plan.eval.model_dump(exclude_unset=True)
         optimizer = {**plan.optimizer.model_dump(exclude_unset=True), "lr": float(f"{rate:.3g}")}
-        bought = plan.replaced(
+        return self.ending(
+            plan,
+            steps,
             name=f"budget-{self.budget}",
-            goal={"steps": steps},
-            schedule=self.schedule(steps),
             optimizer=optimizer,
-            eval=evaluation,
-            checkpoint=saved,
-            techniques=_with_warmups(plan, steps),
+            eval={**evaluation, "every_steps": -(-steps // EVALUATIONS)},
+            checkpoint=self.checkpoint(steps),
         )
-        return bought.with_keys({})
 
 
 def _with_warmups(plan: Plan, steps: int) -> dict[str, Any]:

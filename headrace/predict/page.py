@@ -85,7 +85,7 @@ def _format_data(bought: Bought) -> str:
     if epochs > 1:
         worth = bought.loss.effective_tokens
         line += f", worth {format_count(worth)} fresh ones (arXiv 2305.16264)"
-    if round(bought.spent, 2) < 1:
+    if bought.text_ends and round(bought.spent, 2) < 1:
         line += (
             f"\n  it takes {bought.spent:.2g} of the budget: with more passes a model of this size "
             "would learn the text by heart, and its loss on any other rise. More text is what "

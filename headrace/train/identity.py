@@ -66,18 +66,27 @@ SCHEDULED = "schedule"
 """Room of the techniques that a branch may switch: they say what is to come, and keep the model."""
 LOCATION_KEYS = ("name", "directory")
 """Plan keys that say where a run is stored; they are not compared."""
+WROTE = "written_under"
+"""Key of the plan under which the tensors of a checkpoint were written, where a new run begins at
+it and "plan" is that run's."""
 Differences = dict[str, tuple[Any, Any]]
 """Dotted key -> its value in the checkpoint's plan and its value now; None where it is not set."""
 
 
-def differences(saved: Saved, plan: Plan) -> Differences:
+def differences(saved: Saved, plan: Plan, *, of: str = "plan") -> Differences:
     """Return every key by which a plan differs from the plan that a checkpoint was trained with.
 
     A key that an older version of the plan did not have counts as its default, or as what was in
     force before there was a choice (`Technique.unsaid`). A technique that
     was switched on or off is a key `techniques.NAME`; its values are whether it was on, and is on.
+
+    Args:
+        saved: the checkpoint.
+        plan: the plan to compare.
+        of: the key of the checkpoint's plan; `WROTE` is of the one that wrote its tensors.
     """
-    before, after = _complete(saved.values["plan"], plan), plan.dump()
+    dumped = saved.values.get(of, saved.values["plan"])
+    before, after = _complete(dumped, plan), plan.dump()
     had, has = before.pop("techniques", {}), after.pop("techniques", {})
     pairs: Differences = {
         f"techniques.{name}": (name in had, name in has) for name in sorted({*had} ^ {*has})

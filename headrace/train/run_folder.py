@@ -46,6 +46,7 @@ from headrace.data.prepared import Prepared
 from headrace.model.companions import KEPT_IN
 from headrace.plan.plan import Plan
 from headrace.train.checkpoint import Checkpoints, check_space
+from headrace.train.identity import WROTE
 from headrace.train.lifetimes import Lifetimes
 
 LOST = (
@@ -136,7 +137,9 @@ class RunFolder:
                 shutil.copytree(companions, aside.path / KEPT_IN)
             named = plan.replaced(name=made.path.name)
             kept = Checkpoints(aside.checkpoints, rank=0, ranks=1, keep_last=1)
-            kept.amend(parent["step"], {"plan": named.dump()})
+            before = json.loads(index)
+            wrote = {WROTE: before.get(WROTE, before["plan"])}
+            kept.amend(parent["step"], {"plan": named.dump(), **wrote})
             aside.write_plan(named)
             aside.write("environment", {"parent": parent})
             aside.unlock()

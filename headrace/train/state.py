@@ -26,7 +26,17 @@ from headrace.parallel.boxes import TensorPart, piece_of
 from headrace.plan.gentler import gentler
 from headrace.train.checkpoint import Saved, steps_in
 from headrace.train.goal import Counters
-from headrace.train.identity import check_frozen, check_same_run, note_frozen, trained
+from headrace.train.identity import (
+    WROTE,
+    Differences,
+    among,
+    check_frozen,
+    check_same_run,
+    differences,
+    format_changes,
+    note_frozen,
+    trained,
+)
 
 
 def tensors(build: Build) -> dict[str, TensorPart]:
@@ -117,17 +127,47 @@ def restore_state(build: Build, saved: Saved) -> None:
 def restore_techniques(build: Build, saved: Saved) -> None:
     """Fill the state of every technique from a checkpoint.
 
-    A technique that was switched on since starts afresh.
+    A technique that was switched on since starts afresh. So does one whose knobs were changed since
+    so that it keeps other tensors now.
 
     Raises:
         RunError: the checkpoint is damaged.
     """
+    changes = differences(saved, build.plan, of=WROTE)
     for who, keeper in build.state.items():
         if who not in saved.values["techniques"]:
             continue
-        for name, tensor in keeper.tensors().items():
-            saved.fill_(f"technique/{who}/{name}", _piece(build, _weight(name), tensor))
+        pieces = {
+            f"technique/{who}/{name}": _piece(build, _weight(name), tensor)
+            for name, tensor in keeper.tensors().items()
+        }
+        knobs = {key: pair for key, pair in changes.items() if among(key, [f"techniques.{who}"])}
+        if knobs and _keeps_others(build, saved, f"technique/{who}/", pieces):
+            build.note_line(f"the state of {who} starts afresh, for {format_changes(knobs)}")
+            continue
+        for name, piece in pieces.items():
+            saved.fill_(name, piece)
         keeper.load_values(saved.values["techniques"][who])
+
+
+def _keeps_others(
+    build: Build, saved: Saved, prefix: str, pieces: Mapping[str, TensorPart]
+) -> bool:
+    """Return whether the ranks keep other tensors of a technique now than a checkpoint has.
+
+    Args:
+        build: the run.
+        saved: the checkpoint.
+        prefix: what the names of the technique's tensors begin with.
+        pieces: this rank's tensors of the technique, by name.
+    """
+    own = {name: [[*piece.shape], str(piece.local.dtype)] for name, piece in pieces.items()}
+    now = {name: kind for rank in build.world.gather(own) for name, kind in rank.items()}
+    before = {}
+    for name in saved.names_under(prefix):
+        shape, dtype = saved.shape_of(name)
+        before[name] = [[*shape], str(dtype)]
+    return now != before
 
 
 def _weight(name: str) -> str:
@@ -293,12 +333,18 @@ def _check_names(build: Build, saved: Saved) -> None:
         raise saved.damaged(f"it holds {strange[0]}, which this run does not have")
 
 
-ADAM = {"step", "exp_avg", "exp_avg_sq"}
+ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
 """Keys of the state that torch's AdamW keeps for each parameter."""
 
 
+def _state_names(optimizer: Any) -> frozenset[str] | None:
+    """Return the keys of the state that each parameter has; None where an optimizer has options."""
+    is_adam = type(optimizer) is torch.optim.AdamW
+    return ADAM if is_adam else getattr(optimizer, "state_names", None)
+
+
 def _check_adam(name: str, whole: tuple[int, ...], own: torch.dtype, saved: Saved) -> None:
-    """Refuse the state of AdamW where a part is missing, or has another shape or type.
+    """Refuse the state of AdamW where a part has another shape or type.
 
     Args:
         name: the parameter.
@@ -309,38 +355,62 @@ def _check_adam(name: str, whole: tuple[int, ...], own: torch.dtype, saved: Save
     Raises:
         RunError: names the part.
     """
-    prefix = f"optimizer/{name}/"
-    kept = {full.removeprefix(prefix) for full in saved.names_under(prefix)}
-    if kept and kept != ADAM:
-        odd = [f"{prefix}{key}" for key in sorted(kept ^ ADAM)]
-        raise saved.damaged(f"{', '.join(odd)}: missing, or no state of AdamW")
-    for key in kept:
-        wanted = ((), torch.float32) if key == "step" else (whole, own)
-        if (stored := saved.shape_of(f"{prefix}{key}")) != wanted:
+    for full in saved.names_under(f"optimizer/{name}/"):
+        wanted = ((), torch.float32) if full.endswith("/step") else (whole, own)
+        if (stored := saved.shape_of(full)) != wanted:
             raise saved.damaged(
-                f"{prefix}{key} is {wanted[1]} {wanted[0]}; it holds {stored[1]} {stored[0]}"
+                f"{full} is {wanted[1]} {wanted[0]}; it holds {stored[1]} {stored[0]}"
             )
 
 
 def _restore_optimizer(
     build: Build, optimizer: Any, named: Mapping[str, torch.nn.Parameter], saved: Saved
 ) -> None:
-    """Create the state tensors of each parameter and fill them from a checkpoint."""
+    """Create the state tensors of each parameter and fill them from a checkpoint.
+
+    A parameter that another optimizer takes since knobs were changed starts afresh.
+    """
+    wanted, other = _state_names(optimizer), 0
     for name, parameter in named.items():
-        prefix, layout = f"optimizer/{name}/", build.layouts[name]
-        whole = tuple(layout.shape)
-        if type(optimizer) is torch.optim.AdamW:
-            _check_adam(name, whole, parameter.dtype, saved)
-        for full in saved.names_under(prefix):
-            shape, dtype = saved.shape_of(full)
-            if shape == whole:
-                value = torch.zeros_like(parameter, dtype=dtype)
-            else:
-                if shape[:-1] == whole[:-1] and len(shape) > 1:
-                    _, shape = replace(layout, shape=shape).offsets(build.world)
-                value = torch.zeros(shape, dtype=dtype, device=parameter.device)
-            saved.fill_(full, _piece(build, name, value))
-            optimizer.state[parameter][full.removeprefix(prefix)] = value
+        prefix = f"optimizer/{name}/"
+        kept = {full.removeprefix(prefix) for full in saved.names_under(prefix)}
+        if kept and wanted and kept != wanted:
+            if not _rerouted(build, saved):
+                odd = ", ".join(f"{prefix}{key}" for key in sorted(kept ^ wanted))
+                raise saved.damaged(f"{odd}: missing, or no state of {type(optimizer).__name__}")
+            other += 1
+        else:
+            _restore_parameter(build, optimizer, name, parameter, saved)
+    if other:
+        changes = format_changes(_rerouted(build, saved))
+        build.note_line(f"the optimizer's state of {other} weights starts afresh, for {changes}")
+
+
+def _rerouted(build: Build, saved: Saved) -> Differences:
+    """Return the changed knobs of techniques that say which optimizer takes a weight."""
+    routing = [f"techniques.{t.name()}" for t in build.techniques if "routes" in t.composes]
+    changes = differences(saved, build.plan, of=WROTE)
+    return {key: pair for key, pair in changes.items() if among(key, routing)}
+
+
+def _restore_parameter(
+    build: Build, optimizer: Any, name: str, parameter: torch.nn.Parameter, saved: Saved
+) -> None:
+    """Create the state tensors of one parameter and fill them from a checkpoint."""
+    prefix, layout = f"optimizer/{name}/", build.layouts[name]
+    whole = tuple(layout.shape)
+    if type(optimizer) is torch.optim.AdamW:
+        _check_adam(name, whole, parameter.dtype, saved)
+    for full in saved.names_under(prefix):
+        shape, dtype = saved.shape_of(full)
+        if shape == whole:
+            value = torch.zeros_like(parameter, dtype=dtype)
+        else:
+            if shape[:-1] == whole[:-1] and len(shape) > 1:
+                _, shape = replace(layout, shape=shape).offsets(build.world)
+            value = torch.zeros(shape, dtype=dtype, device=parameter.device)
+        saved.fill_(full, _piece(build, name, value))
+        optimizer.state[parameter][full.removeprefix(prefix)] = value
 
 
 def _rng(device: torch.device) -> dict[str, str]:

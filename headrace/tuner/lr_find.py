@@ -81,11 +81,14 @@ class RangeTest:
         return fallen(self.rates, self.smoothed)
 
     @property
-    def pick(self) -> float:
+    def pick(self) -> float | None:
         """Return the suggested learning rate of AdamW: `fallen`, for as many steps as the run has.
 
-        The test's own steps are those of all decades, whether it diverged before or not.
+        The test's own steps are those of all decades, whether it diverged before or not. Where the
+        loss fell by no more than noise, None is suggested.
         """
+        if self.fall < NOISE:
+            return None
         steps = self.plan.horizon_steps
         if steps is None:
             return self.fallen
@@ -104,9 +107,18 @@ class RangeTest:
         return None if self.tokens is None else step_law_rate(self.parameters, self.tokens)
 
     @property
-    def words(self) -> list[str]:
-        """Return the overrides of the suggestion."""
-        return self.at(self.pick)
+    def words(self) -> list[str] | None:
+        """Return the overrides of the suggestion; None where there is none."""
+        return None if self.pick is None else self.at(self.pick)
+
+    @property
+    def wider(self) -> str:
+        """Return the option of another test, in which the loss may fall by more."""
+        if self.diverged_at is None:
+            return f"--high {max(HIGHEST, 100 * self.rates[-1]):g}"
+        if self.rates[0] > LOWEST:
+            return f"--low {LOWEST:g}"
+        return f"--steps {2 * max(LR_STEPS, len(self.rates))}"
 
     def at(self, lr: float) -> list[str]:
         """Return the overrides of a learning rate of AdamW: all optimizers by one factor."""
@@ -228,18 +240,23 @@ def find_rate(
 def format_test(test: RangeTest) -> str:
     """Return the suggestion as text for a reader."""
     planned, law, end = test.plan.optimizer.lr, test.step_law, test.diverged_at
-    lines = [
-        f"learning rate {test.pick:.3g}: at {test.fallen:.3g} the loss had made {FALLEN:.0%} of "
-        f"its fall of {test.fall:.2f} nats, in {len(test.rates)} steps from {test.rates[0]:.0e} "
-        f"to {test.rates[-1]:.2g}",
-        f"the plan says {planned:g}",
-    ]
-    if test.pick != test.fallen:
-        lines.insert(
-            1,
-            f"{format_count(test.plan.horizon_steps or 0)} steps of the run take "
-            f"{test.pick / test.fallen:.2f} of that (arXiv 2409.19913)",
-        )
+    tested = f"in {len(test.rates)} steps from {test.rates[0]:.0e} to {test.rates[-1]:.2g}"
+    if test.pick is None:
+        lines = [
+            f"no learning rate: the loss fell by {test.fall:.2f} nats {tested}, and less than "
+            f"{NOISE:g} is noise, from which no rate can be read; try: {test.wider}"
+        ]
+    else:
+        lines = [
+            f"learning rate {test.pick:.3g}: at {test.fallen:.3g} the loss had made {FALLEN:.0%} "
+            f"of its fall of {test.fall:.2f} nats, {tested}"
+        ]
+        if test.pick != test.fallen:
+            lines.append(
+                f"{format_count(test.plan.horizon_steps or 0)} steps of the run take "
+                f"{test.pick / test.fallen:.2f} of that (arXiv 2409.19913)"
+            )
+    lines.append(f"the plan says {planned:g}")
     if law is not None and test.tokens is not None:
         fits = "" if is_swept(test.parameters, test.tokens) else ", extrapolated"
         lines.append(
@@ -248,9 +265,9 @@ def format_test(test: RangeTest) -> str:
         )
     if end is not None:
         lines.append(f"it diverged at {end:.2g}")
-    if test.fall < NOISE:
-        lines.append(f"a fall of less than {NOISE:g} nats is noise: no rate can be read from it")
-    return "\n".join([*lines, f"overrides: {' '.join(test.words)}"])
+    if test.words is not None:
+        lines.append(f"overrides: {' '.join(test.words)}")
+    return "\n".join(lines)
 
 
 def write_curve(test: RangeTest, folder: Path) -> Path:
@@ -262,8 +279,9 @@ def write_curve(test: RangeTest, folder: Path) -> Path:
     entries = [
         (swatch("c0", "line"), "smoothed loss"),
         (swatch("soft", "line"), "loss of a step"),
-        (swatch("goal", "dot"), f"suggested: {test.pick:.3g}"),
     ]
+    if test.pick is not None:
+        entries.append((swatch("goal", "dot"), f"suggested: {test.pick:.3g}"))
     if test.step_law is not None:
         entries.append((swatch("c1", "line"), f"Step Law: {test.step_law:.3g}"))
     picture = figure("Loss as the learning rate grows", _chart(test))
@@ -273,7 +291,7 @@ def write_curve(test: RangeTest, folder: Path) -> Path:
 
 def _chart(test: RangeTest) -> Safe:
     """Draw the losses over the logarithm of the rate, and where the suggestions lie."""
-    first = test.rates[0]
+    first, pick = test.rates[0], test.pick
     places = np.log10(np.array(test.rates) / first)
     raw, smoothed = np.array(test.losses), np.array(test.smoothed)
     raw[~np.isfinite(raw)], smoothed[~np.isfinite(smoothed)] = np.nan, np.nan
@@ -282,12 +300,13 @@ def _chart(test: RangeTest) -> Safe:
     if (law := test.step_law) is not None and first <= law <= test.rates[-1]:
         place = math.log10(law / first)
         lines.insert(0, ChartLine(np.array([place, place]), np.array([low, high]), "c1"))
+    suggestion = "no rate is suggested" if pick is None else f"the suggestion is {pick:.3g}"
     return line_chart(
         "lr-find",
         lines,
-        label=f"Training loss over the learning rate; the suggestion is {test.pick:.3g}",
+        label=f"Training loss over the learning rate; {suggestion}",
         axis=ChartAxis("learning rate", lambda place: f"{first * 10**place:.1e}"),
         y_label="nats per token",
         top=high + 0.1 * (high - low),
-        limit=max(0.0, math.log10(test.pick / first)),
+        limit=None if pick is None else max(0.0, math.log10(pick / first)),
     )

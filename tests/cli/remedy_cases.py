@@ -37,6 +37,7 @@ PLANS = {
     "cli/goodput:_failures#2": Case(
         "plan demo --device-name H200 hardware.failures_per_1000_gpu_days=0 --goodput"
     ),
+    "cli/budget:plan_budget#1": Case("plan vision-demo --device-name H200 --budget 1gpu-hours"),
     "cli/budget:_write#1": Case(f"{BUDGET} 1e11flops --out nowhere/plan.toml"),
     "tuner/lr_find:find_rate#1": Case("lr-find {tiny} --steps 20 --low 2"),
     "tuner/scratch:write_measured#1": Case("lr-find {tiny} --steps 20 --out /proc/curve"),

@@ -15,6 +15,7 @@ from headrace.cli.app import app
 from headrace.cli.budget import BARE
 from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError
+from headrace.core.limits import LARGEST_BATCH
 from headrace.costs.machine import Machine
 from headrace.costs.passes import most_passes
 from headrace.plan.plan import Plan
@@ -104,6 +105,55 @@ def test_tokens_of_a_growing_batch_are_those_that_are_read() -> None:
     assert one.tokens == (one.steps - 2) * one.plan.batch.tokens
 
 
+@pytest.mark.parametrize("until", [0.9, 0.3, 500])
+@pytest.mark.parametrize("budget", ["1gpu-hours", "1e16flops"])
+def test_a_growing_batch_spends_the_budget(budget: str, until: float) -> None:
+    """Its stages end at shares of the steps, so that one step more moves all of them."""
+    grows = ("techniques.batch_ramp.divide=16", f"techniques.batch_ramp.until={until}")
+    one = bought(budget, *grows)
+    assert 0.999 < one.spent <= 1 and one.tokens == one.plan.batches.before(one.steps)
+    longer = one.plan.replaced(goal={"steps": one.steps + 1}, schedule={"steps": one.steps + 1})
+    assert longer.batches.before(one.steps + 1) > one.tokens / one.spent
+    if budget.endswith("hours"):
+        assert one.prediction.run.hours == pytest.approx(1, rel=0.01)
+    else:
+        assert one.flops == pytest.approx(1e16, rel=1e-3)
+
+
+def test_shapes_that_a_plan_cannot_have_are_left_out() -> None:
+    """Two layers have one table of values at most, and the ladder begins with them."""
+    words, tables = ("techniques.value_embeddings.tables=2",), "value_embeddings"
+    for fresh in (None, 1e5, 1e7):
+        one = bought("1e17flops", *words, fresh_tokens=fresh)
+        assert getattr(one.plan.model, tables) == 2 and one.plan.model.layers > 2
+
+
+def test_checkpoints_fall_on_steps_at_which_a_technique_can_save() -> None:
+    asked = bought("1e16flops", "techniques.spike_rewind.every=25", "checkpoint.every_steps=100")
+    usual = bought("1e16flops", "techniques.spike_rewind={}")
+    brief = bought("1gpu-hours", "techniques.spike_rewind={}", fresh_tokens=5e4)
+    plain = bought("1e16flops")
+    assert asked.plan.checkpoint.every_steps % 25 == 0 == usual.plan.checkpoint.every_steps % 50
+    for one in (asked, usual, brief, plain):
+        tenth = -(-one.steps // 10)
+        assert tenth <= one.plan.checkpoint.every_steps < tenth + 50
+    assert plain.plan.checkpoint.every_steps == -(-plain.steps // 10)
+    assert brief.plan.checkpoint.every_steps == -(-brief.steps // 10) < 50
+
+
+def test_no_budget_buys_a_larger_batch_than_there_are() -> None:
+    one = bought("1e30flops")
+    assert one.plan.batch.tokens == LARGEST_BATCH and one.spent == pytest.approx(1)
+    three = bought("1e30flops", "mesh.data=3", "batch.tokens=9216").plan.batch.tokens
+    assert LARGEST_BATCH / 2 < three <= LARGEST_BATCH
+
+
+def test_a_budget_of_images_is_refused_with_the_plan_itself() -> None:
+    told = CliRunner().invoke(app, ["plan", "vision-demo", "--budget", "1gpu-hours"])
+    assert told.exit_code == 3 and "decoder of text" in told.stderr
+    assert "try: headrace plan vision-demo" in told.stderr
+
+
 def test_more_buys_a_lower_loss_and_a_larger_model() -> None:
     each = [bought(f"{amount}gpu-hours") for amount in (0.02, 0.5, 8)]
     assert all(a.loss.nats > b.loss.nats for a, b in pairwise(each))
@@ -127,7 +177,8 @@ def test_flops_buy_what_the_law_takes_where_memory_allows_it() -> None:
     assert one.flops == pytest.approx(3e19, rel=1e-3)
     assert 10 < one.tokens_per_parameter < 40  # compute-optimal, on a ladder of shapes
     repeated = bought("3e19flops", fresh_tokens=1e9)
-    assert repeated.loss.nats > one.loss.nats and repeated.spent == one.spent == 1
+    assert repeated.loss.nats > one.loss.nats and not (repeated.text_ends or one.text_ends)
+    assert repeated.spent == pytest.approx(1, rel=1e-3) == one.spent
     assert repeated.loss.effective_tokens < repeated.tokens
     assert tells(format_bought(repeated), "epochs of 1B")
     held = bought("3e24flops")
@@ -137,11 +188,11 @@ def test_flops_buy_what_the_law_takes_where_memory_allows_it() -> None:
 
 def test_a_text_is_learned_by_heart_before_a_budget_is_spent() -> None:
     enough = bought("3e16flops", fresh_tokens=1e9)
-    assert enough.spent == 1 and enough.flops == pytest.approx(3e16, rel=0.01)
+    assert not enough.text_ends and enough.flops == pytest.approx(3e16, rel=0.01)
     brief = bought("3e18flops", fresh_tokens=1e7)
     passes = brief.tokens / 1e7
     assert 1 < passes <= most_passes(brief.parameters, 1e7) < passes * 1.05
-    assert 0 < brief.spent < 1 and brief.to_dict()["spent"] == brief.spent
+    assert 0 < brief.spent < 1 and brief.to_dict()["spent"] == brief.spent and brief.text_ends
     assert tells(format_bought(brief), f"{brief.spent:.2g} of the budget", "by heart")
     pairs = bought("3e18flops", "techniques.bigram_embeddings.multiple=2", fresh_tokens=1e7)
     assert pairs.tokens < 1e7 * most_passes(pairs.parameters, 1e7)
@@ -167,7 +218,7 @@ def test_no_text_is_given_a_model_that_it_cannot_teach(budget: str) -> None:
 
 def test_weights_that_are_given_are_not_held_to_the_passes() -> None:
     lora = bought("3e16flops", "techniques.lora.rank=8", fresh_tokens=1e5)
-    assert lora.spent == 1 and lora.tokens > 1e6
+    assert not lora.text_ends and lora.tokens > 1e6
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from headrace.plan.technique import Supported, Unsupported
 from headrace.techniques.memory import adamw_8bit
 from headrace.techniques.memory.adamw_8bit import Adamw8bit, AdamW8bitOptimizer
 from headrace.train.checkpoint import Saved
-from headrace.train.state import _restore_optimizer
+from headrace.train.state import _restore_parameter
 from headrace.train.train import step
 
 HOW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -375,7 +375,7 @@ def test_a_rank_restores_its_own_scales_and_keeps_no_others(
         fill_=lambda *given: None,
     )
     optimizer, p = build.optimizers["adamw_8bit"], build.model.get_parameter(name)
-    _restore_optimizer(build, optimizer, {name: p}, saved)
+    _restore_parameter(build, optimizer, name, p, saved)
     scales = optimizer.state[p]["exp_avg_scales"]
     assert scales.untyped_storage().nbytes() == scales.nbytes == 4 * rows // 2
 

@@ -12,6 +12,8 @@ from tiny import assert_same_run, losses, metrics, report
 from torch import nn
 from typer.testing import CliRunner
 
+from headrace.assemble.build import make_ledger
+from headrace.assemble.context import make_context
 from headrace.assemble.kept_states import KeptStates
 from headrace.assemble.nonfinite import Where, first_nonfinite
 from headrace.assemble.sockets import Build
@@ -20,6 +22,7 @@ from headrace.core.errors import Diverged
 from headrace.costs.footprint import KEPT_STATES
 from headrace.data.loader import Micro
 from headrace.optim.stability import Band
+from headrace.plan.plan import Plan
 from headrace.techniques.stability.spike_rewind import SpikeRewind, SpikeWatch
 from headrace.train import state
 from headrace.train import train as trainer
@@ -309,6 +312,30 @@ def test_what_is_held_is_predicted(
     measured = sum(state.nbytes for state in watch.copies.states)
     predicted = build.predicted(build.plan).sizes[KEPT_STATES]
     assert predicted == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("saves", "every", "doubted"),
+    [
+        *((0, 50, False), (1, 50, False), (4, 4, False), (13, 13, False), (100, 50, False)),
+        *((60, 30, False), (122, 61, False), (771, 257, True), (773, 773, True), (3027, 3, True)),
+    ],
+)
+def test_states_are_kept_about_as_often_as_is_usual(
+    tiny_plan: Callable[..., Plan], saves: int, every: int, doubted: bool
+) -> None:
+    """A number that nothing near 50 divides is doubted, and what is advised is not."""
+    plan = tiny_plan("techniques.spike_rewind={}", f"checkpoint.every_steps={saves}")
+    technique = plan.techniques["spike_rewind"]
+    doubt = technique.doubt(plan)
+    assert (doubt is not None) is doubted
+    if doubt is not None:
+        assert str(every) in doubt.reason and str(saves) in doubt.reason
+        plan = tiny_plan("techniques.spike_rewind={}", doubt.remedy.only_override or "")
+        assert technique.doubt(plan) is None
+        return
+    work = make_ledger(plan, make_context(plan, torch.device("cpu"))).work
+    assert work["spike_rewind/copy"].count == pytest.approx(1 / every)
 
 
 # --- what made the first number that is not finite -------------------------------------------

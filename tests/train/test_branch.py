@@ -7,17 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from facts import in_order
 from tiny import assert_same_run, metrics, report
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, RunError
+from headrace.core.progress import Progress
 from headrace.inference.branch import plan_of_branch
+from headrace.inference.load import open_model
+from headrace.optim.stability import Band
 from headrace.plan.technique import installed
 from headrace.report.family import family_of
 from headrace.report.single import write_report
 from headrace.train import train as trainer
+from headrace.train.checkpoint import Saved
 
 STABLE = ("schedule.kind=warmup_stable_decay", "schedule.decay_fraction=0.5")
 KEPT = ("checkpoint.keep_last=9", "eval.every_steps=4")
@@ -32,10 +37,11 @@ def base(train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def branch(where: str, *words: str, notes: list[str] | None = None, **more: Any) -> Path:
     """Train a branch in this process, and return its folder."""
-    heard = notes if notes is not None else []
+    progress = Progress()
+    heard = progress.notes = notes if notes is not None else []
     begins = plan_of_branch(where, installed(), overrides=words, note=heard.append, **more)
     how = {"resume": True, "folder": begins.parent, "checkpoint": begins.checkpoint}
-    return trainer.run(begins.plan, branch=True, **how).folder
+    return trainer.run(begins.plan, branch=True, progress=progress, **how).folder
 
 
 def test_a_branch_is_the_run_with_its_schedule_and_its_parent_stays(
@@ -148,3 +154,89 @@ def test_a_branch_within_a_growing_batch_keeps_its_stages(
     with pytest.raises(ConfigError, match=in_order("a branch goes on", "schedule.steps")) as told:
         branch("grown@4", "goal.steps=9", "schedule.steps=40")
     assert told.value.remedy.text == "schedule.steps=8"
+
+
+AVERAGE = "techniques.weight_averaging"
+LAWA = (f"{AVERAGE}.kind=lawa", f"{AVERAGE}.every=1")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (LAWA, ("kind=ema", "decay=0.99"), "kind lawa -> ema"),
+        (LAWA, ("keep=3",), "keep 5 -> 3"),
+        ((f"{AVERAGE}.decay=0.99",), ("kind=lawa", "every=1"), "kind ema -> lawa"),
+    ],
+)
+def test_an_average_of_other_knobs_starts_afresh(
+    train: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: tuple[str, ...],
+    after: tuple[str, ...],
+    says: str,
+) -> None:
+    """It is of the branch's own weights, and of neither random ones nor copies of another order."""
+    monkeypatch.chdir(tmp_path)
+    train("name=base", "goal.steps=4", "checkpoint.keep_last=9", *before)
+    words = ("goal.steps=6", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
+    notes: list[str] = []
+    knobs = [f"{AVERAGE}.{knob}" for knob in after]
+    other = branch("base@4", "name=other", *words, *knobs, notes=notes)
+    assert [line for line in notes if "weight_averaging starts afresh" in line and says in line]
+    saved = Saved(other / "checkpoints" / "step-6")
+    assert saved.values["techniques"]["weight_averaging"]["updates"] == 2
+    same = branch("base@4", "name=same", *words, notes=(heard := []))
+    assert not [line for line in heard if "afresh" in line]
+    assert (
+        Saved(same / "checkpoints/step-6").values["techniques"]["weight_averaging"]["updates"] == 6
+    )
+    for step in ("step-4", "step-5"):  # where nothing is averaged yet, and one step
+        opened = open_model(other, installed(), checkpoint=step)
+        name, weight = next(iter(opened.model.named_parameters()))
+        raw = torch.empty_like(weight)
+        Saved(other / "checkpoints" / step).fill_(f"model/{name}", raw)
+        assert weight.equal(raw)
+
+
+BITS, MUON = "techniques.adamw_8bit.smallest", "techniques.muon.normalize_rows"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("techniques.spike_rewind.window=8", "techniques.spike_rewind.window=16", "spike_rewind"),
+        (f"{BITS}=100", f"{BITS}=513", "optimizer's state"),
+        (f"{BITS}=513", f"{BITS}=100", "optimizer's state"),
+        (f"{MUON}=true", f"{MUON}=false", ""),
+        (f"{MUON}=false", f"{MUON}=true", ""),
+    ],
+)
+def test_a_branch_may_change_what_is_kept(
+    train: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    after: str,
+    says: str,
+) -> None:
+    """State that the changed knobs have no use for is dropped, and the line names what is new."""
+    monkeypatch.chdir(tmp_path)
+    train("name=base", "goal.steps=4", before)
+    notes: list[str] = []
+    other = branch("base@4", "name=other", "goal.steps=5", after, notes=notes)
+    assert all(entry["active"] for entry in report(other)["techniques"].values())
+    lines = [line for line in notes if "starts afresh" in line]
+    assert [says in line and after.partition("=")[0] in line for line in lines] == [True] * bool(
+        says
+    )
+
+
+def test_what_is_kept_otherwise_under_the_same_knobs_is_damage(
+    train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("techniques.spike_rewind.window=8", "goal.steps=4")
+    train(*words)
+    monkeypatch.setattr(Band, "tensors", lambda band: {"other": band.kept})
+    with pytest.raises(RunError, match=in_order("is damaged", "no tensor", "spike_rewind/other")):
+        train(*words[:1], "goal.steps=5", resume=True)

@@ -60,7 +60,8 @@ def test_it_tests_the_plans_own_step(tested: tuple[Plan, RangeTest, Any, Any]) -
     assert torch.equal(before, after)
     assert not Path(plan.directory).exists()
     assert test.rates == growing(1e-5, 30.0, 24)[: len(test.rates)]
-    assert 1e-5 < test.pick < 30 and test.losses[0] == pytest.approx(math.log(320), rel=0.1)
+    assert test.pick is not None and 1e-5 < test.pick < 30
+    assert test.losses[0] == pytest.approx(math.log(320), rel=0.1)
     judged = "techniques.spike_rewind.window=8"  # it would refuse the steps at which losses rise
     watched = Plan.read(plan.to_toml(), catalogue(), overrides=[judged])
     assert find_rate(watched, steps=24, high=30.0).losses == test.losses
@@ -77,13 +78,39 @@ def test_it_suggests_every_optimizers_rate_by_one_factor(
     assert test.tokens == 40 * 128  # to the schedule's end
     assert test.step_law == step_law_rate(test.parameters, test.tokens or 0)
     text = format_test(test)
-    flat = RangeTest(plan, test.rates[:2], [9.0, 9.1], test.parameters)
-    assert "noise" in format_test(flat) and "noise" not in text
+    assert "noise" not in text
     assert tells(text, "Step Law", "extrapolated") and test.words[1] in text
     shown = write_curve(test, tmp_path / "curve").read_text()
     assert "<svg" in shown and f"{test.pick:.3g}" in shown
     kept = json.loads((tmp_path / "curve" / "lr-find.json").read_text())
     assert kept["lr"] == test.pick and len(kept["losses"]) == len(kept["rates"])
+
+
+@pytest.mark.parametrize(
+    ("rates", "losses", "wider"),
+    [
+        ([1e-9, 1e-8], [9.0, 8.9], "--high 1"),
+        ([1e-3, 10.0], [9.0, 9.1], "--high 1000"),
+        ([1e-2, 10.0], [9.0, math.inf], "--low 1e-05"),
+        ([1e-5, 10.0], [9.0, math.nan], "--steps 300"),
+    ],
+)
+def test_noise_suggests_no_rate_and_another_test(
+    tested: tuple[Plan, RangeTest, Any, Any],
+    tmp_path: Path,
+    rates: list[float],
+    losses: list[float],
+    wider: str,
+) -> None:
+    plan, test, *_ = tested
+    flat = RangeTest(plan, rates, losses, test.parameters)
+    told = flat.to_dict()
+    assert told["lr"] is told["overrides"] is flat.pick is None
+    text = format_test(flat)
+    assert text.startswith("no learning rate") and "noise" in text and "overrides" not in text
+    assert text.splitlines()[0].endswith(f"try: {wider}")
+    page = write_curve(flat, tmp_path / "curve").read_text()
+    assert "no rate is suggested" in page and "suggested:" not in page
 
 
 def test_a_longer_run_gets_a_lower_rate(tested: tuple[Plan, RangeTest, Any, Any]) -> None:

@@ -63,6 +63,11 @@ maps of 256 levels. Four rows of techniques.jsonl: 36, 40, 48 and 52 ps a number
 class AdamW8bitOptimizer(torch.optim.Optimizer):
     """Run AdamW over matrices, with quantized moments, masked by `found_inf` on the device."""
 
+    state_names: ClassVar[frozenset[str]] = frozenset(
+        {"step", *(f"{key}_{part}" for key in MOMENTS for part in ("codes", "scales"))}
+    )
+    """Keys of the state that it keeps for each parameter."""
+
     def __init__(
         self,
         named: Mapping[str, nn.Parameter],

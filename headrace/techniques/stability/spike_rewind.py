@@ -47,13 +47,14 @@ from headrace.core.errors import Diverged
 from headrace.core.remedy import mend
 from headrace.core.units import divisors
 from headrace.costs.footprint import KEPT_STATES
-from headrace.costs.ledger import Ledger
+from headrace.costs.ledger import SAVES, Ledger
 from headrace.costs.work import HostCopy, Stream, Work
 from headrace.optim.stability import Band, Spike
 from headrace.plan.plan import Plan
 from headrace.plan.technique import (
     Card,
     Context,
+    Doubt,
     Evidence,
     Stage,
     Supported,
@@ -64,6 +65,9 @@ from headrace.plan.technique import (
 USUAL_EVERY = 50
 """Steps between two kept states where the plan does not say it, at most: with copies of 12 bytes a
 weight over a link of 25 GB/s, that is 10 ms a step at a billion weights (derived)."""
+LEAST_EVERY, MOST_EVERY = 10, 200
+"""Fewest steps between two kept states where another number divides the steps between checkpoints,
+and most without a doubt: copies of a fifth of a usual interval cost five times as much."""
 PROVE = 3
 """Steps in a row in the band after which a spike is over. The limits are those from before it."""
 SMALL_KERNELS = 30
@@ -253,7 +257,7 @@ class SpikeRewind(Technique[Build]):
     """Refused steps in a row that are let pass after a rewind, before an earlier state is tried."""
     every: int | None = Field(default=None, ge=2, le=10**9)
     """Steps between two kept states; it must divide checkpoint.every_steps. Left open: the largest
-    number up to 50 that does."""
+    number up to 50 that does, or the nearest to 50 where that is below 10."""
     states: int = Field(default=2, ge=2, le=16)
     """States that are kept in the host's memory."""
     most: int = Field(default=3, ge=1, le=1000)
@@ -316,10 +320,31 @@ class SpikeRewind(Technique[Build]):
             mend(change),
         )
 
-    def _every(self, plan: Plan) -> int:
+    def saves_by(self, often: int) -> int:
+        """Let checkpoints fall on steps at which a state is kept."""
+        return self.every or min(often, USUAL_EVERY)
+
+    def doubt(self, plan: Any) -> Doubt | None:
+        """Warn of checkpoints between which no usual number of kept states fits."""
         saves = plan.checkpoint.every_steps
-        fits = [n for n in divisors(saves) if 1 < n <= USUAL_EVERY] if saves else []
-        return self.every or max(fits, default=saves if saves > 1 else USUAL_EVERY)
+        every = self._every(saves)
+        if self.every or saves <= USUAL_EVERY or every in range(LEAST_EVERY, MOST_EVERY + 1):
+            return None
+        return Doubt(
+            f"{self.name()} copies the state every {every} steps, since no number nearer to "
+            f"{USUAL_EVERY} divides checkpoint.every_steps = {saves}",
+            mend(f"checkpoint.every_steps={round(saves / USUAL_EVERY) * USUAL_EVERY}"),
+        )
+
+    def _every(self, saves: int) -> int:
+        """Return the steps between two kept states, with so many between two checkpoints."""
+        fits = [n for n in divisors(saves) if n > 1] if saves else []
+        if self.every or not fits:
+            return self.every or USUAL_EVERY
+        usual = max((n for n in fits if n <= USUAL_EVERY), default=0)
+        if usual >= LEAST_EVERY:
+            return usual
+        return min(fits, key=lambda n: abs(math.log(n / USUAL_EVERY)))
 
     def predict(self, ledger: Ledger) -> Ledger:
         """Add the kept states where the host's memory is the device's, and the copies to it."""
@@ -327,7 +352,7 @@ class SpikeRewind(Technique[Build]):
         every_weight = sum(m.numbers * m.stored for m in ledger.matrices.values())
         share = learns / every_weight if every_weight else 1.0
         state = share * ledger.memory["parameters"].bytes + ledger.memory["optimizer"].bytes
-        often = 1 / (self.every or USUAL_EVERY)
+        often = 1 / self._every(int(ledger.sizes[SAVES]))
         work: dict[str, Work] = {"spike_rewind/flag": Stream("optimizer", 1, 0.0, SMALL_KERNELS)}
         if ledger.sizes["on_gpu"]:
             work["spike_rewind/copy"] = HostCopy("forward", often, state)
@@ -340,7 +365,7 @@ class SpikeRewind(Technique[Build]):
 
     def apply(self, build: Build) -> None:
         """Judge every step, hold states, and take over what follows a masked update."""
-        watch = SpikeWatch(self, build, self._every(build.plan))
+        watch = SpikeWatch(self, build, self._every(build.plan.checkpoint.every_steps))
         build.notes[self.name()] = build.state[self.name()] = watch
         build.judges.append(watch.judge)
         build.before_step.append(watch.before_step)
