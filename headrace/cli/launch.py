@@ -71,8 +71,8 @@ def launch(
         if json:
             show_json(record.model_dump())
             return
-        print(f"{on} has {job.name} as {record.identity}; its files are in {job.folder}")
-        note(f"next:   {started_as()} status {job.name}")
+        print(f"{on} has {job.argument} as {record.identity}; its files are in {job.folder}")
+        note(f"next:   {started_as()} status {job.argument}")
 
 
 def _job(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headrace.core.command import rerun_with
 from headrace.core.errors import ConfigError
+from headrace.core.files import shell
 from headrace.core.remedy import mend
 from headrace.plan.mesh_config import MeshConfig
 
@@ -51,6 +52,15 @@ class Job:
     def run(self) -> Path:
         """Return the folder of the run, relative to `cwd` where the plan's directory is."""
         return Path(self.directory) / self.name
+
+    @property
+    def argument(self) -> str:
+        """Return what `status`, `logs` and `stop` take for this job, as a shell takes it.
+
+        They look for a plain name in `runs` first, so that a job of another directory has a path.
+        """
+        path = self.run.parent.as_posix() + "/" + self.name
+        return shell(self.name if path == f"runs/{self.name}" else path)
 
     @property
     def folder(self) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.core.errors import UnsupportedError
+from headrace.core.files import shell
 from headrace.launch.engine import Launcher
 from headrace.launch.job import GRACE_S, RESERVE_S, Job
 
@@ -47,7 +48,7 @@ class Local(Launcher):
         name = folder.name.removesuffix(".launch")
         raise UnsupportedError(
             f"{name} was launched in the foreground, and printed to its terminal",
-            f"headrace report {folder.with_name(name)}, which shows what the run kept",
+            f"headrace report {shell(folder.with_name(name))}, which shows what the run kept",
         )
 
     def stop(self, identity: str) -> list[str]:

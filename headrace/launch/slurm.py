@@ -26,6 +26,9 @@ export RENDEZVOUS="$head:$((20000 + SLURM_JOB_ID % 20000))"
 asked=
 trap 'asked=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 
+# Since Slurm 22.05, srun takes the cores of a task from a variable of its own alone.
+if [ -n "$SLURM_CPUS_PER_TASK" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
+
 srun --kill-on-bad-exit=1 bash -c {script} &
 step=$!
 wait "$step"
