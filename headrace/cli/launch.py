@@ -110,6 +110,7 @@ def _job(
     return Job(
         name=plan.name if resume else unused_name(plan.directory, plan.name),
         directory=plan.directory,
+        data=plan.data.directory,
         plan=name,
         text=None if name in recipes() else read_plan_text(Path(name)),
         words=tuple(own),

@@ -43,7 +43,7 @@ class Launcher(ABC):
     def submit(self, job: Job) -> list[str]:
         """Return the command that submits the files, which lie in the folder of the launch."""
 
-    def job_id(self, job: Job, output: str) -> str:
+    def job_id(self, job: Job, output: str = "") -> str:
         """Return the engine's name of the job.
 
         Args:

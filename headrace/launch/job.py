@@ -27,6 +27,7 @@ class Job:
     Args:
         name: the name of the run, which is the name of the launch too.
         directory: where runs are kept, as the plan says.
+        data: where prepared data is kept, as the plan says.
         plan: the name of a recipe, or the path of the plan file as the user gave it.
         text: the plan file's content; None for a recipe.
         words: what follows the plan on the command line: `key=value`, `--with X`, `--without X`.
@@ -39,6 +40,7 @@ class Job:
 
     name: str
     directory: str
+    data: str
     plan: str
     text: str | None
     words: tuple[str, ...]

@@ -6,12 +6,17 @@ JobSet itself (https://www.kubeflow.org/docs/components/trainer/). So a JobSet
 that they find each other by, and starts all of them again when one fails.
 """
 
+import os
+import posixpath
 import re
-from pathlib import Path
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import Field
 
+from headrace.core.errors import ConfigError
+from headrace.core.remedy import mend
 from headrace.core.strict import Strict
 from headrace.launch.engine import Launcher
 from headrace.launch.job import GRACE_S, PLAN_FILE, Job
@@ -23,8 +28,12 @@ WORK = "/work"
 """Folder of the volume in a pod, in which the run and the prepared data are kept."""
 PLAN = "/headrace"
 """Folder of the plan file in a pod."""
+USUAL = {"directory": "runs", "data.directory": "data"}
+"""Maps a key of the plan to its default, a folder below `WORK`."""
 LONGEST = 40
 """Most characters of a JobSet's name: its pods' names add to it and have at most 63."""
+DIGITS = 6
+"""Hexadecimal digits that tell runs apart whose names Kubernetes cannot."""
 
 
 class KubernetesSettings(Strict):
@@ -56,7 +65,12 @@ class Kubernetes(Launcher):
     settings_table = KubernetesSettings
 
     def files(self, job: Job) -> dict[str, str]:
-        """Return the manifest: the JobSet, and a ConfigMap with the plan where it is a file."""
+        """Return the manifest: the JobSet, and a ConfigMap with the plan where it is a file.
+
+        Raises:
+            ConfigError: the run or its data would not be kept on the claim's volume.
+        """
+        check_on_volume(job)
         documents = [self.job_set(job)]
         if job.text is not None:
             metadata = self._metadata(job)
@@ -90,11 +104,11 @@ class Kubernetes(Launcher):
     def _metadata(self, job: Job) -> dict[str, Any]:
         """Return the name of a job's objects, and the namespace where one is given."""
         space = {"namespace": self.settings.namespace} if self.settings.namespace else {}
-        return {"name": object_name(job.name), **space}
+        return {"name": self.job_id(job), **space}
 
     def _pod(self, job: Job) -> dict[str, Any]:
         """Return what each node runs."""
-        name = object_name(job.name)
+        name = self.job_id(job)
         given = {"cpu": self.settings.cpu, "memory": self.settings.memory}
         limits = {key: value for key, value in given.items() if value}
         if job.gpus:
@@ -134,9 +148,9 @@ class Kubernetes(Launcher):
         """Return the kubectl command that applies the manifest."""
         return ["kubectl", "apply", "--filename", str(job.folder / FILE)]
 
-    def job_id(self, job: Job, output: str) -> str:
+    def job_id(self, job: Job, output: str = "") -> str:
         """Return the name of the JobSet."""
-        return object_name(job.name)
+        return object_name(posixpath.relpath(in_pod(job.directory), WORK), job.name)
 
     def _kubectl(self, *words: str) -> list[str]:
         """Return a kubectl command in the namespace of the launch."""
@@ -160,7 +174,42 @@ class Kubernetes(Launcher):
         return self._kubectl("delete", "jobset", identity, "--wait=false")
 
 
-def object_name(name: str) -> str:
-    """Return the name of a run as Kubernetes names objects: small letters, digits and dashes."""
+def in_pod(folder: str) -> PurePosixPath:
+    """Return the path in a pod of a folder that the plan names, without `..`."""
+    return PurePosixPath(posixpath.normpath(posixpath.join(WORK, folder)))
+
+
+def check_on_volume(job: Job) -> None:
+    """Refuse a run that would be kept, with its data, on a disk that ends with the pod.
+
+    Raises:
+        ConfigError: a folder of the plan is not on the volume of the claim.
+    """
+    asked = {"directory": job.directory, "data.directory": job.data}
+    outside = [key for key in asked if not in_pod(asked[key]).is_relative_to(WORK)]
+    if outside:
+        folders = " and ".join(f"{key} = {asked[key]!r}" for key in outside)
+        raise ConfigError(
+            f"{folders} would be on the pod's own disk, which ends with the pod: the volume of "
+            f"the claim is at {WORK}",
+            mend(*(f"{key}={USUAL[key]}" for key in outside)),
+        )
+
+
+def object_name(directory: str, name: str) -> str:
+    """Return the name of a run as Kubernetes names objects: small letters, digits and dashes.
+
+    Where that is not the run's whole name, and where the run is not kept in `runs`, the first
+    digits of a hash of both follow, so that no two runs have one name.
+
+    Args:
+        directory: where the run is kept, relative to where it runs.
+        name: the name of the run.
+    """
     plain = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
-    return re.sub("^([0-9])", r"run-\1", plain)[:LONGEST].strip("-")
+    plain = re.sub("^([0-9])", r"run-\1", plain)
+    path = posixpath.normpath(posixpath.join(directory, name))
+    if path == f"runs/{plain}" and len(plain) <= LONGEST:
+        return plain
+    digits = sha256(os.fsencode(path)).hexdigest()[:DIGITS]
+    return f"{plain[: LONGEST - DIGITS - 1].strip('-')}-{digits}"

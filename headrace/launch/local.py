@@ -31,7 +31,7 @@ class Local(Launcher):
             start = ["/usr/bin/env", grace, *job.torchrun(rendezvous="")]
         return [*start, *job.train(), *(["--resume"] if job.resume else [])]
 
-    def job_id(self, job: Job, output: str) -> str:
+    def job_id(self, job: Job, output: str = "") -> str:
         """Return the number of this process and its start, in the kernel's ticks."""
         return f"{os.getpid()}@{_started(os.getpid())}"
 

@@ -69,7 +69,7 @@ class SkyPilot(Launcher):
             resources["accelerators"] = f"{accelerator}:{job.processes}"
         script = job.script(rendezvous="$RENDEZVOUS", python="python", plan_folder="PLAN_FOLDER")
         task: dict[str, Any] = {
-            "name": object_name(job.name),
+            "name": self.job_id(job),
             "num_nodes": job.nodes,
             "resources": resources,
             "setup": setup,
@@ -96,12 +96,12 @@ class SkyPilot(Launcher):
 
     def submit(self, job: Job) -> list[str]:
         """Return the sky command, which returns when the job is queued."""
-        cluster = ["--cluster", object_name(job.name), "--yes", "--detach-run"]
+        cluster = ["--cluster", self.job_id(job), "--yes", "--detach-run"]
         return ["sky", "launch", *cluster, str(job.folder / FILE)]
 
-    def job_id(self, job: Job, output: str) -> str:
+    def job_id(self, job: Job, output: str = "") -> str:
         """Return the name of the cluster."""
-        return object_name(job.name)
+        return object_name(job.directory, job.name)
 
     def status(self, identity: str) -> list[str]:
         """Return the command that prints the queue of the cluster."""

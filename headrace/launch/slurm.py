@@ -105,7 +105,7 @@ class Slurm(Launcher):
         """Return the sbatch command, which prints the job's number."""
         return ["sbatch", "--parsable", str(job.folder / FILE)]
 
-    def job_id(self, job: Job, output: str) -> str:
+    def job_id(self, job: Job, output: str = "") -> str:
         """Return the number that sbatch printed, without the name of the cluster behind it."""
         return output.strip().partition(";")[0]
 

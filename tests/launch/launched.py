@@ -16,6 +16,7 @@ def job(**given: Any) -> Job:
     usual: dict[str, Any] = {
         "name": "large",
         "directory": "runs",
+        "data": "data",
         "plan": "plans/large one.toml",
         "text": 'name = "large"\n',
         "words": ("mesh.data=8", "--with", "fsdp"),
