@@ -63,6 +63,8 @@ class Kubernetes(Launcher):
     name = "kubernetes"
     tool = "kubectl"
     settings_table = KubernetesSettings
+    sees_runs = False
+    active = r"^JobSet(?!.* (Completed|Failed)\b)"
 
     def files(self, job: Job) -> dict[str, str]:
         """Return the manifest: the JobSet, and a ConfigMap with the plan where it is a file.
@@ -145,8 +147,13 @@ class Kubernetes(Launcher):
         }
 
     def submit(self, job: Job) -> list[str]:
-        """Return the kubectl command that applies the manifest."""
-        return ["kubectl", "apply", "--filename", str(job.folder / FILE)]
+        """Return the kubectl command that applies the manifest.
+
+        A JobSet that has ended starts no pod again, so that of a run that goes on is replaced by a
+        new one, once its pods are gone.
+        """
+        verb = ["replace", "--force", "--cascade=foreground"] if job.resume else ["apply"]
+        return ["kubectl", *verb, "--filename", str(job.folder / FILE)]
 
     def job_id(self, job: Job, output: str = "") -> str:
         """Return the name of the JobSet."""
@@ -163,6 +170,19 @@ class Kubernetes(Launcher):
         label = f"jobset.sigs.k8s.io/jobset-name={identity}"
         return self._kubectl("get", "pods", "--selector", label, "--output", state)
 
+    def probe(self, identity: str) -> list[str]:
+        """Return the command that prints "JobSet" and its conditions; nothing where there is none.
+
+        One that is being deleted is there until its pods have saved their checkpoint.
+        """
+        true = '{range .status.conditions[?(@.status=="True")]} {.type}{end}'
+        output = ("--ignore-not-found", "--output", f"jsonpath=JobSet{true}")
+        return self._kubectl("get", "jobset", identity, *output)
+
+    def replaced(self, job: Job) -> str:
+        """Return the name of the JobSet."""
+        return self.job_id(job)
+
     def logs(self, identity: str, folder: Path) -> list[str]:
         """Return the command that prints what the pods printed."""
         label = f"jobset.sigs.k8s.io/jobset-name={identity}"
@@ -171,7 +191,8 @@ class Kubernetes(Launcher):
 
     def stop(self, identity: str) -> list[str]:
         """Return the command that deletes the JobSet, whose pods get SIGTERM and the grace time."""
-        return self._kubectl("delete", "jobset", identity, "--wait=false")
+        there = ("--cascade=foreground", "--wait=false")  # it stays until its pods are gone
+        return self._kubectl("delete", "jobset", identity, *there)
 
 
 def in_pod(folder: str) -> PurePosixPath:

@@ -60,8 +60,17 @@ def read_launch(name: str) -> tuple[Launch, Path]:
             + (f"; the nearest is {near}" if near else ""),
             f"headrace status {shell(near)}" if near else "headrace launch demo --dry-run",
         )
+    return read_record(folder), folder
+
+
+def read_record(folder: Path) -> Launch:
+    """Return the record in the folder of a launch.
+
+    Raises:
+        RunError: the record is damaged.
+    """
     try:
-        return Launch.model_validate(parse_object((folder / RECORD).read_bytes())), folder
+        return Launch.model_validate(parse_object((folder / RECORD).read_bytes()))
     except (ValueError, ConfigError) as error:
         raise RunError(
             f"{folder / RECORD} is damaged: {error}",

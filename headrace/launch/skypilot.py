@@ -1,7 +1,7 @@
 """Launch with SkyPilot: one task file, on a cluster that SkyPilot makes on any cloud.
 
 The task is run by `sky launch` on a cluster of the run's name. The disk of the cluster keeps the
-run until `sky down NAME`, so that a later launch on it resumes. Fields as in
+run until `sky down NAME`, so that `launch --resume` goes on with it. Fields as in
 https://docs.skypilot.co/en/latest/reference/yaml-spec.html.
 """
 
@@ -50,6 +50,8 @@ class SkyPilot(Launcher):
     name = "skypilot"
     tool = "sky"
     settings_table = SkySettings
+    sees_runs = False
+    active = r"\b(INIT|PENDING|SETTING_UP|RUNNING)\b"
 
     def files(self, job: Job) -> dict[str, str]:
         """Return the task file."""
@@ -106,6 +108,10 @@ class SkyPilot(Launcher):
     def status(self, identity: str) -> list[str]:
         """Return the command that prints the queue of the cluster."""
         return ["sky", "queue", identity]
+
+    def probe(self, identity: str) -> list[str]:
+        """Return the command that prints the jobs of the cluster that have not ended."""
+        return ["sky", "queue", "--skip-finished", identity]
 
     def logs(self, identity: str, folder: Path) -> list[str]:
         """Return the command that prints the log so far."""

@@ -74,6 +74,10 @@ class Slurm(Launcher):
     name = "slurm"
     tool = "sbatch"
     settings_table = SlurmSettings
+    active = (
+        "^(PENDING|CONFIGURING|RUNNING|COMPLETING|SUSPENDED|STOPPED|SIGNALING|RESIZING|STAGE_OUT"
+        r"|REQUEUED|REQUEUE_FED|REQUEUE_HOLD|RESV_DEL_HOLD|SPECIAL_EXIT)\b"
+    )
 
     def files(self, job: Job) -> dict[str, str]:
         """Return the sbatch file."""

@@ -24,6 +24,7 @@ def job(**given: Any) -> Job:
         "processes": 4,
         "gpus": True,
         "cwd": Path("/home/anne/my work"),
+        "at": "now",
     }
     return Job(**{**usual, **given})
 

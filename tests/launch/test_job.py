@@ -11,6 +11,8 @@ from headrace.launch.engine import ENGINES
 from headrace.launch.engines import CLASSES
 from headrace.launch.job import processes_of, unused_name
 from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
+from headrace.train.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,20 @@ def test_a_name_that_a_run_or_a_launch_has_is_not_taken(tmp_path: Path) -> None:
     for taken, wanted in (("a", "a"), ("a-2.launch", "a-2"), ("b", "a-3")):
         assert unused_name(str(tmp_path), "a") == wanted
         (tmp_path / taken).mkdir()
+
+
+def test_a_launched_run_has_the_name_of_its_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan.model_validate({"name": "a", "directory": str(tmp_path), "goal": {"steps": 1}})
+    assert "export HEADRACE_RUN=a\n" in job(name="a").script(rendezvous="")
+    for launched, begun, resumed in (("a", "a", "a"), ("b", "a-3", "a-3")):
+        (tmp_path / "a-2").mkdir(exist_ok=True)  # a later launch, which began earlier
+        (tmp_path / "a-2/plan.toml").touch()
+        monkeypatch.setenv("HEADRACE_RUN", launched)
+        path = RunFolder.create(plan).path
+        (path / "plan.toml").touch()
+        assert (path.name, RunFolder.find(plan).path.name) == (begun, resumed)
 
 
 def test_the_command_repeats_every_word_and_the_plan_as_it_is_now() -> None:

@@ -79,7 +79,15 @@ def test_names_of_runs_become_names_of_objects(name: str, begin: str) -> None:
 
 
 def test_no_two_runs_have_one_object() -> None:
-    names = ("a-b", "a.b", "a_b", "A-b", "1b", "run-1b", *("x" * 40 + end for end in ("", "y", "z")))
+    names = (
+        "a-b",
+        "a.b",
+        "a_b",
+        "A-b",
+        "1b",
+        "run-1b",
+        *("x" * 40 + end for end in ("", "y", "z")),
+    )
     runs = [(directory, name) for directory in ("runs", "out", "a/runs") for name in names]
     for engine in (engine_of("kubernetes", SETTINGS), engine_of("skypilot")):
         objects = {engine.job_id(job(directory=d, name=n)) for d, n in runs}
@@ -99,9 +107,7 @@ def test_no_two_runs_have_one_object() -> None:
         (("directory=/work/mine", "data.directory=a/../b"), ""),
     ],
 )
-def test_what_would_not_be_on_the_volume_is_refused(
-    folders: tuple[str, ...], remedy: str
-) -> None:
+def test_what_would_not_be_on_the_volume_is_refused(folders: tuple[str, ...], remedy: str) -> None:
     more = [word for each in SETTINGS[:2] for word in ("--set", each)]
     words = ("launch", "demo", *folders, "--on", "kubernetes", *more, "--dry-run")
     answer = ask(*words, code=2 if remedy else 0)

@@ -69,19 +69,6 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [*told["files"]] == ["job.sbatch"] and not [*tmp_path.iterdir()]
 
 
-@pytest.fixture
-def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder of commands that alone are found, in a new folder that is entered."""
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "tools"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    tool(folder, "sbatch", "echo x >>count; wc -l <count")
-    tool(folder, "squeue", 'echo "COMPLETED None"')
-    tool(folder, "scancel", 'echo "$@" >stopped')
-    return folder
-
-
 def test_jobs_of_one_name_in_two_directories_are_followed_apart(
     tools: Path, tmp_path: Path
 ) -> None:
