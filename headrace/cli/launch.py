@@ -46,6 +46,7 @@ def launch(
 ) -> None:
     """Write what an engine expects of a plan, and submit it; `status`, `logs`, `stop` follow it."""
     with exit_codes(json):
+        from headrace.assemble.context import check_anywhere
         from headrace.cli.plans import named_plan
         from headrace.launch.engines import engine_of
         from headrace.launch.follow import check_free
@@ -56,6 +57,8 @@ def launch(
         for option, names in (("--with", with_), ("--without", without)):
             words += [word for name in names or () for word in (option, name)]
         job = _job(engine, wanted, plan, words, nodes, gpus, resume=resume)
+        if not resume:  # a run that goes on has its own plan, whatever the file says now
+            check_anywhere(wanted)
         files, command = engine.files(job), engine.submit(job)
         if dry_run:
             _show(job, files, command, as_json=json)

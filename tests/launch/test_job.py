@@ -95,3 +95,26 @@ def test_a_damaged_record_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         told = ask("status", "a", code=1)
         assert "damaged" in told["error"] and told["remedy"].startswith("mv ")
     assert "nearest is a" in ask("status", "b", code=2)["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "fact"),
+    [
+        ("--with lion --with sophia", 2, "sophia"),
+        ("--with full_checkpoint --with selective_checkpoint", 2, "full_checkpoint"),
+        ("model.precision=fp16", 2, "not scaled"),
+        ("--with pipeline_parallel", 3, "several ranks"),
+        ("--with pipeline_parallel device=cpu", 3, "several ranks"),
+        ("--with document_packing --with liger_kernels", 0, ""),  # which a GPU decides
+        ("--with flash_attention_3", 0, ""),  # which a package decides
+        ("--with rms_norm model.pretrained=weights-there", 0, ""),
+        ("--with fsdp mesh.auto=true --gpus 8", 0, ""),
+        ("--with pipeline_parallel mesh.pipeline=2", 0, ""),
+    ],
+)
+def test_a_plan_that_no_device_runs_is_not_launched(
+    words: str, code: int, fact: str, tools: Path, tmp_path: Path
+) -> None:
+    answer = ask("launch", "demo", "--on", "slurm", *words.split(), code=code)
+    assert fact in answer.get("error", "")
+    assert (tmp_path / "runs").exists() is (code == 0)
