@@ -1,18 +1,24 @@
 """Decide where a plan would run, and check whether its techniques can run there."""
 
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 
-from headrace.core.errors import ConfigError, UnsupportedError
+from headrace.core.errors import ConfigError, HeadraceError, RefusalKind, UnsupportedError
 from headrace.core.remedy import mend
 from headrace.costs.hardware import BF16, NO_BF16, lookup
 from headrace.costs.machine import Machine
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context, Technique, Unsupported, check_claims
+
+APART = ("H100", "A100", "T4")
+"""GPUs of three capabilities: what none of them can run for the plan's sake, no GPU can."""
+OF_PLANS = (RefusalKind.PLAN, RefusalKind.COMBINATION)
+"""Kinds of refusals that no other device, package or system mends."""
 
 
 def choose_device(plan: Plan) -> torch.device:
@@ -131,6 +137,44 @@ def _has_compiler() -> bool:
     return any(shutil.which(c) for c in ("c++", "g++", "clang++", "cl"))
 
 
+def check_anywhere(plan: Plan) -> None:
+    """Refuse a plan that would be refused on every device, by what it asks for itself.
+
+    What a device, a package, a system or a file decides is left to where the plan will run, and so
+    is everything that depends on a layout which `mesh.auto` chooses there.
+
+    Raises:
+        UnsupportedError: a technique cannot run, with its reason and remedy.
+        ConfigError: two of them own one socket, exclude each other, or update all that is left.
+    """
+    techniques = list(plan.techniques.values())
+    check_claims(techniques)
+    _check_scaled(techniques, plan.model.precision)
+    _check_rest(techniques)
+    here = make_context(plan, torch.device("cpu"))
+    places = [here] if plan.device == "cpu" else [elsewhere(here, name) for name in APART]
+    for technique in techniques if not plan.mesh.auto else ():
+        check_reads_images(technique, plan)
+        refusals: list[Unsupported] = []
+        with suppress(HeadraceError):  # it reads weights or a run that are not here
+            answers = [technique.supports(place) for place in places]
+            refusals = [a for a in answers if isinstance(a, Unsupported) and a.kind in OF_PLANS]
+        if len(refusals) == len(places):
+            raise _refused(technique, plan, refusals[0])
+
+
+def _refused(technique: Technique[Any], plan: Plan, answer: Unsupported) -> UnsupportedError:
+    """Return the error of a technique that cannot run, with the reason and the remedies."""
+    name, mesh = technique.name(), plan.mesh
+    split = [f"mesh.{axis}=1" for axis in technique.axes if getattr(mesh, axis) > 1]
+    if "shard" in technique.composes and mesh.replicate > 1:
+        split.append("mesh.replicate=1")
+    return UnsupportedError(
+        f"{name} was asked for and cannot run here: {answer.reason}",
+        answer.remedy.otherwise(mend(*split, f"-{name}")),
+    )
+
+
 def check_supported(techniques: list[Technique[Any]], context: Context) -> Context:
     """Ask every technique whether it can run in `context`, and return that context.
 
@@ -143,23 +187,12 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> Conte
         ConfigError: two of them own one socket, exclude each other, or update all that is left.
     """
     check_claims(techniques)
-    if context.precision == "fp16" and not any("loss_scale" in t.claims for t in techniques):
-        raise ConfigError(
-            "model.precision = 'fp16' loses small gradients when the loss is not scaled",
-            mend("+fp16_loss_scaling").otherwise(mend("model.precision=bf16")),
-        )
+    _check_scaled(techniques, context.precision)
     for technique in techniques:
         check_reads_images(technique, context.plan)
         answer = technique.supports(context)
         if isinstance(answer, Unsupported):
-            name, mesh = technique.name(), context.plan.mesh
-            split = [f"mesh.{axis}=1" for axis in technique.axes if getattr(mesh, axis) > 1]
-            if "shard" in technique.composes and mesh.replicate > 1:
-                split.append("mesh.replicate=1")
-            raise UnsupportedError(
-                f"{name} was asked for and cannot run here: {answer.reason}",
-                answer.remedy.otherwise(mend(*split, f"-{name}")),
-            )
+            raise _refused(technique, context.plan, answer)
     if context.precision == "bf16" and context.capability and context.capability < BF16:
         raise UnsupportedError(
             f"model.precision = 'bf16' and {context.device_name} "
@@ -174,6 +207,29 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> Conte
             "ranks",
             mend("device=cpu"),
         )
+    _check_rest(techniques)
+    return context
+
+
+def _check_scaled(techniques: list[Technique[Any]], precision: str) -> None:
+    """Refuse fp16 without a scale of the loss.
+
+    Raises:
+        ConfigError: nothing scales it.
+    """
+    if precision == "fp16" and not any("loss_scale" in t.claims for t in techniques):
+        raise ConfigError(
+            "model.precision = 'fp16' loses small gradients when the loss is not scaled",
+            mend("+fp16_loss_scaling").otherwise(mend("model.precision=bf16")),
+        )
+
+
+def _check_rest(techniques: list[Technique[Any]]) -> None:
+    """Refuse two optimizers that both update all that no other one does.
+
+    Raises:
+        ConfigError: names both.
+    """
     run = {name for technique in techniques for name in technique.runs_rest}
     if len(rest := sorted(t.name() for t in techniques if t.rest and t.name() not in run)) > 1:
         one, two = rest[:2]
@@ -181,4 +237,3 @@ def check_supported(techniques: list[Technique[Any]], context: Context) -> Conte
             f"{one} and {two} both take the place of the baseline's AdamW",
             mend(f"-{one}") | mend(f"-{two}"),
         )
-    return context

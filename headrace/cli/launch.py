@@ -46,9 +46,10 @@ def launch(
 ) -> None:
     """Write what an engine expects of a plan, and submit it; `status`, `logs`, `stop` follow it."""
     with exit_codes(json):
+        from headrace.assemble.context import check_anywhere
         from headrace.cli.plans import named_plan
-        from headrace.launch.engine import call
         from headrace.launch.engines import engine_of
+        from headrace.launch.follow import check_free
 
         engine = engine_of(on, set_ or ())
         wanted = named_plan(plan, overrides, with_, without, verb="launch")
@@ -56,23 +57,25 @@ def launch(
         for option, names in (("--with", with_), ("--without", without)):
             words += [word for name in names or () for word in (option, name)]
         job = _job(engine, wanted, plan, words, nodes, gpus, resume=resume)
+        if not resume:  # a run that goes on has its own plan, whatever the file says now
+            check_anywhere(wanted)
         files, command = engine.files(job), engine.submit(job)
         if dry_run:
             _show(job, files, command, as_json=json)
             return
-        _write(job, files)
+        check_free(engine, job)
         if on == "local":
             from headrace.launch.local import become
 
+            _write(job, files)
             _record(engine, job, command, "")
             become([*command, "--json"] if json else command)
-        output = call(command, on, dry=True)
-        record = _record(engine, job, command, output)
+        record = _submitted(engine, job, files, command)
         if json:
             show_json(record.model_dump())
             return
-        print(f"{on} has {job.name} as {record.identity}; its files are in {job.folder}")
-        note(f"next:   {started_as()} status {job.name}")
+        print(f"{on} has {job.argument} as {record.identity}; its files are in {job.folder}")
+        note(f"next:   {started_as()} status {job.argument}")
 
 
 def _job(
@@ -88,12 +91,15 @@ def _job(
     """Return the job of a plan under a name that no run has, or has where it goes on.
 
     Raises:
-        ConfigError: the processes do not fit the plan's mesh, or the engine has one machine alone.
+        ConfigError: the processes do not fit the plan's mesh, the engine has one machine alone, or
+            there is no run to go on with.
     """
+    from datetime import UTC, datetime
+
     from headrace.core.command import rerun_with
     from headrace.core.errors import ConfigError
     from headrace.core.files import read_plan_text
-    from headrace.launch.job import Job, processes_of, unused_name
+    from headrace.launch.job import Job, check_resumable, processes_of, unused_name
     from headrace.recipes import recipes
 
     here = None
@@ -107,9 +113,10 @@ def _job(
                 rerun_with("--nodes", "1", verb="launch PLAN"),
             )
     own = [word for word in words if word.partition("=")[0].strip() != "name"]
-    return Job(
+    job = Job(
         name=plan.name if resume else unused_name(plan.directory, plan.name),
         directory=plan.directory,
+        data=plan.data.directory,
         plan=name,
         text=None if name in recipes() else read_plan_text(Path(name)),
         words=tuple(own),
@@ -118,7 +125,11 @@ def _job(
         gpus=plan.device != "cpu",
         cwd=Path.cwd(),
         resume=resume,
+        at=f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}",
     )
+    if engine.sees_runs:
+        check_resumable(job)
+    return job
 
 
 def _show(job: "Job", files: dict[str, str], command: list[str], *, as_json: bool) -> None:
@@ -142,6 +153,31 @@ def _write(job: "Job", files: dict[str, str]) -> None:
     job.folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         write_whole(job.folder / name, text)
+
+
+def _submitted(
+    engine: "Launcher", job: "Job", files: dict[str, str], command: list[str]
+) -> "Launch":
+    """Submit a job, and return its record; what an engine refuses leaves no new folder.
+
+    Raises:
+        UnsupportedError: the engine's command is not here.
+        RunError: the engine refuses.
+    """
+    import shutil
+
+    from headrace.core.errors import HeadraceError
+    from headrace.launch.engine import call
+
+    new = not job.folder.exists()
+    _write(job, files)
+    try:
+        output = call(command, engine.name, dry=True)
+    except HeadraceError:
+        if new:  # else the same command, once that is mended, would take another name
+            shutil.rmtree(job.folder)
+        raise
+    return _record(engine, job, command, output)
 
 
 def _record(engine: "Launcher", job: "Job", command: list[str], output: str) -> "Launch":

@@ -31,6 +31,10 @@ class Launcher(ABC):
     """the command that submits"""
     settings_table: ClassVar[type[Strict]] = NoSettings
     """what `--set key=value` may say"""
+    sees_runs: ClassVar[bool] = True
+    """whether runs are kept where they are launched from"""
+    active: ClassVar[str]
+    """pattern of what `probe` prints of a job that has not ended"""
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
@@ -43,7 +47,7 @@ class Launcher(ABC):
     def submit(self, job: Job) -> list[str]:
         """Return the command that submits the files, which lie in the folder of the launch."""
 
-    def job_id(self, job: Job, output: str) -> str:
+    def job_id(self, job: Job, output: str = "") -> str:
         """Return the engine's name of the job.
 
         Args:
@@ -55,6 +59,17 @@ class Launcher(ABC):
     @abstractmethod
     def status(self, identity: str) -> list[str]:
         """Return the command that prints the state of a job in the engine's own words."""
+
+    def probe(self, identity: str) -> list[str]:
+        """Return the command that prints whether a job has ended: `active` says how."""
+        return self.status(identity)
+
+    def replaced(self, job: Job) -> str:
+        """Return the engine's name of a job that this one would replace; "" where it is a new one.
+
+        Of that job, `probe` prints nothing where it does not exist.
+        """
+        return ""
 
     @abstractmethod
     def logs(self, identity: str, folder: Path) -> list[str]:

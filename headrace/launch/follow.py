@@ -1,11 +1,15 @@
 """Ask an engine for the state of a launch and for its log, and end it."""
 
+import re
 from pathlib import Path
 
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.remedy import mend
 from headrace.launch import local
 from headrace.launch.engine import Launcher, call
 from headrace.launch.engines import class_of
-from headrace.launch.record import Launch
+from headrace.launch.job import Job
+from headrace.launch.record import RECORD, Launch, read_record
 
 
 def engine_for(record: Launch) -> Launcher:
@@ -24,6 +28,55 @@ def state(record: Launch) -> str:
     if record.engine == "local":
         return local.state_of(record.identity)
     return call(engine_for(record).status(record.identity), record.engine).strip() or "UNKNOWN"
+
+
+def check_free(engine: Launcher, job: Job) -> None:
+    """Refuse a launch while a job of its run goes on, and one that would replace another job.
+
+    Args:
+        engine: what the job is launched on.
+        job: what is to be launched.
+
+    Raises:
+        ConfigError: there is such a job.
+        UnsupportedError: the engine's command is not here.
+        RunError: the engine refuses, or the record of the run's last launch is damaged.
+    """
+    if identity := engine.replaced(job):
+        answer = call(engine.probe(identity), engine.name, dry=True)
+        if answer.strip() and not job.resume:
+            raise ConfigError(
+                f"{engine.name} has a job {identity} already, which this launch would replace",
+                mend(f"name={job.name}-2") | "--resume, which continues its run",
+            )
+        _check_ended(engine, identity, answer, job)
+    if job.resume and (job.folder / RECORD).is_file():
+        record = read_record(job.folder)
+        try:
+            answer = _probed(record)
+        except HeadraceError:  # as where the engine does not know the job any more
+            return
+        _check_ended(engine_for(record), record.identity, answer, job)
+
+
+def _probed(record: Launch) -> str:
+    """Return what the engine of a launch prints of whether it has ended."""
+    if record.engine == "local":
+        return local.state_of(record.identity)
+    return call(engine_for(record).probe(record.identity), record.engine)
+
+
+def _check_ended(engine: Launcher, identity: str, answer: str, job: Job) -> None:
+    """Refuse to resume a run whose last job has not ended, which would lose or disturb it.
+
+    Raises:
+        ConfigError: it has not ended.
+    """
+    if re.search(engine.active, answer.strip()):
+        raise ConfigError(
+            f"{job.run} has not ended: {engine.name} answers {answer.strip()!r} of {identity}",
+            f"headrace stop {job.argument}; then the same command, once it has ended",
+        )
 
 
 def printed(record: Launch, folder: Path) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headrace.core.command import rerun_with
 from headrace.core.errors import ConfigError
+from headrace.core.files import RUN_NAME, shell
 from headrace.core.remedy import mend
 from headrace.plan.mesh_config import MeshConfig
 
@@ -26,6 +27,7 @@ class Job:
     Args:
         name: the name of the run, which is the name of the launch too.
         directory: where runs are kept, as the plan says.
+        data: where prepared data is kept, as the plan says.
         plan: the name of a recipe, or the path of the plan file as the user gave it.
         text: the plan file's content; None for a recipe.
         words: what follows the plan on the command line: `key=value`, `--with X`, `--without X`.
@@ -34,10 +36,12 @@ class Job:
         gpus: whether each process needs a GPU.
         cwd: the folder in which the plan's relative paths are read.
         resume: whether the run is there already, and goes on.
+        at: when it is launched, as a word that no other launch has.
     """
 
     name: str
     directory: str
+    data: str
     plan: str
     text: str | None
     words: tuple[str, ...]
@@ -46,11 +50,21 @@ class Job:
     gpus: bool
     cwd: Path
     resume: bool = False
+    at: str = ""
 
     @property
     def run(self) -> Path:
         """Return the folder of the run, relative to `cwd` where the plan's directory is."""
         return Path(self.directory) / self.name
+
+    @property
+    def argument(self) -> str:
+        """Return what `status`, `logs` and `stop` take for this job, as a shell takes it.
+
+        They look for a plain name in `runs` first, so that a job of another directory has a path.
+        """
+        path = self.run.parent.as_posix() + "/" + self.name
+        return shell(self.name if path == f"runs/{self.name}" else path)
 
     @property
     def folder(self) -> Path:
@@ -93,7 +107,7 @@ class Job:
         """Return the shell text that every node runs; one that is started again resumes the run.
 
         The run's folder appears only after the processes of all nodes have met, so all nodes decide
-        alike.
+        alike. A run that is to go on is resumed even where no folder is: it must not begin anew.
 
         Args:
             rendezvous: HOST:PORT of the first node; shell variables in it are expanded.
@@ -104,10 +118,14 @@ class Job:
         start = shlex.join(self.torchrun(rendezvous=endpoint, python=python))
         start = start.replace(f" {endpoint} ", f' "{rendezvous}" ')
         train = shlex.join(self.train(plan_folder))
+        resume = "resume=--resume\n"
+        if not self.resume:
+            begun = f"[ -d {shlex.quote(str(self.run))} ]"
+            resume = f"resume=\nif {begun}; then resume=--resume; fi\n"
         return (
             f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={GRACE_S - RESERVE_S}\n"
-            f"resume=\n"
-            f"if [ -d {shlex.quote(str(self.run))} ]; then resume=--resume; fi\n"
+            f"export {RUN_NAME}={shlex.quote(self.name)}\n"
+            f"{resume}"
             f"exec {start} \\\n  {train} $resume\n"
         )
 
@@ -115,6 +133,18 @@ class Job:
 def launch_folder(directory: str | Path, name: str) -> Path:
     """Return the folder that keeps what was written to launch the run of that name."""
     return Path(directory) / f"{name}.launch"
+
+
+def check_resumable(job: Job) -> None:
+    """Refuse to resume a run that is not here.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    if job.resume and not job.run.is_dir():
+        raise ConfigError(
+            f"there is no run {job.name!r} in {job.run.parent} to resume", "leave out --resume"
+        )
 
 
 def unused_name(directory: str, name: str) -> str:

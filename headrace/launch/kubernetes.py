@@ -6,12 +6,17 @@ JobSet itself (https://www.kubeflow.org/docs/components/trainer/). So a JobSet
 that they find each other by, and starts all of them again when one fails.
 """
 
+import os
+import posixpath
 import re
-from pathlib import Path
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import Field
 
+from headrace.core.errors import ConfigError
+from headrace.core.remedy import mend
 from headrace.core.strict import Strict
 from headrace.launch.engine import Launcher
 from headrace.launch.job import GRACE_S, PLAN_FILE, Job
@@ -23,8 +28,12 @@ WORK = "/work"
 """Folder of the volume in a pod, in which the run and the prepared data are kept."""
 PLAN = "/headrace"
 """Folder of the plan file in a pod."""
+USUAL = {"directory": "runs", "data.directory": "data"}
+"""Maps a key of the plan to its default, a folder below `WORK`."""
 LONGEST = 40
 """Most characters of a JobSet's name: its pods' names add to it and have at most 63."""
+DIGITS = 6
+"""Hexadecimal digits that tell runs apart whose names Kubernetes cannot."""
 
 
 class KubernetesSettings(Strict):
@@ -54,9 +63,16 @@ class Kubernetes(Launcher):
     name = "kubernetes"
     tool = "kubectl"
     settings_table = KubernetesSettings
+    sees_runs = False
+    active = r"^JobSet(?!.* (Completed|Failed)\b)"
 
     def files(self, job: Job) -> dict[str, str]:
-        """Return the manifest: the JobSet, and a ConfigMap with the plan where it is a file."""
+        """Return the manifest: the JobSet, and a ConfigMap with the plan where it is a file.
+
+        Raises:
+            ConfigError: the run or its data would not be kept on the claim's volume.
+        """
+        check_on_volume(job)
         documents = [self.job_set(job)]
         if job.text is not None:
             metadata = self._metadata(job)
@@ -90,11 +106,11 @@ class Kubernetes(Launcher):
     def _metadata(self, job: Job) -> dict[str, Any]:
         """Return the name of a job's objects, and the namespace where one is given."""
         space = {"namespace": self.settings.namespace} if self.settings.namespace else {}
-        return {"name": object_name(job.name), **space}
+        return {"name": self.job_id(job), **space}
 
     def _pod(self, job: Job) -> dict[str, Any]:
         """Return what each node runs."""
-        name = object_name(job.name)
+        name = self.job_id(job)
         given = {"cpu": self.settings.cpu, "memory": self.settings.memory}
         limits = {key: value for key, value in given.items() if value}
         if job.gpus:
@@ -131,12 +147,17 @@ class Kubernetes(Launcher):
         }
 
     def submit(self, job: Job) -> list[str]:
-        """Return the kubectl command that applies the manifest."""
-        return ["kubectl", "apply", "--filename", str(job.folder / FILE)]
+        """Return the kubectl command that applies the manifest.
 
-    def job_id(self, job: Job, output: str) -> str:
+        A JobSet that has ended starts no pod again, so that of a run that goes on is replaced by a
+        new one, once its pods are gone.
+        """
+        verb = ["replace", "--force", "--cascade=foreground"] if job.resume else ["apply"]
+        return ["kubectl", *verb, "--filename", str(job.folder / FILE)]
+
+    def job_id(self, job: Job, output: str = "") -> str:
         """Return the name of the JobSet."""
-        return object_name(job.name)
+        return object_name(posixpath.relpath(in_pod(job.directory), WORK), job.name)
 
     def _kubectl(self, *words: str) -> list[str]:
         """Return a kubectl command in the namespace of the launch."""
@@ -149,6 +170,19 @@ class Kubernetes(Launcher):
         label = f"jobset.sigs.k8s.io/jobset-name={identity}"
         return self._kubectl("get", "pods", "--selector", label, "--output", state)
 
+    def probe(self, identity: str) -> list[str]:
+        """Return the command that prints "JobSet" and its conditions; nothing where there is none.
+
+        One that is being deleted is there until its pods have saved their checkpoint.
+        """
+        true = '{range .status.conditions[?(@.status=="True")]} {.type}{end}'
+        output = ("--ignore-not-found", "--output", f"jsonpath=JobSet{true}")
+        return self._kubectl("get", "jobset", identity, *output)
+
+    def replaced(self, job: Job) -> str:
+        """Return the name of the JobSet."""
+        return self.job_id(job)
+
     def logs(self, identity: str, folder: Path) -> list[str]:
         """Return the command that prints what the pods printed."""
         label = f"jobset.sigs.k8s.io/jobset-name={identity}"
@@ -157,10 +191,46 @@ class Kubernetes(Launcher):
 
     def stop(self, identity: str) -> list[str]:
         """Return the command that deletes the JobSet, whose pods get SIGTERM and the grace time."""
-        return self._kubectl("delete", "jobset", identity, "--wait=false")
+        there = ("--cascade=foreground", "--wait=false")  # it stays until its pods are gone
+        return self._kubectl("delete", "jobset", identity, *there)
 
 
-def object_name(name: str) -> str:
-    """Return the name of a run as Kubernetes names objects: small letters, digits and dashes."""
+def in_pod(folder: str) -> PurePosixPath:
+    """Return the path in a pod of a folder that the plan names, without `..`."""
+    return PurePosixPath(posixpath.normpath(posixpath.join(WORK, folder)))
+
+
+def check_on_volume(job: Job) -> None:
+    """Refuse a run that would be kept, with its data, on a disk that ends with the pod.
+
+    Raises:
+        ConfigError: a folder of the plan is not on the volume of the claim.
+    """
+    asked = {"directory": job.directory, "data.directory": job.data}
+    outside = [key for key in asked if not in_pod(asked[key]).is_relative_to(WORK)]
+    if outside:
+        folders = " and ".join(f"{key} = {asked[key]!r}" for key in outside)
+        raise ConfigError(
+            f"{folders} would be on the pod's own disk, which ends with the pod: the volume of "
+            f"the claim is at {WORK}",
+            mend(*(f"{key}={USUAL[key]}" for key in outside)),
+        )
+
+
+def object_name(directory: str, name: str) -> str:
+    """Return the name of a run as Kubernetes names objects: small letters, digits and dashes.
+
+    Where that is not the run's whole name, and where the run is not kept in `runs`, the first
+    digits of a hash of both follow, so that no two runs have one name.
+
+    Args:
+        directory: where the run is kept, relative to where it runs.
+        name: the name of the run.
+    """
     plain = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
-    return re.sub("^([0-9])", r"run-\1", plain)[:LONGEST].strip("-")
+    plain = re.sub("^([0-9])", r"run-\1", plain)
+    path = posixpath.normpath(posixpath.join(directory, name))
+    if path == f"runs/{plain}" and len(plain) <= LONGEST:
+        return plain
+    digits = sha256(os.fsencode(path)).hexdigest()[:DIGITS]
+    return f"{plain[: LONGEST - DIGITS - 1].strip('-')}-{digits}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.core.errors import UnsupportedError
+from headrace.core.files import RUN_NAME, shell
 from headrace.launch.engine import Launcher
 from headrace.launch.job import GRACE_S, RESERVE_S, Job
 
@@ -17,6 +18,7 @@ class Local(Launcher):
 
     name = "local"
     tool = sys.executable
+    active = "RUNNING"
 
     def files(self, job: Job) -> dict[str, str]:
         """Return the copy of the plan alone."""
@@ -24,13 +26,15 @@ class Local(Launcher):
 
     def submit(self, job: Job) -> list[str]:
         """Return the command that trains: without torchrun where one process is enough."""
-        start = [sys.executable, "-m", "headrace"]
+        start = ["/usr/bin/env", f"{RUN_NAME}={job.name}"]
         if job.processes > 1:
-            grace = f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={GRACE_S - RESERVE_S}"
-            start = ["/usr/bin/env", grace, *job.torchrun(rendezvous="")]
+            start += [f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={GRACE_S - RESERVE_S}"]
+            start += job.torchrun(rendezvous="")
+        else:
+            start += [sys.executable, "-m", "headrace"]
         return [*start, *job.train(), *(["--resume"] if job.resume else [])]
 
-    def job_id(self, job: Job, output: str) -> str:
+    def job_id(self, job: Job, output: str = "") -> str:
         """Return the number of this process and its start, in the kernel's ticks."""
         return f"{os.getpid()}@{_started(os.getpid())}"
 
@@ -47,7 +51,7 @@ class Local(Launcher):
         name = folder.name.removesuffix(".launch")
         raise UnsupportedError(
             f"{name} was launched in the foreground, and printed to its terminal",
-            f"headrace report {folder.with_name(name)}, which shows what the run kept",
+            f"headrace report {shell(folder.with_name(name))}, which shows what the run kept",
         )
 
     def stop(self, identity: str) -> list[str]:

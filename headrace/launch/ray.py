@@ -32,6 +32,7 @@ class RayJob(Launcher):
     name = "ray"
     tool = "ray"
     settings_table = RaySettings
+    active = r": \S*(PENDING|RUNNING)\b"
 
     def files(self, job: Job) -> dict[str, str]:
         """Return what each node runs."""
@@ -48,7 +49,12 @@ class RayJob(Launcher):
         gpus = job.processes if job.gpus else 0
         driver = ["python", "-m", "headrace.launch.ray_nodes", str(job.nodes), str(gpus)]
         driver += [str(self.settings.cpus), str(job.cwd / job.folder / FILE)]
-        return self._ray("submit", "--no-wait", "--submission-id", job.name, "--", *driver)
+        name = ("--submission-id", self.job_id(job))
+        return self._ray("submit", "--no-wait", *name, "--", *driver)
+
+    def job_id(self, job: Job, output: str = "") -> str:
+        """Return a name that no other submission has: Ray takes none again."""
+        return f"{job.name}-{job.at}"
 
     def status(self, identity: str) -> list[str]:
         """Return the command that prints the state."""

@@ -40,7 +40,8 @@ def read_launch(name: str) -> tuple[Launch, Path]:
     """Return the record of a launch, and its folder.
 
     Args:
-        name: the name of the run under `runs`, or the path of its folder.
+        name: the name of the run under `runs`, or the path of its folder; a word without a slash
+            is a name first.
 
     Raises:
         ConfigError: nothing of that name was launched; the nearest name is given.
@@ -48,6 +49,8 @@ def read_launch(name: str) -> tuple[Launch, Path]:
     """
     path = Path(name)
     folders = [launch_folder(path.parent, path.name), launch_folder("runs", name)]
+    if "/" not in name:
+        folders.reverse()
     folder = next((one for one in folders if (one / RECORD).is_file()), None)
     if folder is None:
         names = [p.parent.name.removesuffix(".launch") for p in Path("runs").glob(f"*/{RECORD}")]
@@ -57,8 +60,17 @@ def read_launch(name: str) -> tuple[Launch, Path]:
             + (f"; the nearest is {near}" if near else ""),
             f"headrace status {shell(near)}" if near else "headrace launch demo --dry-run",
         )
+    return read_record(folder), folder
+
+
+def read_record(folder: Path) -> Launch:
+    """Return the record in the folder of a launch.
+
+    Raises:
+        RunError: the record is damaged.
+    """
     try:
-        return Launch.model_validate(parse_object((folder / RECORD).read_bytes())), folder
+        return Launch.model_validate(parse_object((folder / RECORD).read_bytes()))
     except (ValueError, ConfigError) as error:
         raise RunError(
             f"{folder / RECORD} is damaged: {error}",

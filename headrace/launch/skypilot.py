@@ -1,7 +1,7 @@
 """Launch with SkyPilot: one task file, on a cluster that SkyPilot makes on any cloud.
 
 The task is run by `sky launch` on a cluster of the run's name. The disk of the cluster keeps the
-run until `sky down NAME`, so that a later launch on it resumes. Fields as in
+run until `sky down NAME`, so that `launch --resume` goes on with it. Fields as in
 https://docs.skypilot.co/en/latest/reference/yaml-spec.html.
 """
 
@@ -50,6 +50,8 @@ class SkyPilot(Launcher):
     name = "skypilot"
     tool = "sky"
     settings_table = SkySettings
+    sees_runs = False
+    active = r"\b(INIT|PENDING|SETTING_UP|RUNNING)\b"
 
     def files(self, job: Job) -> dict[str, str]:
         """Return the task file."""
@@ -69,7 +71,7 @@ class SkyPilot(Launcher):
             resources["accelerators"] = f"{accelerator}:{job.processes}"
         script = job.script(rendezvous="$RENDEZVOUS", python="python", plan_folder="PLAN_FOLDER")
         task: dict[str, Any] = {
-            "name": object_name(job.name),
+            "name": self.job_id(job),
             "num_nodes": job.nodes,
             "resources": resources,
             "setup": setup,
@@ -96,16 +98,20 @@ class SkyPilot(Launcher):
 
     def submit(self, job: Job) -> list[str]:
         """Return the sky command, which returns when the job is queued."""
-        cluster = ["--cluster", object_name(job.name), "--yes", "--detach-run"]
+        cluster = ["--cluster", self.job_id(job), "--yes", "--detach-run"]
         return ["sky", "launch", *cluster, str(job.folder / FILE)]
 
-    def job_id(self, job: Job, output: str) -> str:
+    def job_id(self, job: Job, output: str = "") -> str:
         """Return the name of the cluster."""
-        return object_name(job.name)
+        return object_name(job.directory, job.name)
 
     def status(self, identity: str) -> list[str]:
         """Return the command that prints the queue of the cluster."""
         return ["sky", "queue", identity]
+
+    def probe(self, identity: str) -> list[str]:
+        """Return the command that prints the jobs of the cluster that have not ended."""
+        return ["sky", "queue", "--skip-finished", identity]
 
     def logs(self, identity: str, folder: Path) -> list[str]:
         """Return the command that prints the log so far."""

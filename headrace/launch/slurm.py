@@ -26,6 +26,9 @@ export RENDEZVOUS="$head:$((20000 + SLURM_JOB_ID % 20000))"
 asked=
 trap 'asked=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 
+# Since Slurm 22.05, srun takes the cores of a task from a variable of its own alone.
+if [ -n "$SLURM_CPUS_PER_TASK" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
+
 srun --kill-on-bad-exit=1 bash -c {script} &
 step=$!
 wait "$step"
@@ -71,6 +74,10 @@ class Slurm(Launcher):
     name = "slurm"
     tool = "sbatch"
     settings_table = SlurmSettings
+    active = (
+        "^(PENDING|CONFIGURING|RUNNING|COMPLETING|SUSPENDED|STOPPED|SIGNALING|RESIZING|STAGE_OUT"
+        r"|REQUEUED|REQUEUE_FED|REQUEUE_HOLD|RESV_DEL_HOLD|SPECIAL_EXIT)\b"
+    )
 
     def files(self, job: Job) -> dict[str, str]:
         """Return the sbatch file."""
@@ -102,7 +109,7 @@ class Slurm(Launcher):
         """Return the sbatch command, which prints the job's number."""
         return ["sbatch", "--parsable", str(job.folder / FILE)]
 
-    def job_id(self, job: Job, output: str) -> str:
+    def job_id(self, job: Job, output: str = "") -> str:
         """Return the number that sbatch printed, without the name of the cluster behind it."""
         return output.strip().partition(";")[0]
 

@@ -235,7 +235,8 @@ class Failures:
         )
         lines = [
             f"failures: {self.expected:.2g} expected, {self.rate:.2g} per 1,000 GPU-days ({whose}) "
-            f"of {self.gpus} GPU{plural}, each {format_seconds(self.how.restart_s)} to restart; {each}",
+            f"of {self.gpus} GPU{plural}, each {format_seconds(self.how.restart_s)} to restart; "
+            f"{each}",
             f"  goodput {self.goodput:.2%}, of 80% of {RUNS} simulated runs {ends.low:.2%} to "
             f"{ends.high:.2%}{counted}",
         ]

@@ -4,9 +4,10 @@
 environment.json, lifetimes.json, data.json (which data it is), metrics.jsonl (one row a step),
 checkpoints/, pretrained/ (small files of the folder that it started from), and at the end
 report.json, findings.json and report.html. Where NAME is taken, the folder is NAME-2, NAME-3 and
-so on; `--resume` continues the newest of them. Files are written under another name and then
-renamed, so that a kill leaves either the old or the new file. A lock keeps two processes out of one
-folder; the system releases it however a process ends.
+so on; `--resume` continues the newest of them. A launch gives its run a name of its own, which is
+neither numbered nor another's. Files are written under another name and then renamed, so that a
+kill leaves either the old or the new file. A lock keeps two processes out of one folder; the system
+releases it however a process ends.
 """
 
 import hashlib
@@ -32,6 +33,7 @@ from headrace.core.command import rerun, rerun_train, train_command
 from headrace.core.errors import ConfigError, RunError, at_a_limit
 from headrace.core.files import (
     RECORDED,
+    RUN_NAME,
     hold_lock,
     parse_json,
     parse_object,
@@ -80,7 +82,7 @@ class RunFolder:
             ConfigError: there is no such run.
         """
         root = Path(plan.directory)
-        taken = {1: folder} if folder else _numbered(root, plan.name)
+        taken = {1: folder} if folder else _taken(plan)
         # An empty folder, left by a kill while it was made, has nothing to resume.
         taken = {n: path for n, path in taken.items() if any(path.iterdir())} or taken
         if not taken:
@@ -97,7 +99,7 @@ class RunFolder:
             ConfigError: the folder cannot be made.
         """
         root = Path(plan.directory)
-        number = max(_numbered(root, plan.name), default=0) + 1
+        number = max(_taken(plan), default=0) + 1
         while True:
             path = root / (plan.name if number == 1 else f"{plan.name}-{number}")
             try:
@@ -372,6 +374,16 @@ def in_words(error: BaseException | None, folder: Path) -> BaseException | None:
         f"{folder} cannot be written: {error}; the last complete checkpoint is intact",
         f"free some space, then {train_command(folder, '--resume')}",
     )
+
+
+def _taken(plan: Plan) -> dict[int, Path]:
+    """Return the folders of runs that have the plan's name, by their number.
+
+    Of a launch it is the folder of that very name alone: others of the name are other launches.
+    """
+    folders = _numbered(Path(plan.directory), plan.name)
+    launched = os.environ.get(RUN_NAME) == plan.name
+    return {n: path for n, path in folders.items() if n == 1 or not launched}
 
 
 def _numbered(root: Path, name: str) -> dict[int, Path]:

@@ -124,10 +124,10 @@ PLANS = {
         f"{PLAN} --with full_checkpoint --with selective_checkpoint"
     ),
     "costs/ledger:check_free#1": Case(f"{PLAN} --with lora --with qlora"),
-    "assemble/context:check_supported#4": Case(
+    "assemble/context:check_supported#2": Case(
         "explain demo device=mps mesh.data=2", fake=on_apple
     ),
-    "assemble/context:check_supported#5": Case(f"{PLAN} --with sophia --with adamw_8bit"),
+    "assemble/context:_check_rest#1": Case(f"{PLAN} --with sophia --with adamw_8bit"),
     "plan/technique:check_claims#1": Case(
         "train {tiny} --with flash_attention --with varlen_attention"
     ),
@@ -157,9 +157,9 @@ PLANS = {
     ),
     "assemble/context:find_device#1": Case("explain demo device=mps"),
     "assemble/context:elsewhere#1": Case("plan demo --device-name cpu"),
-    "assemble/context:check_supported#1": Case("train {tiny} goal.steps=1 model.precision=fp16"),
-    "assemble/context:check_supported#2": Case("train {tiny} goal.steps=1 --with tf32"),
-    "assemble/context:check_supported#3": Case("plan demo --device-name T4 model.precision=bf16"),
+    "assemble/context:_check_scaled#1": Case("train {tiny} goal.steps=1 model.precision=fp16"),
+    "assemble/context:_refused#1": Case("train {tiny} goal.steps=1 --with tf32"),
+    "assemble/context:check_supported#1": Case("plan demo --device-name T4 model.precision=bf16"),
     "costs/machine:Machine.assumed#1": Case("plan demo --device-name '4090 Laptop'"),
     "techniques/compile/torch_compile:TorchCompile._no_graphs#1": Case(
         f"{PLAN} --with torch_compile techniques.torch_compile.mode=reduce-overhead"

@@ -11,6 +11,8 @@ from headrace.launch.engine import ENGINES
 from headrace.launch.engines import CLASSES
 from headrace.launch.job import processes_of, unused_name
 from headrace.plan.mesh_config import MeshConfig
+from headrace.plan.plan import Plan
+from headrace.train.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,20 @@ def test_a_name_that_a_run_or_a_launch_has_is_not_taken(tmp_path: Path) -> None:
         (tmp_path / taken).mkdir()
 
 
+def test_a_launched_run_has_the_name_of_its_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan.model_validate({"name": "a", "directory": str(tmp_path), "goal": {"steps": 1}})
+    assert "export HEADRACE_RUN=a\n" in job(name="a").script(rendezvous="")
+    for launched, begun, resumed in (("a", "a", "a"), ("b", "a-3", "a-3")):
+        (tmp_path / "a-2").mkdir(exist_ok=True)  # a later launch, which began earlier
+        (tmp_path / "a-2/plan.toml").touch()
+        monkeypatch.setenv("HEADRACE_RUN", launched)
+        path = RunFolder.create(plan).path
+        (path / "plan.toml").touch()
+        assert (path.name, RunFolder.find(plan).path.name) == (begun, resumed)
+
+
 def test_the_command_repeats_every_word_and_the_plan_as_it_is_now() -> None:
     assert job().train() == [
         *("train", "runs/large.launch/asked.toml", "mesh.data=8", "--with", "fsdp", "name=large")
@@ -79,3 +95,26 @@ def test_a_damaged_record_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         told = ask("status", "a", code=1)
         assert "damaged" in told["error"] and told["remedy"].startswith("mv ")
     assert "nearest is a" in ask("status", "b", code=2)["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "fact"),
+    [
+        ("--with lion --with sophia", 2, "sophia"),
+        ("--with full_checkpoint --with selective_checkpoint", 2, "full_checkpoint"),
+        ("model.precision=fp16", 2, "not scaled"),
+        ("--with pipeline_parallel", 3, "several ranks"),
+        ("--with pipeline_parallel device=cpu", 3, "several ranks"),
+        ("--with document_packing --with liger_kernels", 0, ""),  # which a GPU decides
+        ("--with flash_attention_3", 0, ""),  # which a package decides
+        ("--with rms_norm model.pretrained=weights-there", 0, ""),
+        ("--with fsdp mesh.auto=true --gpus 8", 0, ""),
+        ("--with pipeline_parallel mesh.pipeline=2", 0, ""),
+    ],
+)
+def test_a_plan_that_no_device_runs_is_not_launched(
+    words: str, code: int, fact: str, tools: Path, tmp_path: Path
+) -> None:
+    answer = ask("launch", "demo", "--on", "slurm", *words.split(), code=code)
+    assert fact in answer.get("error", "")
+    assert (tmp_path / "runs").exists() is (code == 0)

@@ -1,5 +1,6 @@
 """A manifest is a JobSet that the published models know every key of, and finds its own pods."""
 
+import re
 import subprocess
 from typing import Any, get_args
 
@@ -9,7 +10,7 @@ from launched import ask, job
 from pydantic import BaseModel
 
 from headrace.launch.engines import engine_of
-from headrace.launch.kubernetes import object_name
+from headrace.launch.kubernetes import LONGEST, object_name
 
 SETTINGS = ("image=registry/mine:1", "claim=shared", "queue=team", "memory=200Gi")
 
@@ -23,7 +24,7 @@ def manifest(**given: Any) -> list[dict[str, Any]]:
 def test_a_job_set_starts_a_pod_a_node_and_all_again() -> None:
     plan, job_set = manifest(name="Large_1")
     assert plan["data"] == {"asked.toml": 'name = "large"\n'}
-    assert plan["metadata"]["name"] == job_set["metadata"]["name"] == "large-1"
+    assert plan["metadata"]["name"] == job_set["metadata"]["name"] == "large-1-3e36b9"
     assert job_set["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
     assert job_set["spec"]["failurePolicy"] == {"maxRestarts": 3}
     pods = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -31,7 +32,7 @@ def test_a_job_set_starts_a_pod_a_node_and_all_again() -> None:
     (container,) = pods["template"]["spec"]["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "4", "memory": "200Gi"}
     (script,) = container["args"]
-    assert '--rdzv-endpoint "large-1-node-0-0.large-1:29500"' in script
+    assert '--rdzv-endpoint "large-1-3e36b9-node-0-0.large-1-3e36b9:29500"' in script
     assert "train /headrace/asked.toml mesh.data=8 --with fsdp name=Large_1 $resume" in script
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     assert len(manifest(plan="demo", text=None)) == 1
@@ -68,10 +69,50 @@ def test_the_published_models_know_every_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"), [("A.b_c", "a-b-c"), ("1b", "run-1b"), ("x" * 60, "x" * 40)]
+    ("name", "begin"),
+    [("A.b_c", "a-b-c"), ("1b", "run-1b"), ("x" * 60, "x" * 33), ("a-", "a"), ("demo-2", "")],
 )
-def test_names_of_runs_become_names_of_objects(name: str, wanted: str) -> None:
-    assert object_name(name) == wanted
+def test_names_of_runs_become_names_of_objects(name: str, begin: str) -> None:
+    wanted = rf"{begin}-[0-9a-f]{{6}}" if begin else name
+    for_pods = object_name("runs", name)
+    assert re.fullmatch(wanted, for_pods) and len(for_pods) <= LONGEST
+
+
+def test_no_two_runs_have_one_object() -> None:
+    names = (
+        "a-b",
+        "a.b",
+        "a_b",
+        "A-b",
+        "1b",
+        "run-1b",
+        *("x" * 40 + end for end in ("", "y", "z")),
+    )
+    runs = [(directory, name) for directory in ("runs", "out", "a/runs") for name in names]
+    for engine in (engine_of("kubernetes", SETTINGS), engine_of("skypilot")):
+        objects = {engine.job_id(job(directory=d, name=n)) for d, n in runs}
+        assert len(objects) == len(runs)
+        same = ("runs", "./runs", "runs/", "out/../runs")
+        assert {engine.job_id(job(directory=d, name="a-b")) for d in same} == {"a-b"}
+    assert engine_of("kubernetes", SETTINGS).job_id(job(directory="/work/runs")) == "large"
+
+
+@pytest.mark.parametrize(
+    ("folders", "remedy"),
+    [
+        (("directory=/scratch/runs",), "directory=runs"),
+        (("directory=../runs",), "directory=runs"),
+        (("directory=/work/../runs", "data.directory=/d"), "directory=runs data.directory=data"),
+        (("data.directory=/worked",), "data.directory=data"),
+        (("directory=/work/mine", "data.directory=a/../b"), ""),
+    ],
+)
+def test_what_would_not_be_on_the_volume_is_refused(folders: tuple[str, ...], remedy: str) -> None:
+    more = [word for each in SETTINGS[:2] for word in ("--set", each)]
+    words = ("launch", "demo", *folders, "--on", "kubernetes", *more, "--dry-run")
+    answer = ask(*words, code=2 if remedy else 0)
+    assert answer.get("remedy", "") == remedy
+    assert not remedy or "/work" in answer["error"]
 
 
 def test_what_kubernetes_needs_is_asked_for() -> None:

@@ -17,9 +17,10 @@ from headrace.launch.local import state_of
 
 def test_one_process_needs_no_torchrun() -> None:
     command = engine_of("local").submit(job(nodes=1, processes=1, resume=True))
-    assert command[1:4] == ["-m", "headrace", "train"] and command[-1] == "--resume"
+    assert command[:2] == ["/usr/bin/env", "HEADRACE_RUN=large"]
+    assert command[3:6] == ["-m", "headrace", "train"] and command[-1] == "--resume"
     several = engine_of("local").submit(job(nodes=1, processes=2))
-    assert several[3:10] == [
+    assert several[4:11] == [
         *("-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--standalone")
     ]
 

@@ -15,7 +15,8 @@ def test_a_job_of_ray_runs_the_script_on_each_node() -> None:
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     assert engine.submit(job()) == [
         *("ray", "job", "submit", "--address", "http://head:8265", "--no-wait"),
-        *("--submission-id", "large", "--", "python", "-m", "headrace.launch.ray_nodes"),
+        *("--submission-id", "large-now", "--", "python", "-m", "headrace.launch.ray_nodes"),
         *("2", "4", "8", "/home/anne/my work/runs/large.launch/node.sh"),
     ]
-    assert engine.status("large")[-1] == "large"
+    assert engine.job_id(job(at="later")) == "large-later"
+    assert engine.status("large-now")[-1] == "large-now"

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import stat
 import subprocess
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import ask, job
+from launched import ask, job, read, tool
 from slurm_here import INSTALL, missing, slurm_here
 from tiny import PLAN
 
@@ -70,21 +69,35 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [*told["files"]] == ["job.sbatch"] and not [*tmp_path.iterdir()]
 
 
-def tool(folder: Path, name: str, script: str) -> None:
-    """Write a command that stands for one of an engine's."""
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+def test_jobs_of_one_name_in_two_directories_are_followed_apart(
+    tools: Path, tmp_path: Path
+) -> None:
+    words = ("launch", "demo", "name=exp", "--on", "slurm")
+    for directory, argument in (("runs", "exp"), ("out of it", "'out of it/exp'"), (".", "./exp")):
+        printed = read(*words, f"directory={directory}")
+        assert f"slurm has {argument} as" in printed and f" status {argument}\n" in printed
+    for argument, number in (("out of it/exp", 2), ("exp", 1), ("./exp", 3), ("runs/exp", 1)):
+        ask("stop", argument)
+        assert (tmp_path / "stopped").read_text() == f"{number}\n"
 
 
-def test_what_was_submitted_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+def test_srun_gives_a_task_the_cores_of_the_job(tmp_path: Path) -> None:
+    text = engine_of("slurm", ("cpus_per_task=8",)).files(job())["job.sbatch"]
+    for name in ("srun", "scontrol", "squeue"):
+        tool(tmp_path, name, f'echo "{name} $SRUN_CPUS_PER_TASK" >>{tmp_path}/seen')
+    for cores in ("8", ""):
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_CPUS_PER_TASK": cores}
+        env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"}
+        subprocess.run(["bash", "-c", text], env=env, check=True)
+        assert f"srun {cores}\n" in (tmp_path / "seen").read_text()
+        (tmp_path / "seen").unlink()
+
+
+def test_what_was_submitted_is_followed(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tool(tools, "sbatch", "echo '4711;cluster'")
     tool(tools, "squeue", 'echo "RUNNING None"')
-    tool(tools, "scancel", 'echo "$@" >stopped')
     submitted = ask("launch", "demo", "--on", "slurm", "--set", "partition=p")
     assert submitted["identity"] == "4711" and submitted["settings"]["partition"] == "p"
     assert (tmp_path / "runs/demo.launch/job.sbatch").is_file()
