@@ -83,6 +83,7 @@ SINCE = (
     ("checkpoint", "memory_every_steps"),
     ("model", "bigram_multiple"),
     ("model", "embedding_smear"),
+    ("hardware", "network_gb_per_s"),
     ("hardware", "failures_per_1000_gpu_days"),
     ("hardware", "restart_minutes"),
 )

@@ -1,5 +1,6 @@
 """This module holds the verb `plan`, which predicts a run, and `probe`, which measures rates."""
 
+import math
 import re
 import shlex
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from headrace.plan.plan import Plan
     from headrace.predict.prediction import Prediction
 
+SWEEP_S = 8.0
+"""Seconds of a sweep over layouts of several ranks: of a thousand GPUs a plan takes 50 ms."""
 KEY = re.compile(r"[a-z_.]+=")
 """How an override begins."""
 
@@ -94,7 +97,9 @@ def plan(
             else:
                 _show(plan, wanted, prediction, as_json=json)
             return
-        ranked = sweep.sweep(wanted, context, machine, catalogue(), aim, calibration=measured)
+        limit_s = SWEEP_S if wanted.mesh.ranks > 1 else math.inf
+        more = {"seconds": limit_s, "calibration": measured}
+        ranked = sweep.sweep(wanted, context, machine, catalogue(), aim, **more)
         if json:
             show_json(sweep.plain(ranked))
         else:

@@ -7,6 +7,7 @@ those of one host, and between hosts nothing is assumed. They are a datasheet's,
 a share of them that is a guess: no collective of GPUs was measured here.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -23,6 +24,9 @@ NODE = 8
 """GPUs of one host, between which a datasheet's rates are assumed."""
 REACHED, REACHED_PCIE = number("nvlink_share"), number("pcie_share")
 CALL_S = number("collective_call") * 1e-6
+NETWORK_SHARE, HOP_S = 0.8, 1e-5
+"""Assumed of a network: the share of its ports' rate that large calls reach, and the seconds from
+one host to the next, of which a call takes as many as a tree of hosts is deep, up and down."""
 COMMUNICATOR_BYTES = 2 * 24 * 4 * MIB
 """Assumed of each communicator of NCCL's on a GPU: a buffer of 4 MiB, its documented default
 (NCCL_BUFFSIZE), for each direction of 24 channels. It lies outside of torch's allocator."""
@@ -106,29 +110,34 @@ def probe_command(ranks: int) -> str:
     return f"{headrace(ranks, NODE)} probe"
 
 
-def says(links: Sequence[Link], device_name: str, ranks: int) -> str:
+def says(links: Sequence[Link], device_name: str, ranks: int, network: float = 0.0) -> str:
     """Return a sentence on the rate of sums between ranks, and how far it reaches.
 
     Args:
         links: the links that were measured; without any, the datasheet's rates are assumed.
         device_name: the device of every rank.
         ranks: the ranks of the plan.
+        network: bytes/s that each GPU sends to other hosts; 0 where nothing is known of it.
     """
+    beyond = "nothing is assumed"
+    if network:
+        beyond = (
+            f"{network / GB:.3g} GB/s a GPU are the plan's (hardware.network_gb_per_s), "
+            f"{NETWORK_SHARE:.0%} of them assumed to be reached"
+        )
     sums = [x for x in links or assumed(device_name) if x.operation == "all_reduce"]
     most = max(sums, key=lambda x: x.ranks)
     link = min((x for x in sums if x.ranks >= ranks), key=lambda x: x.ranks, default=most)
     rate = f"{link.stream.bytes_per_s / GB:.3g} GB/s a rank"
     if links:
         line = f"{rate} in sums, measured over {link.ranks} ranks"
-        return line if ranks <= link.ranks else f"{line}; between more of them nothing is assumed"
+        return line if ranks <= link.ranks else f"{line}; between more of them {beyond}"
     _, peak, source = _datasheet(device_name)
     share = link.stream.bytes_per_s / peak
     line = f"assumed: {share:.0%} of {peak / GB:.3g} GB/s ({source})"
     if ranks <= NODE:
         return f"{rate}, {line}"
-    return (
-        f"{rate} inside a host of {NODE}, {line}; of the network between hosts nothing is assumed"
-    )
+    return f"{rate} inside a host of {NODE}, {line}; of the network between hosts {beyond}"
 
 
 def collective_s(
@@ -137,6 +146,9 @@ def collective_s(
     operation: CollectiveOperation,
     bytes: float,
     reach: int,
+    *,
+    ranks: int = 0,
+    network: float = 0.0,
 ) -> float:
     """Return the seconds of one call in which each rank sends `bytes`.
 
@@ -146,12 +158,17 @@ def collective_s(
         operation: which collective it is.
         bytes: how many bytes each rank sends.
         reach: the number of ranks from the first that takes part to the last, both counted.
+        ranks: how many take part; 0 where all between the first and the last do.
+        network: bytes/s that each GPU sends to other hosts; 0 where nothing is known of it.
 
     Raises:
         UnsupportedError: nothing is known of ranks that far apart.
     """
     known = [x for x in links or assumed(device_name) if x.operation == operation]
     near = [x for x in known if x.ranks >= reach]
+    if not near and network and known:
+        inside = max(known, key=lambda x: x.ranks).stream
+        return _over_network_s(operation, bytes, reach, ranks or reach, network, inside)
     if not near:
         most = max((x.ranks for x in known), default=1)
         known_for = f"measured for {most}, and between more of them"
@@ -160,9 +177,34 @@ def collective_s(
         raise UnsupportedError(
             f"how fast {reach} ranks of {device_name} are joined is not known: it is {known_for} "
             "nothing is assumed",
-            f"{probe_command(reach)} (on those machines)",
+            f"hardware.network_gb_per_s=RATE, of each GPU; or {probe_command(reach)} "
+            "(on those machines)",
         )
     return min(near, key=lambda x: x.ranks).stream.seconds(bytes)
+
+
+def _over_network_s(
+    operation: CollectiveOperation,
+    bytes: float,
+    reach: int,
+    ranks: int,
+    network: float,
+    inside: StreamRates,
+) -> float:
+    """Return the seconds of one call over several hosts.
+
+    A ring enters and leaves a host once, through the ports of all its GPUs that take part. What
+    ranks send to each one, or to the next one, leaves through their own ports.
+    """
+    apart = max(1, (reach - 1) // max(1, ranks - 1))
+    here = max(1, NODE // apart)
+    rate, crosses = network, 1.0
+    if operation == "all_to_all":
+        crosses = (ranks - here) / max(1, ranks - 1)
+    elif operation != "send":
+        rate = here * network
+    hops_s = 2 * HOP_S * math.log2(max(2, reach / NODE))
+    return max(inside.seconds(bytes), crosses * bytes / (NETWORK_SHARE * rate)) + hops_s
 
 
 def _datasheet(device_name: str) -> tuple[str, float, str]:

@@ -44,7 +44,7 @@ from headrace.costs.assumed import (
     Family,
 )
 from headrace.costs.hardware import ASSUMED, Hardware, lookup, near
-from headrace.costs.links import Link
+from headrace.costs.links import GB, Link
 from headrace.costs.rates import (
     BACKWARD,
     Absent,
@@ -119,6 +119,13 @@ class Machine:
     """the other operations of a step, by the names of their work (costs/decoder_work.py)"""
     steps: tuple[MeasuredStep, ...] = ()
     """whole steps, by which the sum of their pieces is set right"""
+    network_bytes_per_s: float | None = None
+    """that each GPU sends to other hosts, as a plan says; None where it does not"""
+
+    def joined(self, gb_per_s: float | None) -> "Machine":
+        """Return the same beside a network to which each GPU sends so many GB/s; None: unknown."""
+        rate = None if gb_per_s is None else GB * gb_per_s
+        return self if rate == self.network_bytes_per_s else replace(self, network_bytes_per_s=rate)
 
     # --- what it tells ------------------------------------------------------------------------
 
@@ -307,8 +314,8 @@ class Machine:
     # --- files --------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON values, by the keys of files."""
-        return to_table(self)
+        """Return everything as JSON values, by the keys of files, but for what a plan says."""
+        return {k: v for k, v in to_table(self).items() if k != "network_bytes_per_s"}
 
     def to_json(self) -> str:
         """Return everything as a text that people can read too."""

@@ -333,8 +333,8 @@ def place(*sizes: float) -> tuple[float, ...]:
 # --- files ------------------------------------------------------------------------------------
 
 MAY_BE_ZERO = frozenset({"context_bytes"})
-LATER = frozenset({"links", "linears", "pieces", "steps", "half"})
-"""Fields with defaults that files from before they were measured lack; any other must be there."""
+LATER = frozenset({"links", "linears", "pieces", "steps", "half", "network_bytes_per_s"})
+"""Fields with defaults that a file may lack: from before they were measured, or a plan's."""
 FILE_KEYS = {"matmuls": "products", "matmul": "way"}
 """Field -> its key in files and JSON, where the key is an older word that must stay."""
 

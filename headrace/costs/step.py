@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headrace.costs.constants import number, numbers
+from headrace.costs.links import NODE
 from headrace.costs.machine import Machine
 from headrace.costs.work import (
     AROUND,
@@ -97,7 +98,12 @@ def step_time(
         pieces = {n: piece for n, piece in work.items() if piece.phase in phases}
         if any(isinstance(piece, Collective) for piece in pieces.values()):
             times = 1.0 if "optimizer" in phases else micro_batches
-            device_s[phases[-1], "collective"] = _exposed_s(pieces, machine, times)
+            exposed_s = _exposed_s(pieces, machine, times)
+            inside = {n: piece for n, piece in pieces.items() if not _leaves_host(piece, machine)}
+            inside_s = exposed_s if inside == pieces else _exposed_s(inside, machine, times)
+            device_s[phases[-1], "collective"] = inside_s
+            if exposed_s > inside_s:
+                device_s[phases[-1], "network"] = exposed_s - inside_s
     if idle:
         passes_s = sum(s for (phase, _), s in device_s.items() if phase != "optimizer")
         device_s["backward", "wait"] = passes_s * idle / (1 - idle)
@@ -105,6 +111,12 @@ def step_time(
     graphs_s = launched.graphs * machine.graph_launch_s
     host_s = HOST_S + launched.every * machine.launch_s + graphs_s
     return StepTime(device_s, host_s, usual_launches_s=launched.usual_s(*USUAL_LAUNCH) + graphs_s)
+
+
+def _leaves_host(piece: Work, machine: Machine) -> bool:
+    """Return whether a piece is sent between hosts, at the rate that a plan gives the network."""
+    far = isinstance(piece, Collective) and piece.reach > NODE
+    return far and machine.network_bytes_per_s is not None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ from headrace.costs.machine import Machine
 from headrace.costs.rates import BACKWARD, SOFTMAX, START, Shape
 
 Phase = Literal["forward", "recompute", "backward", "optimizer"]
-WorkKind = Literal["product", "attention", "stream", "host link", "host", "collective", "wait"]
+WorkKind = Literal[
+    "product", "attention", "stream", "host link", "host", "collective", "network", "wait"
+]
 """The kinds of work that a step's seconds are summed by. The words are keys of JSON output."""
 Beside = Literal["", "attention", "blocks"]
 AROUND = ("head", "loss", "embedding")
@@ -263,6 +265,7 @@ class Collective(Work):
         kernels: calls of which one consists.
         operation: what ranks do together.
         reach: ranks from the first that takes part to the last, both counted.
+        ranks: how many take part; 0 where all between them do.
         beside: kernels that go on meanwhile; "" is none, "blocks" is all but those `AROUND` them.
         last: they run in the step's last micro-batch and in no other.
     """
@@ -273,6 +276,7 @@ class Collective(Work):
     kernels: float = 1.0
     operation: CollectiveOperation = "all_reduce"
     reach: int = 1
+    ranks: int = 0
     beside: Beside = ""
     last: bool = False
 
@@ -284,7 +288,13 @@ class Collective(Work):
         """Return the seconds of one message, alone."""
         each = self.bytes / self.kernels
         return self.kernels * links.collective_s(
-            machine.links, machine.name, self.operation, each, self.reach
+            machine.links,
+            machine.name,
+            self.operation,
+            each,
+            self.reach,
+            ranks=self.ranks,
+            network=machine.network_bytes_per_s or 0.0,
         )
 
     def times(self, micro_batches: float) -> float:
@@ -462,4 +472,5 @@ def collective(
     """
     ranks = int(sizes[f"{axis}_ranks"])
     each, reach = links.sent(operation, bytes, ranks), int(sizes.get(f"{axis}_reach", ranks))
+    how = {"ranks": ranks if operation != "send" else 0, **how}
     return Collective(phase, count, each, operation=operation, reach=reach, **how)

@@ -224,6 +224,11 @@ class Failures:
             "goodput_between": asdict(self.goodput_between),
         }
 
+    def lengthened(self, ends: Between) -> Between:
+        """Return the ends of a step's seconds, each with its end of what failures take."""
+        goodput = self.goodput_between
+        return Between(ends.low / goodput.high, ends.high / goodput.low)
+
     def lines(self) -> list[str]:
         """Return lines for a reader."""
         whose = "as those of Llama 3, assumed" if self.is_assumed else "the plan's"
@@ -233,6 +238,12 @@ class Failures:
         each = (
             f"checkpoints every {self.every_steps} steps" if self.every_steps else "no checkpoint"
         )
+        if not self.goodput:
+            return [
+                f"failures: one each {format_seconds(self.how.mean_s)} ({self.rate:.2g} per 1,000 "
+                f"GPU-days, {whose}, of {self.gpus} GPU{plural}); {each}: it hardly ever ends; "
+                f"checkpoint.every_steps={self.best_every_steps} would keep steps"
+            ]
         lines = [
             f"failures: {self.expected:.2g} expected, {self.rate:.2g} per 1,000 GPU-days ({whose}) "
             f"of {self.gpus} GPU{plural}, each {format_seconds(self.how.restart_s)} to restart; "

@@ -115,10 +115,13 @@ def _format_memory(memory: MemoryPrediction) -> list[str]:
     size += f", {WORDS[memory.peak_at]}"
     if memory.reserved_bytes is not None:
         size += f"; torch's allocator would reserve {format_bytes(memory.reserved_bytes)}"
+    stages = memory.stages_bytes
+    each = f"  of each stage: {', '.join(map(format_bytes, stages))}"
     return [
         f"memory: {FITS[memory.fits]}: {size}",
         f"  most of it: {owners}",
         f"  through a step: {instants}",
+        *([each] if len(stages) > 1 else []),
     ]
 
 
@@ -154,8 +157,9 @@ def _format_end(plan: Plan, prediction: Prediction) -> list[str]:
     """Return the line about when the run ends, what fits until then, and what it costs."""
     run = prediction.run
     until = f"until {run.until}{', if it fitted' if prediction.memory.fits == 'no' else ''}"
+    failures = [] if run.failures is None else run.failures.lines()
     if run.hours is None:
-        return [until] if run.until else []
+        return [until, *failures] if run.until else []
     last, facts = run.until.rpartition("; at the latest ")[2], list[str]()
     ends, price = run.hours_between, run.dollars_between
     wide = ends is not None and ends.low < ends.high
@@ -172,5 +176,4 @@ def _format_end(plan: Plan, prediction: Prediction) -> list[str]:
         if price is not None and price.low < price.high:
             dollars += f" (${price.low:,.2f} to ${price.high:,.2f})"
         facts.append(dollars)
-    failures = [] if run.failures is None else run.failures.lines()
     return [f"{until}{': ' if facts else ''}{', '.join(facts)}", *failures]

@@ -54,6 +54,7 @@ PART_NAMES = {
     "stream": "memory traffic",
     "host link": "the host link",
     "collective": "exposed communication",
+    "network": "exposed communication between hosts",
     "wait": "waiting for other ranks' layers",
     "host": "Python between operations",
 }
@@ -120,6 +121,7 @@ class MemoryPrediction:
             GPU.
         context_bytes: bytes that the driver and libraries hold beside `capacity_bytes`.
         buffers_bytes: bytes that communication between ranks holds beside it.
+        stages_bytes: peak of tensors of a rank of each stage of a pipeline; one without stages.
     """
 
     peak_bytes: float
@@ -131,6 +133,7 @@ class MemoryPrediction:
     reserved_bytes: float | None = None
     context_bytes: float = 0.0
     buffers_bytes: float = 0.0
+    stages_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -261,9 +264,11 @@ def predict(
         ConfigError, UnsupportedError: a technique cannot run there, or two clash.
     """
     check_supported(list(plan.techniques.values()), context)
+    machine = machine.joined(plan.hardware.network_gb_per_s)
     each = make_ledgers(plan, context)
     footprint = _footprint(each, context)
     memory = _memory(footprint, machine, on_gpu=context.device == "cuda")
+    memory = replace(memory, stages_bytes=tuple(one.peak()[1] for one in each))
     time, unknown = _time(plan, context, each, machine)
     tier: Tier = "after_probes" if machine.source == "probes" else "no_gpu"
     basis: Basis = "on_cpu" if context.device == "cpu" else tier
@@ -353,9 +358,11 @@ def _run(
     price, failures = plan.hardware.dollars_per_hour, None
     if step_s is not None and hours is not None:
         failures = failures_of(plan, step_s, 3600 * hours, on_gpu=on_gpu)
+    if failures is not None and not failures.goodput:  # it fails sooner than it saves
+        return RunPrediction(until, failures=failures)
     if failures is not None and step_s is not None:  # a step takes its share of what is lost
         step_s /= failures.goodput
-        ends = ends and _with_failures(ends, failures)
+        ends = ends and failures.lengthened(ends)
         until, hours, between = ending(plan, step_s, ends, curve)
     if hours is None:
         return RunPrediction(until, hours_between=between)
@@ -365,12 +372,6 @@ def _run(
         dollars_between = between and Between(price * between.low, price * between.high)
     dollars = None if price is None else hours * price
     return RunPrediction(until, steps, hours, dollars, between, dollars_between, failures)
-
-
-def _with_failures(ends: Between, failures: Failures) -> Between:
-    """Return the ends of a step's seconds, each with its end of what failures take."""
-    goodput = failures.goodput_between
-    return Between(ends.low / goodput.high, ends.high / goodput.low)
 
 
 def calibrated(

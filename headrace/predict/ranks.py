@@ -58,7 +58,7 @@ def format_sources(ranks: int, machine: Machine, buffers: float) -> str:
     if ranks == 1:
         return ""
     count = round(buffers / COMMUNICATOR_BYTES)
-    between = says(machine.links, machine.name, ranks)
+    between = says(machine.links, machine.name, ranks, machine.network_bytes_per_s or 0.0)
     return (
         f"  beside it: communication buffers {format_bytes(buffers)}, assumed: {count} "
         f"communicators x {format_bytes(COMMUNICATOR_BYTES)}, NCCL's default of 4 MiB both ways in "

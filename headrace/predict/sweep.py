@@ -13,6 +13,7 @@ change are listed apart, for a tuner to measure. Changes that are predicted to c
 listed apart too.
 """
 
+import math
 import shlex
 import time
 from collections import Counter
@@ -68,6 +69,8 @@ class Sweep:
         unpriced: technique that is not `timed`, or another reason -> number of plans without a
             time.
         seconds: seconds that the sweep took.
+        layouts_refused: each single change of the mesh that cannot run there -> why.
+        stopped: whether time ended the sweep before it had predicted what it would have.
         linked: False where a probe by all ranks together would tell how fast their links are.
     """
 
@@ -81,6 +84,8 @@ class Sweep:
     too_large: int
     unpriced: Mapping[str, int]
     seconds: float
+    layouts_refused: Mapping[Words, str] = field(default_factory=dict)
+    stopped: bool = False
     linked: bool = True
 
     def gain(self, candidate: Candidate) -> float | None:
@@ -102,6 +107,7 @@ def sweep(
     width: int = 4,
     depth: int = 8,
     limit: int = 600,
+    seconds: float = math.inf,
     learning: bool = False,
     calibration: Calibration | None = None,
 ) -> Sweep:
@@ -119,14 +125,16 @@ def sweep(
         depth: number of levels of the first search, which is how many single changes its end may be
             away from the start. The beam search has one level less.
         limit: largest number of plans that are predicted.
+        seconds: after so many no further plan is.
         learning: whether techniques that change what is learned may be changed too.
         calibration: correction by measured steps of one plan there; None without.
 
     Raises:
         ConfigError, UnsupportedError: the start itself cannot run there.
     """
+    machine = machine.joined(plan.hardware.network_gb_per_s)
     asking = Asking(plan, context, machine, catalogue, learning, calibration, layouts=True)
-    search = _Search(asking, aim, limit)
+    search = _Search(asking, aim, limit, seconds)
     for wide in [1] * depth + [width] * (depth - 1):
         if not search.widen(wide):
             break
@@ -140,6 +148,7 @@ class _Search:
     asking: Asking
     aim: SweepAim
     limit: int
+    seconds: float
     seen: dict[Words, Candidate | None] = field(default_factory=dict)
     """Changes -> the candidate that they make; None where it is not changed further."""
     grown: set[Words] = field(default_factory=set)
@@ -147,6 +156,8 @@ class _Search:
     idle: list[Candidate] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     unpriced: Counter[str] = field(default_factory=Counter)
+    layouts_refused: dict[Words, str] = field(default_factory=dict)
+    stopped: bool = False
     asked: int = 0
 
     def __post_init__(self) -> None:
@@ -162,7 +173,8 @@ class _Search:
         for parent in beam:
             self.grown.add(parent.changes)
             for words in self.asking.singles(parent.plan):
-                if self.asked >= self.limit:
+                self.stopped = time.perf_counter() - self.began_s > self.seconds
+                if self.stopped or self.asked >= self.limit:
                     return False
                 child = self.ask(parent, words)
                 if child is not None:
@@ -180,7 +192,9 @@ class _Search:
             for more in self.asking.mended(words, error):
                 with suppress(HeadraceError):
                     return self.fresh(parent, more)
-            self.refused[error.message.splitlines()[0]] += 1
+            self.refused[why := error.message.splitlines()[0]] += 1
+            if parent is self.start and any(word.startswith("mesh.") for word in words):
+                self.layouts_refused[words] = why
             return None
 
     def fresh(self, parent: Candidate, words: Words) -> Candidate | None:
@@ -255,14 +269,18 @@ class _Search:
             sum(c.prediction.memory.fits == "no" for c in known),
             self.unpriced,
             time.perf_counter() - self.began_s,
+            self.layouts_refused,
+            self.stopped,
             self.linked(),
         )
 
     def linked(self) -> bool:
         """Return whether rates of the links between all ranks are known, or are none of a GPU's."""
-        machine, ranks = self.asking.machine, self.start.plan.mesh.ranks
-        on_gpu = self.asking.context.device == "cuda"
-        return not on_gpu or known_between(machine.links, machine.name) >= ranks
+        machine, plan = self.asking.machine, self.start.plan
+        ranks, on_gpu = plan.mesh.ranks, self.asking.context.device == "cuda"
+        if not on_gpu or plan.hardware.network_gb_per_s is not None:
+            return True
+        return known_between(machine.links, machine.name) >= ranks
 
 
 def fastest_first(candidate: Candidate) -> tuple[Any, ...]:
@@ -355,8 +373,10 @@ def format_summary(result: Sweep) -> str:
     lines = [
         f"{result.asked} plans predicted in {format_seconds(result.seconds)} "
         f"({rate:.0f} a second): {len(result.ranked)} ranked, {refused} more cannot run, "
-        f"{result.too_large} do not fit",
+        f"{result.too_large} do not fit{', stopped by time' if result.stopped else ''}",
     ]
+    for words, why in [*result.layouts_refused.items()][:LISTED]:
+        lines.append(f"impossible: {' '.join(words)}: {why}")
     if result.aim == "money" and result.start.plan.hardware.dollars_per_hour is None:
         lines.append(NO_PRICE)
     if result.unpriced:
@@ -429,4 +449,8 @@ def plain(result: Sweep, most: int = 12) -> dict[str, Any]:
         "too_large": result.too_large,
         "unpriced": dict(result.unpriced),
         "seconds": result.seconds,
+        "stopped": result.stopped,
+        "layouts_refused": [
+            {"changes": list(words), "reason": why} for words, why in result.layouts_refused.items()
+        ],
     }
