@@ -496,14 +496,3 @@ def test_python_m_headrace_is_headrace() -> None:
     ]
     assert told[0].stdout == told[1].stdout
     assert "train" in told[0].stdout
-
-
-def test_an_evaluation_drops_the_keys_that_it_does_not_take() -> None:
-    """The remedy keeps a length that rows can have, and no word that is refused."""
-    for words, left in (
-        (["batch.tokens=99", "data.sequence_length=128"], " data.sequence_length=128"),
-        (["seed=3", "data.sequence_length=1", "seed=4"], ""),
-    ):
-        told = CliRunner().invoke(app, ["eval", "runs/st", *words])
-        assert told.exit_code == 2 and "is another key" in told.stderr
-        assert told.stderr.rstrip().endswith(f"try: headrace eval runs/st{left}")
