@@ -14,7 +14,7 @@ from headrace.cli.arguments import Adapter, Checkpoint, Json, RunName
 from headrace.cli.catalogue import catalogue
 from headrace.cli.eval_tasks import evaluate_tasks
 from headrace.cli.terminal import exit_codes, show_json, show_table
-from headrace.core.command import rerun, rerun_without
+from headrace.core.command import rerun_without
 from headrace.core.errors import ConfigError
 from headrace.core.limits import MOST, WIDEST
 from headrace.core.loading import loading
@@ -184,16 +184,22 @@ def _length_asked(overrides: Sequence[str]) -> int | None:
         if key.strip() != LENGTH:
             raise ConfigError(
                 f"eval reads a run as its plan says, but for {LENGTH}: {item!r} is another key",
-                rerun((item, f"{LENGTH}=N"), verb="eval"),
+                rerun_without(*(word for word in overrides if not _is_length(word)), verb="eval"),
             )
         number = int(value) if value.strip().isdecimal() else 1024
         near = min(max(2, number), WIDEST)
-        if value.strip() != str(near):
+        if not _is_length(item):
             raise ConfigError(
                 f"{item!r} is no length: rows have 2 to {WIDEST:,} tokens", f"{LENGTH}={near}"
             )
         length = near
     return length
+
+
+def _is_length(item: str) -> bool:
+    """Return whether a word sets the length of rows, to a number that rows can have."""
+    key, _, value = (part.strip() for part in item.partition("="))
+    return key == LENGTH and value.isdecimal() and value == str(min(max(2, int(value)), WIDEST))
 
 
 def _show_places(rows: Sequence[Mapping[str, Any]], trained: int, folder: Path) -> None:

@@ -184,16 +184,16 @@ def renamed(technique: str, other: str, *words: str) -> str:
     return " ".join([headrace(), *parts, *words]) if met else ""
 
 
-def rerun_without(option: str, *, verb: str) -> str:
-    """Return the user's command without an option and its value.
+def rerun_without(*dropped: str, verb: str) -> str:
+    """Return the user's command without some options and their values, or without other words.
 
     Args:
-        option: the option to leave out, as "--after".
+        *dropped: options to leave out, as "--after", and plain words as they were typed.
         verb: the command to use where nothing was typed.
     """
     parts = [*_verb(_TYPED)]
     for typed_option, given in [*_TYPED.pairs()][len(parts) :]:
-        if typed_option not in (option, "--json"):
+        if (typed_option or given) not in (*dropped, "--json"):
             parts += _words(typed_option, given)
     return " ".join([headrace(), *(parts or [verb])])
 

@@ -22,13 +22,16 @@ from headrace.assemble.context import on_one_process
 from headrace.assemble.sockets import Build
 from headrace.core.command import rerun
 from headrace.core.errors import ConfigError
+from headrace.assemble.context import check_supported, choose_device, make_context
+from headrace.assemble.sockets import Build
+from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.limits import WIDEST_CHECKED
 from headrace.core.progress import Progress
 from headrace.core.remedy import mend
 from headrace.model.mask import Rows
 from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
-from headrace.plan.technique import Catalogue
+from headrace.plan.technique import Catalogue, installed
 from headrace.report.chart import ChartAxis, ChartLine, line_chart
 from headrace.report.page import Safe, figure, legend, swatch
 from headrace.train.train import step
@@ -37,6 +40,8 @@ from headrace.tuner.scratch import scratch_build, write_measured
 TECHNIQUE = "mup"
 DOUBLINGS = 3
 """Doublings from the least width to the widest."""
+MOST_WORDS = 10
+"""Most changes beside muP that a plan without it is advised to make."""
 STEPS = 4
 """Steps that each width takes. A rate that is wrong shows after a few."""
 STEEPEST = 0.2
@@ -98,7 +103,7 @@ def check_mup(
         raise ConfigError(
             f"{plan.name} has no {TECHNIQUE}, and without it activations move further the wider a "
             "model is",
-            mend(f"+{TECHNIQUE}"),
+            mend(*_words_of_mup(plan)),
         )
     least = plan.model.resolved_head_dim * (plan.model.heads // plan.model.resolved_kv_heads)
     if widest % (least << DOUBLINGS):
@@ -141,6 +146,19 @@ def _check_alone(plan: Plan) -> None:
     raise ConfigError(
         f"the check trains in one process, and {several}", alone if started > 1 else words
     )
+def _words_of_mup(plan: Plan) -> list[str]:
+    """Return the changes that give a plan muP, and whatever else muP then asks for."""
+    words, known = [f"+{TECHNIQUE}"], installed()
+    for _ in range(MOST_WORDS):
+        try:
+            other = changed(plan, words, known)
+            context = make_context(other, choose_device(other))
+            check_supported([*other.techniques.values()], context)
+            break
+        except (ConfigError, UnsupportedError) as error:
+            mends = (c for c in error.remedy.changes if not {f"-{TECHNIQUE}", *words} & {*c})
+            words += next(mends, ())
+    return words
 
 
 def model_at(plan: Plan, width: int) -> dict[str, Any]:

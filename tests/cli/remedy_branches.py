@@ -34,7 +34,10 @@ BRANCHES = {
         trained("goal.steps=6 schedule.steps=8 schedule.decay_fraction=0.6 name=other"),
     ),
     "inference/branch:plan_of_branch#1": Case("train --branch demo@6 goal.steps=6"),
-    "cli/runs:_length_asked#1": Case("eval demo seed=3", fills={"N": "32"}),
+    "cli/runs:_length_asked#1": Case("eval demo seed=3"),
+    "cli/runs:_length_asked#1 beside": Case(
+        "eval demo batch.tokens=99 data.sequence_length=1 seed=3 data.sequence_length=8"
+    ),
     "cli/runs:_length_asked#2": Case("eval demo data.sequence_length=1"),
     "train/evaluate:check_length#1": Case("eval demo data.sequence_length=99999"),
     "train/evaluate:check_stride#1": Case("eval demo --stride 99999"),

@@ -42,6 +42,10 @@ PLANS = {
     "tuner/lr_find:find_rate#1": Case("lr-find {tiny} --steps 20 --low 2"),
     "tuner/scratch:write_measured#1": Case("lr-find {tiny} --steps 20 --out /proc/curve"),
     "tuner/mup_check:check_mup#1": Case("check mup {tiny} --widest 128 --without muon"),
+    "tuner/mup_check:check_mup#1 beside": Case(
+        "check mup {tiny} --widest 128 --with muon model.tied_embeddings=true "
+        "model.head_init=normal"
+    ),
     "tuner/mup_check:check_mup#2": Case(
         "check mup {tiny} --without muon --with mup techniques.mup.base_dim=32 --widest 100"
     ),

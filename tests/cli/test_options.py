@@ -315,3 +315,14 @@ def test_the_value_of_an_option_arrives(
     usual = seen.get(name)
     assert call(*argv, *typed, code=1)["error"] == "it has arrived"
     assert seen[name] == value != usual
+
+
+def test_an_evaluation_drops_the_keys_that_it_does_not_take() -> None:
+    """The remedy keeps a length that rows can have, and no word that is refused."""
+    for words, left in (
+        (["batch.tokens=99", "data.sequence_length=128"], " data.sequence_length=128"),
+        (["seed=3", "data.sequence_length=1", "seed=4"], ""),
+    ):
+        told = CliRunner().invoke(app, ["eval", "runs/st", *words])
+        assert told.exit_code == 2 and "is another key" in told.stderr
+        assert told.stderr.rstrip().endswith(f"try: headrace eval runs/st{left}")

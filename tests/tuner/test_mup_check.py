@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 
 from headrace.cli.app import app
 from headrace.core.errors import ConfigError
+from headrace.plan.changes import changed
 from headrace.plan.plan import Plan
+from headrace.plan.technique import installed
 from headrace.techniques.design.mup import Mup
 from headrace.tuner.mup_check import (
     STEEPEST,
@@ -54,6 +56,26 @@ def test_a_plan_without_mup_and_widths_without_whole_heads_are_refused(
     assert caught.value.remedy.text == "--widest 128"
     told = CliRunner().invoke(app, ["check", "mup", str(plan_file), "--json"])
     assert told.exit_code == 2 and "mup" in json.loads(told.stdout)["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        (("techniques.muon={}",), ("+mup", "-muon")),
+        (
+            ("techniques.lion={}", "model.tied_embeddings=true", "model.head_init=normal"),
+            ("-lion",),
+        ),
+    ],
+)
+def test_a_plan_is_given_mup_without_what_it_refuses(
+    tiny_plan: Callable[..., Plan], words: tuple[str, ...], changes: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match="has no mup") as caught:
+        check_mup(tiny_plan(*words))
+    (asked,) = caught.value.remedy.changes
+    assert {*changes} <= {*asked}
+    check_mup(changed(tiny_plan(*words), asked, installed()), widest=64)
 
 
 def test_what_says_the_schedule_or_the_width_is_left_out(tiny_plan: Callable[..., Plan]) -> None:
