@@ -158,7 +158,7 @@ def _write(job: "Job", files: dict[str, str]) -> None:
 def _submitted(
     engine: "Launcher", job: "Job", files: dict[str, str], command: list[str]
 ) -> "Launch":
-    """Submit a job, and return its record; what an engine refuses leaves no new folder.
+    """Return the record of a job that is submitted; what an engine refuses leaves no folder.
 
     Raises:
         UnsupportedError: the engine's command is not here.

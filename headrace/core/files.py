@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 RECORDED = ".plan.toml"
 """The name, in a run's folder, of the plan that it was started with; plan.toml is for people."""
-RUN_NAME = "HEADRACE_RUN"
-"""Environment variable that holds the name of a run which was launched: a plan of that name is this
-run, and not the newest or the next of NAME, NAME-2, NAME-3, ..."""
 DEEPEST = 16
 """How many tables and lists may lie inside each other; no plan has more than five."""
 

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from headrace.core.command import rerun_with
 from headrace.core.errors import ConfigError
-from headrace.core.files import RUN_NAME, shell
+from headrace.core.files import shell
 from headrace.core.remedy import mend
 from headrace.plan.mesh_config import MeshConfig
 
 PLAN_FILE = "asked.toml"
 """Name of the copy of the user's plan file in the folder of a launch."""
+RUN_NAME = "HEADRACE_RUN"
+"""Environment variable in which a launch tells its processes the name of their run: a plan of that
+name is this run, and not the newest or the next of NAME, NAME-2, NAME-3, ..."""
 GRACE_S = 120
 """Seconds between the request to end and the kill, in which a run saves its checkpoint. torchrun
 itself kills its processes after 30 s unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more."""

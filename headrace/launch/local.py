@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.core.errors import UnsupportedError
-from headrace.core.files import RUN_NAME, shell
+from headrace.core.files import shell
 from headrace.launch.engine import Launcher
-from headrace.launch.job import GRACE_S, RESERVE_S, Job
+from headrace.launch.job import GRACE_S, RESERVE_S, RUN_NAME, Job
 
 
 class Local(Launcher):

@@ -33,7 +33,6 @@ from headrace.core.command import rerun, rerun_train, train_command
 from headrace.core.errors import ConfigError, RunError, at_a_limit
 from headrace.core.files import (
     RECORDED,
-    RUN_NAME,
     hold_lock,
     parse_json,
     parse_object,
@@ -382,7 +381,7 @@ def _taken(plan: Plan) -> dict[int, Path]:
     Of a launch it is the folder of that very name alone: others of the name are other launches.
     """
     folders = _numbered(Path(plan.directory), plan.name)
-    launched = os.environ.get(RUN_NAME) == plan.name
+    launched = os.environ.get("HEADRACE_RUN") == plan.name
     return {n: path for n, path in folders.items() if n == 1 or not launched}
 
 

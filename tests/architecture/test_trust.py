@@ -37,8 +37,10 @@ LAUNCHER_VARIABLES = {
     "SLURM_JOB_ID",
     "JOB_COMPLETION_INDEX",
     "SKYPILOT_TASK_ID",
+    "HEADRACE_RUN",
 }
-"""What torchrun and schedulers tell their processes: the only environment that is read."""
+"""What torchrun, schedulers and `headrace launch` tell their processes: the only environment that
+is read."""
 SWITCHES = {"TORCH_SYMM_MEM_DISABLE_MULTICAST"}
 """What a technique tells torch, which takes it from nowhere else; it is set and never read."""
 

@@ -1,4 +1,4 @@
-"""Commands that stand for those of engines."""
+"""Provide commands that stand for those of engines."""
 
 from pathlib import Path
 

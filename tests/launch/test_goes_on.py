@@ -19,7 +19,7 @@ TOOLS = {"slurm": "squeue", "ray": "ray", "kubernetes": "kubectl", "skypilot": "
 """The command of each engine that says whether a job has ended."""
 ACTIVE = {
     "slurm": ("PENDING Priority", "RUNNING None", "COMPLETING None", "REQUEUE_HOLD None"),
-    "ray": ("Status for job 'demo-1': RUNNING", "Status for job 'demo-1': PENDING"),
+    "ray": ("I cli.py:92 -- Status for job 'a': RUNNING", "Status for job 'a': PENDING"),
     "kubernetes": ("JobSet", "JobSet Suspended", "JobSet StartupPolicyCompleted"),
     "skypilot": ("ID  NAME  STATUS\n1   demo  SETTING_UP", "1 demo PENDING", "1 demo RUNNING"),
 }
