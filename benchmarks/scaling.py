@@ -149,7 +149,8 @@ def peer_refusal(side: Side, args: argparse.Namespace) -> str:
 def print_forecasts(args: argparse.Namespace) -> None:
     """Print what is predicted of every side; nothing is trained."""
     machine = machine_of(args)
-    print(f"{machine.name}: rates of {machine.date or 'a datasheet'}; {link_words(machine)}")
+    links = link_words(machine, args.ranks)
+    print(f"{machine.name}: rates of {machine.date or 'a datasheet'}; {links}")
     for entry in entries(args, machine):
         predicted = entry.facts.get("predicted", {})
         if entry.refused or not predicted.get("step_s"):
@@ -163,9 +164,9 @@ def print_forecasts(args: argparse.Namespace) -> None:
         )
 
 
-def link_words(machine: Machine) -> str:
-    """Return what is known of the links between GPUs, in words."""
-    return says(machine.links, machine.name)
+def link_words(machine: Machine, ranks: int) -> str:
+    """Return what is known of the links between so many GPUs, in words."""
+    return says(machine.links, machine.name, ranks)
 
 
 # --- what is measured -------------------------------------------------------------------------

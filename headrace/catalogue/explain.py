@@ -80,6 +80,7 @@ def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
         "peak_at": instant,
         "memory_lines": dict(ledger.owners()),
         "flops_per_token": ledger.flops,
+        "left_open": plan.mesh.left_open,
         "doubts": [doubt.to_dict() for doubt in doubts_of(plan)],
         "reasons": to_dicts(why),
     }
@@ -91,6 +92,7 @@ def explain_plan(plan: Plan, context: Context) -> tuple[dict[str, Any], str]:
         lines.append(f"  {socket:<18} {' + '.join(names or base) or '-'}")
     lines += ["", f"predicted peak: {format_bytes(peak)}, {WORDS[instant]}"]
     lines += [f"  {name:<18} {format_bytes(size)}" for name, size in ledger.owners()]
+    lines += filter(None, [plan.mesh.left_open])
     work = ", ".join(f"{k} {format_count(v)}" for k, v in ledger.flops.items())
     lines += ["", f"FLOPs per token: {work}"]
     lines += [f"note: {doubt.line}" for doubt in doubts_of(plan)]

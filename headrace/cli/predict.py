@@ -104,7 +104,7 @@ def plan(
             show_json(sweep.plain(ranked))
         else:
             show_table(sweep.HEAD, sweep.table(ranked), f"{wanted.name} on {machine.name}")
-            print(sweep.format_summary(ranked))
+            print(*filter(None, (sweep.format_summary(ranked), wanted.mesh.left_open)), sep="\n")
             if more := sweep.command(ranked, plan, overrides or (), with_ or (), without or ()):
                 print(f"next: {more}{f'  # on {device_name}' if device_name else ''}")
 
@@ -155,6 +155,7 @@ def _show(name: str, wanted: "Plan", prediction: "Prediction", *, as_json: bool)
             "parent": parent,
             "doubts": [doubt.to_dict() for doubt in doubts],
             "mixture": None if mix is None else mix.to_dict(),
+            "left_open": wanted.mesh.left_open,
         }
         show_json({**prediction.to_dict(), **more})
         return

@@ -33,8 +33,11 @@ def write_override(values: dict[str, Any], item: str, plan: type[BaseModel]) -> 
         value = raw  # 1e5 is a name, too
     *path, last = key.strip().split(".")
     table: Any = values
-    for part in path:
-        table = table.setdefault(part, {}) if isinstance(table, dict) else None
+    for depth, part in enumerate(path, 1):
+        within, table = table, table.setdefault(part, {})
+        if isinstance(table, str):  # one word may stand for a table
+            words = getattr(field_at(plan, path[:depth]), "words", {})
+            table = within[part] = dict(words[table]) if table in words else table
         if not isinstance(table, dict):
             whole = key.partition(part)[0] + part
             raise ConfigError(

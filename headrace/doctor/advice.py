@@ -94,6 +94,7 @@ class Advice:
         timed: whether the gain of a change can be forecast on this run.
         run: the folder of the run whose plan a remedy changes; None of a plan or of a loop.
         so_far: how many steps a run that has not ended had written; None of anything else.
+        left_open: why one rank of a plan is judged; "" where it names its layout.
     """
 
     findings: tuple[Advised, ...]
@@ -103,6 +104,7 @@ class Advice:
     timed: bool = False
     run: Path | None = None
     so_far: int | None = None
+    left_open: str = ""
 
     @property
     def verdict(self) -> Finding | None:
@@ -317,7 +319,8 @@ def advise_plan(plan: Plan, context: Context, machine: Machine, catalogue: Catal
     findings = plan_findings(plan, context, machine, prediction)
     advice = advised(findings, plan, context, machine, catalogue, MeasuredRun())
     timed = prediction.time.step_s is not None
-    return replace(advice, findings=tuple(x for x in advice.findings if not _idle(x, timed)))
+    kept = tuple(x for x in advice.findings if not _idle(x, timed))
+    return replace(advice, findings=kept, left_open=plan.mesh.left_open)
 
 
 def _idle(advised: Advised, timed: bool) -> bool:

@@ -1,7 +1,8 @@
 """Define the mesh: how many processes split the work of a run, and along which axes."""
 
+from collections.abc import Mapping
 from math import prod
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -19,6 +20,9 @@ class MeshConfig(Strict):
 
     Every axis but `data` needs a technique that splits the model along it.
     """
+
+    words: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {"auto": True}}
+    """Word that stands for the whole table -> the table."""
 
     data: int = Field(default=1, ge=1, le=RANKS)
     """Replicas that each read their share of every batch."""
@@ -47,7 +51,7 @@ class MeshConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _read_auto(cls, value: Any) -> Any:
-        return {"auto": True} if value == "auto" else value
+        return cls.words[value] if isinstance(value, str) and value in cls.words else value
 
     @model_validator(mode="after")
     def _check_auto(self) -> Self:
@@ -109,3 +113,14 @@ class MeshConfig(Strict):
     def ranks(self) -> int:
         """Return the number of processes of the run."""
         return prod(self.sizes.values())
+
+    @property
+    def left_open(self) -> str:
+        """Return for a reader why one rank is predicted of a plan; "" where it names its layout."""
+        if not self.auto:
+            return ""
+        return (
+            "mesh.auto: one rank is predicted here, and a run lays out as many as torchrun starts; "
+            "headrace plan PLAN mesh.auto=false mesh.data=N predicts N ranks, and --sweep beside "
+            "it ranks their layouts"
+        )

@@ -25,8 +25,7 @@ def format_prediction(plan: Plan, prediction: Prediction) -> str:
     source = f" ({rates})" if prediction.time.step_s else ""
     head = f"{plan.name} on {prediction.rates.device}{source}"
     lines = [head, "", *_format_memory(prediction.memory)]
-    if prediction.rates.between_ranks:
-        lines.append(prediction.rates.between_ranks)
+    lines += filter(None, (prediction.rates.between_ranks, plan.mesh.left_open))
     return "\n".join([*lines, *_format_time(prediction), *_format_end(plan, prediction)])
 
 

@@ -54,8 +54,9 @@ def test_one_process_keeps_its_plan_and_several_of_nobody_are_refused(
     with pytest.raises(ConfigError) as caught, open_world(plan.mesh, torch.device("cpu")):
         pass
     assert caught.value.remedy.text.endswith("(or mesh.auto=false mesh.data=2)")
-    two = plan_of("160m", "mesh.auto=true", "mesh.auto=false", "mesh.data=2", without=ALONE)
-    assert two.mesh == MeshConfig(data=2)
+    for given in ("mesh.auto=true", "mesh=auto"):
+        two = plan_of("160m", given, "mesh.auto=false", "mesh.data=2", without=ALONE)
+        assert two.mesh == MeshConfig(data=2)
 
 
 def test_no_layout_fits_and_sizes_beside_auto_are_refused() -> None:

@@ -1,5 +1,6 @@
 """What a plan's prediction says to a reader: all of a step, what fits, and what is not known."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from facts import tells
+from typer.testing import CliRunner
 
 from headrace.assemble.build import make_ledger
 from headrace.assemble.context import elsewhere, make_context
+from headrace.cli.app import app
 from headrace.cli.catalogue import catalogue
 from headrace.core.errors import ConfigError
 from headrace.core.units import format_bytes, format_count
@@ -165,3 +168,19 @@ def test_a_tokenizer_that_is_brought_along_tells_the_head_its_size(tmp_path: Pat
     plan, context = on_h200("model.vocab=0", f"data.tokenizer={tmp_path / 'other.json'}")
     with pytest.raises(ConfigError, match=r"other\.json' does not exist"):
         make_ledger(plan, context)
+
+
+@pytest.mark.parametrize("verb", [["plan"], ["plan", "--sweep"], ["explain"], ["doctor"]])
+def test_a_plan_without_a_layout_says_that_one_rank_is_predicted(verb: list[str]) -> None:
+    device = [] if verb == ["explain"] else ["--device-name", "H200"]
+    words = [verb[0], "demo", *verb[1:], *device]
+    alone = CliRunner().invoke(app, words)
+    auto = CliRunner().invoke(app, [*words, "mesh.auto=true"])
+    assert alone.exit_code == auto.exit_code == 0, auto.output
+    assert "mesh.auto" not in alone.stdout
+    assert tells(auto.stdout, "one rank", "torchrun", "mesh.auto=false mesh.data=N", "--sweep")
+    if verb == ["plan"]:
+        laid_out = [*words, 'mesh="auto"', "mesh.auto=false", "mesh.data=2"]
+        assert "between 2 ranks" in CliRunner().invoke(app, laid_out).stdout
+        told = CliRunner().invoke(app, [*words, "mesh.auto=true", "--json"])
+        assert "mesh.data=N" in json.loads(told.stdout)["left_open"]

@@ -118,7 +118,7 @@ def render_advice(advice: Advice) -> str:
         lines.append(f"try first: {advice.command(first)}")
     if advice.rates is not None and any(one.remedies for one in advice.findings):
         lines.append(f"forecasts for this run's step; {render_rates(advice.rates)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *filter(None, [advice.left_open])])
 
 
 def render_so_far(steps: int) -> str:
