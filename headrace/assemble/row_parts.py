@@ -1,7 +1,9 @@
 """Give every rank of `mesh.context` a part of each row, however attention looks across parts.
 
 Norms, MLPs, head and loss see tokens one by one and need no change, for the loss is a sum and
-positions come with the tokens. Attention alone looks across, in the way of each technique.
+positions come with the tokens. Attention alone looks across, in the way of each technique. What an
+embedding reads of the tokens before needs no exchange: a rank has the ids of the two before each
+piece of a row, and embeds them itself (model/token_before).
 """
 
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from headrace.assemble.sockets import Build, MicroBatch
 from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.remedy import Remedy, mend
 from headrace.model.adapter import shape_of
+from headrace.model.token_before import leads
 from headrace.plan.technique import Context, Supported, Technique, Unsupported
 
 AXIS = "context"
@@ -46,14 +49,6 @@ class RowPartTechnique(Technique[Build]):
                     RefusalKind.COMBINATION,
                 )
         model = shape_of(plan.model)
-        for key, idle in (("bigram_multiple", "0"), ("embedding_smear", "false")):
-            if value := getattr(model, key):
-                return Unsupported(
-                    f"tokens read the token before by model.{key} = {value!r}, and mesh.context = "
-                    f"{ranks} puts some of them on another rank",
-                    context.whole(AXIS) | mend(*plan.undoing(f"model.{key}={idle}")),
-                    RefusalKind.COMBINATION,
-                )
         if model.rope_scaling.kind == "dynamic":
             return Unsupported(
                 "model.rope_scaling.kind = 'dynamic' turns by the length of a whole document, and "
@@ -93,6 +88,7 @@ def part_of(
             positions_BT=cut(rows.positions_BT),
             segments_BT=None if rows.segments_BT is None else cut(rows.segments_BT),
             noise_BT=None if rows.noise_BT is None else cut(rows.noise_BT),
+            before_BC2=cut(leads(work.ids_BT)).unflatten(1, (chunks, -1))[:, :, 0],
         ),
         extras=extras or None,
     )

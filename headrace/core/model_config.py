@@ -195,6 +195,11 @@ class ModelConfig(Strict):
         return self.bigram_multiple * self.vocab
 
     @property
+    def reads_before(self) -> bool:
+        """Return whether what the first block reads of a token is made of the one before it too."""
+        return self.bigram_multiple > 0 or self.embedding_smear
+
+    @property
     def gated(self) -> bool:
         """Return whether the MLP multiplies its hidden features by a gate."""
         return self.activation in ("swiglu", "geglu")

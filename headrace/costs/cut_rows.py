@@ -1,13 +1,13 @@
 """Cut the rows of a step into shares of `mesh.context` ranks, with their memory and work."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import ceil
 
 from headrace.costs.count import FP32
 from headrace.costs.ledger import Ledger
 from headrace.costs.links import COMMUNICATORS
-from headrace.costs.work import Attention, Matmul, Stream, Work
+from headrace.costs.work import Attention, Matmul, Phase, Stream, Work
 
 WEIGHT_LINES = ("weight_cast", "mask_copy")
 """Lines of a block that do not grow with its tokens, or that are a mask's."""
@@ -23,8 +23,14 @@ WEIGHT_WORK = (
     "count",
 )
 """How the names of pieces of work begin that do not grow with a block's tokens."""
-KEPT = ("final_norm", "rotation", "work", "embedding_norm", "values")
+KEPT = (
+    *("final_norm", "rotation", "work", "values"),
+    *("embedding_norm", "embedding_smear", "pairs"),
+)
 """Lines outside of blocks that grow with tokens."""
+READS_BEFORE = ("embedding_pairs", "embedding_smear")
+"""How the names of pieces begin that read the token before: a rank embeds two tokens more for each
+piece of a row, and leaves them out in a copy."""
 
 
 def cut_rows(ledger: Ledger, attention: Callable[[Attention, int], Attention]) -> Ledger:
@@ -55,17 +61,47 @@ def cut_rows(ledger: Ledger, attention: Callable[[Attention, int], Attention]) -
     sizes |= {n: sizes[n] * left for n in ("tokens", "residual", "logits_fused")}
     sizes["head_gradients"] -= gone
     sizes[COMMUNICATORS] = sizes.get(COMMUNICATORS, 0.0) + 1
+    tables = _table_bytes(sizes)
     work = {
         name: attention(piece, ranks)
         if isinstance(piece, Attention)
-        else _part(name, piece, tokens, ranks, FP32 * sizes["embedding"])
+        else _part(name, piece, tokens, ranks, tables.get(name, 0.0))
         for name, piece in ledger.work.items()
     }
-    return replace(ledger, sizes=sizes, work=work)
+    return replace(ledger, sizes=sizes, work=work | _without_leads(work, sizes))
 
 
-def _part(name: str, piece: Work, tokens: float, ranks: int, embedding: float) -> Work:
-    """Cut a piece of whole rows, of so many tokens, to a rank's tokens of them."""
+def _table_bytes(sizes: Mapping[str, float]) -> dict[str, float]:
+    """Return the bytes of each table's gradient, by the piece that makes it."""
+    values = sizes["kv_heads"] * sizes["head_dim"] * sizes["vocab"]
+    return {
+        "embedding/backward": FP32 * sizes["embedding"],
+        "embedding_values/backward": FP32 * values,
+        "embedding_pairs/backward": FP32 * sizes["pairs"],
+    }
+
+
+def _without_leads(work: Mapping[str, Work], sizes: Mapping[str, float]) -> dict[str, Work]:
+    """Return the copies that leave out what was embedded for the token before alone.
+
+    Backward that is zeros, and the gradient between them.
+    """
+    features, phases = FP32 * sizes["tokens"] * sizes["dim"], dict[Phase, int]()
+    for phase, passes in (("forward", 2), ("backward", 3)):
+        pieces = (work.get(f"{name}/{phase}") for name in READS_BEFORE)
+        if any(piece is not None and piece.count for piece in pieces):
+            phases[phase] = passes
+    return {
+        f"embedding_leads/{phase}": Stream(phase, 1, passes * features, passes - 1)
+        for phase, passes in phases.items()
+    }
+
+
+def _part(name: str, piece: Work, tokens: float, ranks: int, table: float) -> Work:
+    """Cut a piece of whole rows, of so many tokens, to a rank's tokens of them.
+
+    `table` is the bytes of it that are a table's, and stay.
+    """
     left, what = 1 / ranks, name.partition("/")[0]
     if isinstance(piece, Matmul):
         place = 2 if name.endswith("/weight") else 0
@@ -80,6 +116,5 @@ def _part(name: str, piece: Work, tokens: float, ranks: int, embedding: float) -
         return replace(piece, count=max(1.0, piece.count * left))
     if not isinstance(piece, Stream) or what in WEIGHT_WORK:
         return piece
-    table = embedding if name == "embedding/backward" else 0.0
     fused = None if piece.fused is None else piece.fused * left
     return replace(piece, bytes=table + (piece.bytes - table) * left, fused=fused)

@@ -36,6 +36,7 @@ FROZEN = (
     "embedding_values/backward",
     "embedding_pairs/backward",
     "embedding_smear/backward",
+    "embedding_leads/backward",
 )
 """Pieces that frozen weights do not need, beside their gradients' matmuls and sums."""
 LEARNED = ("gradients/", "clip/", "update/", "reduce/")

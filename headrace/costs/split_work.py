@@ -51,6 +51,7 @@ ROUTED = ("router", "order", "routed", "mixed", "unsorted", "experts", "experts_
 """Pieces of a mixture of experts that go by whole rows."""
 WHOLE = (
     "embedding",
+    "embedding_leads",
     "embedding_norm",
     "embedding_pairs",
     "embedding_smear",

@@ -288,6 +288,9 @@ class Shared(NamedTuple):
     """the one of these that a layer mixes in"""
     noise_BT: Tensor | None = None
     """a word of each token that noise on what the first block reads is made of"""
+    before_BC2: Tensor | None = None
+    """ids of the two tokens before each piece of a row that is here, where one of these reads them
+    and rows are not whole"""
 
     def for_layer(self, is_open: bool, table: int | None = None) -> "Shared":
         """Return what one layer reads, with one mask and at most one value embedding."""

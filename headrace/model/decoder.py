@@ -32,7 +32,7 @@ from headrace.model.mask import MaskSpec, Rows
 from headrace.model.mlp import MLPS, PlainMLP
 from headrace.model.norm import NORMS, UnitRMSNorm, add_then
 from headrace.model.position import POSITIONS, LocalRotaryPosition
-from headrace.model.token_before import PairEmbedding, Smear
+from headrace.model.token_before import PairEmbedding, Smear, with_leads, without_leads
 
 
 @dataclass
@@ -187,7 +187,8 @@ class Decoder(nn.Module):
         rotation = self.position.prepare(rows.positions_BT)
         local = self.local_position.prepare(rows.positions_BT) if self.local_position else None
         shared = Shared(rows.positions_BT, mask, rotation, cache, open_mask, local)
-        return shared._replace(noise_BT=rows.noise_BT)
+        before = rows.before_BC2 if self.config.reads_before else None
+        return shared._replace(noise_BT=rows.noise_BT, before_BC2=before)
 
     def prepare_mask(self, spec: MaskSpec, rows: Rows, length: int) -> object:
         """Return a layer's mask as the attention backend wants it."""
@@ -206,9 +207,17 @@ class Decoder(nn.Module):
 
     def enter(self, ids_BT: Tensor, shared: Shared) -> Tensor:
         """Return what the first block reads, [B, T, D]."""
-        x_BTD = self.smear(self.pairs(self.embed(ids_BT), ids_BT, shared), shared)
+        if (before := shared.before_BC2) is None:
+            x_BTD = self.embedded(ids_BT, shared)
+        else:
+            x_BTD = self.embedded(*with_leads(ids_BT, before, shared))
+            x_BTD = without_leads(x_BTD, before.size(1))
         x_BTD = self.position.embed(x_BTD, shared.positions_BT)
         return self.embed_norm(self.embed_scale(x_BTD)).to(self.residual_dtype)
+
+    def embedded(self, ids_BT: Tensor, shared: Shared) -> Tensor:
+        """Return each token's embedding with what it reads of the tokens before, [B, T, D]."""
+        return self.smear(self.pairs(self.embed(ids_BT), ids_BT, shared), shared)
 
     def carry(self, ids_BT: Tensor, x_BTD: Tensor, shared: Shared) -> Shared:
         """Return `shared` with what blocks read of the embedding: `x_BTD`, and rows of values."""

@@ -162,12 +162,15 @@ class Rows(NamedTuple):
         prefix_B: tokens of the prefix of each row, and of each of its documents where those are
             masked; or None.
         noise_BT: a word of each token that noise on it is made of, from 0 to 2^32; or None.
+        before_BC2: ids of the two tokens before each piece of a row that is here, where a rank has
+            C equal pieces of each row; None where rows are whole.
     """
 
     positions_BT: Tensor
     segments_BT: Tensor | None = None
     prefix_B: Tensor | None = None
     noise_BT: Tensor | None = None
+    before_BC2: Tensor | None = None
 
 
 def allowed(spec: MaskSpec, rows: Rows, length: int) -> Tensor:

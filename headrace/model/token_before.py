@@ -12,10 +12,12 @@ rows, so that steps of it spread evenly over them (Knuth, vol. 3, section 6.4).
 
 The first token of a row, or of a document where documents are masked, has no token before it: its
 position is 0, and it has the row of a pair with an entry behind the vocabulary. While sampling, the
-cache keeps what the next token will read.
+cache keeps what the next token will read. Where ranks share rows, a piece of a row begins with two
+tokens more, its leads: what the first token's share is of was made with the token before that.
+Their gradients are of the same weights as those of all tokens.
 
 Sources: github.com/KellerJordan/modded-nanogpt; arXiv 1709.03933 (hash embeddings); 2601.07372
-(Engram). Shapes: B rows, T tokens, D features.
+(Engram). Shapes: B rows, T tokens, D features, C pieces of a row.
 """
 
 from math import gcd
@@ -26,6 +28,10 @@ from torch import Tensor, nn
 
 GOLDEN = (5**0.5 - 1) / 2
 """The golden ratio, of which every multiple lies far from all before it."""
+
+LEADS = 2
+"""Tokens before a piece of a row that what its first token reads is made of: the one before it for
+each of the two modules."""
 
 
 def stride_of(rows: int) -> int:
@@ -49,6 +55,32 @@ def token_before(x: Tensor, shared: Any, name: str, nothing: float) -> Tensor:
     begins = shared.positions_BT == 0
     before = torch.cat((first, x[:, :-1]), 1)
     return before.masked_fill(begins[..., None] if x.dim() > 2 else begins, nothing)
+
+
+def leads(ids_BT: Tensor) -> Tensor:
+    """Return of each token of whole rows the ids of the two before it, [B, T, 2].
+
+    Those of a row's first tokens are its last ones, which nothing reads.
+    """
+    return torch.stack([ids_BT.roll(before, 1) for before in range(LEADS, 0, -1)], -1)
+
+
+def with_leads(ids_BT: Tensor, before_BC2: Tensor, shared: Any) -> tuple[Tensor, Any]:
+    """Put before each piece of a row its leads, and their positions into what layers share.
+
+    A lead of another document, which nothing reads, has a position below 0.
+    """
+    pieces, to = before_BC2.size(1), shared.positions_BT
+    places_BCt = to.unflatten(1, (pieces, -1))
+    back_2 = torch.arange(-LEADS, 0, device=to.device)
+    places_BCt = torch.cat((places_BCt[..., :1] + back_2, places_BCt), -1)
+    ids_BCt = torch.cat((before_BC2, ids_BT.unflatten(1, (pieces, -1))), -1)
+    return ids_BCt.flatten(1), shared._replace(positions_BT=places_BCt.flatten(1))
+
+
+def without_leads(x_BTD: Tensor, pieces: int) -> Tensor:
+    """Return the features of the tokens themselves."""
+    return x_BTD.unflatten(1, (pieces, -1))[:, :, LEADS:].flatten(1, 2)
 
 
 class PairEmbedding(nn.Module):

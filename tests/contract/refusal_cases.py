@@ -293,9 +293,6 @@ CASES: dict[str, Asked] = {
         ("mesh.context=2",), ("context_parallel", "short_convolution")
     ),
     "assemble/row_parts:RowPartTechnique.supports#4": Asked(
-        ("mesh.context=2", "model.embedding_smear=true"), ("context_parallel",)
-    ),
-    "assemble/row_parts:RowPartTechnique.supports#5": Asked(
         (
             "mesh.context=2",
             "model.rope_scaling.kind=dynamic",

@@ -58,8 +58,10 @@ SPEEDRUN: dict[str, Any] = {
     "weight_init": {"kind": "orthogonal", "zero_head": True},
 }
 """The recipe of modded-nanogpt's records, but for its optimizer."""
-BEFORE: dict[str, Any] = {"bigram_embeddings": {"multiple": 2}, "embedding_smear": {}}
-"""What reads the token before, which ranks that share rows do not have."""
+PAIRS: dict[str, Any] = {"bigram_embeddings": {"multiple": 2}}
+SMEAR: dict[str, Any] = {"embedding_smear": {}}
+BEFORE: dict[str, Any] = {**PAIRS, **SMEAR}
+"""What reads the token before, which may lie on another rank where these share rows."""
 THREE: dict[str, Any] = {"layers": 3}
 """Blocks that two tables of value embeddings serve."""
 ROLES: dict[str, Any] = {

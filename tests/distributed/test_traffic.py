@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from cases import (
+    BEFORE,
     CHUNKED,
     CP,
     EVEN,
@@ -103,6 +104,7 @@ TWO = [
     even("tp-full", TP, FULL, tensor=2),
     even("tp-selective", TP, SAC, tensor=2),
     even("cp", CP, context=2),
+    even("cp-before", BEFORE, CP, context=2),
     even("cp-half", CP, context=2, **HALF, slow=True),
     even("cp-full", CP, FULL, context=2, slow=True),
     even("cp-selective", CP, SAC, context=2, slow=True),

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.assemble.row_parts import part_of
+from headrace.assemble.sockets import MicroBatch
 from headrace.core.errors import UnsupportedError
 from headrace.core.model_config import ModelConfig
 from headrace.model.attention import KVCache
@@ -88,6 +90,43 @@ def test_what_the_first_block_reads_is_the_plainest_code_of_it(
     theirs = torch.autograd.grad((wanted * weights).sum(), list(named.values()))
     for name, left, right in zip(named, ours, theirs, strict=True):
         assert right.abs().max() > 0, name
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("keys", [BOTH, *({key: KEYS[key]} for key in KEYS)])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("order", [[[0, 3], [1, 2]], [[0], [1]]])
+def test_pieces_of_rows_on_several_ranks_read_what_whole_rows_do(
+    make_decoder: MakeDecoder, keys: dict[str, Any], documents: bool, order: list[list[int]]
+) -> None:
+    """Pieces of a ring, which lie zig-zag, and halves; documents begin at borders and beside."""
+    length, pieces = 12, len(order) * len(order[0])
+    model, ids_BT = learned(make_decoder, mask=MaskSpec(document=documents), **keys), ids(7, length)
+    rows = places(end=length)
+    if documents:
+        starts = [[0, 6, 7], [0, 4, 9]]
+        index = [[sum(t >= s for s in of) - 1 for t in range(length)] for of in starts]
+        positions = [
+            [t - of[i] for t, i in enumerate(at)] for of, at in zip(starts, index, strict=True)
+        ]
+        rows = Rows(torch.tensor(positions), torch.tensor(index))
+    work = MicroBatch(ids_BT, ids_BT, rows, ids_BT)
+    whole_BTD = model.enter(ids_BT, model.share(rows, length))
+    weights = torch.randn(whole_BTD.shape, generator=torch.Generator().manual_seed(1))
+    named = {n: p for n, p in model.named_parameters() if n.split(".")[0] in ENTRY}
+    wanted = torch.autograd.grad((whole_BTD * weights).sum(), list(named.values()))
+    total = torch.zeros(())
+    for mine in order:
+
+        def cut(x_BT: Tensor, mine: list[int] = mine) -> Tensor:
+            return x_BT.unflatten(1, (pieces, -1))[:, mine].flatten(1, 2)
+
+        part = part_of(work, len(order), len(mine), cut)
+        found = model.enter(part.ids_BT, model.share(part.rows, part.ids_BT.size(1)))
+        torch.testing.assert_close(found, cut(whole_BTD), rtol=1e-6, atol=1e-6)
+        total = total + (found * cut(weights)).sum()
+    ours = torch.autograd.grad(total, list(named.values()))
+    for name, left, right in zip(named, ours, wanted, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5, msg=name)
 
 

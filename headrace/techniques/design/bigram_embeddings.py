@@ -7,8 +7,8 @@ table's update.
 
 The first token of a row, and of a document where documents are masked, reads a row as if an entry
 behind the vocabulary stood before it. Sampling keeps the last id. Under tensor parallelism a rank
-has a part of the rows, as of the embedding's. Ranks that share rows of tokens do not have the token
-before each of theirs, and that is refused. It rewrites `model.bigram_multiple`. Sources:
+has a part of the rows, as of the embedding's. Ranks that share rows of tokens are given the id
+before each piece of a row. It rewrites `model.bigram_multiple`. Sources:
 github.com/KellerJordan/modded-nanogpt (pull request 201); arXiv 1709.03933 (hash embeddings);
 2601.07372 (Engram, which adds a gate).
 """
@@ -42,8 +42,7 @@ class BigramEmbeddings(Keyed):
         "and their update (derived)",
         helps="small models and short runs",
         hurts="large models: nanochat took it out again, since at 25 layers its gain was gone on "
-        "the clock; context parallelism; export, and with it pruning and fine-tuning: no "
-        "architecture here has it",
+        "the clock; export, and with it pruning and fine-tuning: no architecture here has it",
         source="github.com/KellerJordan/modded-nanogpt; arXiv 1709.03933; arXiv 2601.07372",
     )
 

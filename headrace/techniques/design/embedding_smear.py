@@ -6,9 +6,9 @@ the same feature of the token before, from the first step on: one learned factor
 first, which is a vector for the optimizer.
 
 The first token of a row, and of a document where documents are masked, reads nothing. Sampling
-keeps the last embedding. Ranks that share rows do not have the token before each of theirs, and
-that is refused. It rewrites `model.embedding_smear`. modded-nanogpt gates its smear by the token;
-this one is the same for all tokens. Source: github.com/KellerJordan/modded-nanogpt.
+keeps the last embedding. Ranks that share rows embed the token before each piece of a row too. It
+rewrites `model.embedding_smear`. modded-nanogpt gates its smear by the token; this one is the same
+for all tokens. Source: github.com/KellerJordan/modded-nanogpt.
 """
 
 from collections.abc import Mapping
@@ -29,8 +29,7 @@ class EmbeddingSmear(Keyed):
         buys="what a head of the first layers would have to learn: the token before",
         costs="some passes over the embedded tokens, and their copy in fp32 (derived)",
         helps="small models and short runs",
-        hurts="context parallelism, which it cannot cross; export, and with it pruning and "
-        "fine-tuning: no architecture here has it",
+        hurts="export, and with it pruning and fine-tuning: no architecture here has it",
         source="github.com/KellerJordan/modded-nanogpt",
     )
 
