@@ -18,12 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.assemble.context import on_one_process
+from headrace.assemble.context import check_supported, choose_device, make_context, on_one_process
 from headrace.assemble.sockets import Build
 from headrace.core.command import rerun
-from headrace.core.errors import ConfigError
-from headrace.assemble.context import check_supported, choose_device, make_context
-from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError, UnsupportedError
 from headrace.core.limits import WIDEST_CHECKED
 from headrace.core.progress import Progress
@@ -146,6 +143,8 @@ def _check_alone(plan: Plan) -> None:
     raise ConfigError(
         f"the check trains in one process, and {several}", alone if started > 1 else words
     )
+
+
 def _words_of_mup(plan: Plan) -> list[str]:
     """Return the changes that give a plan muP, and whatever else muP then asks for."""
     words, known = [f"+{TECHNIQUE}"], installed()
