@@ -1,5 +1,7 @@
 """Shorten warmups that a run which ends sooner would not outlast."""
 
+from typing import Any
+
 from headrace.plan.plan import Plan
 
 LONGEST, USUAL = 0.25, 0.1
@@ -27,3 +29,14 @@ def shortened(plan: Plan, steps: int) -> dict[str, int]:
             if warms and isinstance(value, int) and value > LONGEST * steps:
                 changed[f"techniques.{name}.{knob}"] = usual
     return changed
+
+
+def with_warmups(plan: Plan, steps: int) -> dict[str, Any]:
+    """Return the plan's techniques, with warmups that a run of so many steps outlasts."""
+    techniques = dict(plan.techniques)
+    for key, value in shortened(plan, steps).items():
+        table, _, rest = key.partition(".")
+        if table == "techniques":
+            name, knob = rest.split(".")
+            techniques[name] = techniques[name].model_copy(update={knob: value})
+    return techniques

@@ -29,8 +29,9 @@ from headrace.costs.passes import most_passes
 from headrace.data.tokenizer import entries
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Context
-from headrace.plan.warmups import shortened
+from headrace.plan.warmups import with_warmups
 from headrace.predict.amounts import Budget
+from headrace.predict.failures import Failures, failures_of
 from headrace.predict.ladder import ladder
 from headrace.predict.prediction import Prediction, at, predict
 from headrace.predict.scaling import (
@@ -351,7 +352,9 @@ class _BudgetSearch:
         batch = plan.batch.tokens
         if tokens < batch:
             return None
-        plan = self.finished(plan, self.most_steps(plan, tokens), in_blocks)
+        lost = self.failing(plan, prediction)
+        apart = None if lost is None else lost.best_every_steps
+        plan = self.finished(plan, self.most_steps(plan, tokens), in_blocks, apart)
         whole = plan.batches.before(plan.goal.steps or 0)
         return Bought(
             budget=self.budget,
@@ -418,7 +421,14 @@ class _BudgetSearch:
                 f"{prediction.time.unknown}",
                 "--budget 1e18flops",
             )
-        return self.seconds * rate
+        lost = self.failing(plan, prediction)
+        return self.seconds * rate * (1.0 if lost is None else lost.best_goodput)
+
+    def failing(self, plan: Plan, prediction: Prediction) -> Failures | None:
+        """Return what failures take of the seconds; None where none is expected in them."""
+        step_s, on_gpu = prediction.time.step_s, self.context.device == "cuda"
+        known = step_s is not None and self.seconds < math.inf
+        return failures_of(plan, step_s, self.seconds, on_gpu=on_gpu) if known else None
 
     def planned(self, tokens: float) -> tuple[Plan, Prediction]:
         """Return the plan with the batch of so many tokens, and its micro-batch that fits."""
@@ -460,9 +470,10 @@ class _BudgetSearch:
         warmup = min(WARMUP_STEPS, round(WARMUP_SHARE * steps))
         return {**own, "steps": steps, "warmup_steps": warmup}
 
-    def checkpoint(self, steps: int) -> dict[str, Any]:
+    def checkpoint(self, steps: int, apart: int | None = None) -> dict[str, Any]:
         """Return the plan's own saving, at steps of so many that all its techniques can save at."""
         own, often = self.shape.checkpoint, -(-steps // CHECKPOINTS)
+        often = min(often, apart or often)
         unit = math.lcm(*(t.saves_by(often) for t in self.shape.techniques.values()))
         table = own.model_dump(exclude_unset=True)
         return {**table, "every_steps": -(-often // unit) * unit} if own.every_steps else table
@@ -470,10 +481,10 @@ class _BudgetSearch:
     def ending(self, plan: Plan, steps: int, **tables: Any) -> Plan:
         """Return the plan of so many steps, whose warmups they outlast, with other tables."""
         ends = {"goal": {"steps": steps}, "schedule": self.schedule(steps), **tables}
-        return plan.replaced(**ends, techniques=_with_warmups(plan, steps)).with_keys({})
+        return plan.replaced(**ends, techniques=with_warmups(plan, steps)).with_keys({})
 
-    def finished(self, plan: Plan, steps: int, in_blocks: int) -> Plan:
-        """Return the plan with its length, learning rate, evaluations and checkpoints."""
+    def finished(self, plan: Plan, steps: int, in_blocks: int, apart: int | None) -> Plan:
+        """Return the plan with its length, rate, evaluations, and saves at most `apart` apart."""
         rate = step_law_rate(in_blocks, self.ending(plan, steps).batches.before(steps))
         if _keeps_rates(plan):
             rate = plan.optimizer.lr
@@ -485,16 +496,5 @@ class _BudgetSearch:
             name=f"budget-{self.budget}",
             optimizer=optimizer,
             eval={**evaluation, "every_steps": -(-steps // EVALUATIONS)},
-            checkpoint=self.checkpoint(steps),
+            checkpoint=self.checkpoint(steps, apart),
         )
-
-
-def _with_warmups(plan: Plan, steps: int) -> dict[str, Any]:
-    """Return the plan's techniques, with warmups that a run of so many steps outlasts."""
-    techniques = dict(plan.techniques)
-    for key, value in shortened(plan, steps).items():
-        table, _, rest = key.partition(".")
-        if table == "techniques":
-            name, knob = rest.split(".")
-            techniques[name] = techniques[name].model_copy(update={knob: value})
-    return techniques

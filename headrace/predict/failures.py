@@ -194,6 +194,13 @@ class Failures:
         """Return about the best number of steps between two checkpoints."""
         return max(1, round(min(self.how.best_interval_s, self.work_s) / self.step_s))
 
+    @property
+    def best_goodput(self) -> float:
+        """Return goodput with about the best interval; the run's own where it saves nothing."""
+        if not self.every_steps:
+            return self.goodput
+        return self.with_interval(self.best_every_steps, self.how.restart_s)
+
     def with_interval(self, steps: int, restart_s: float) -> float:
         """Return the goodput with checkpoints every so many steps and another restart."""
         how = Reliability(self.how.mean_s, restart_s, steps * self.step_s, self.how.save_s)
@@ -227,7 +234,8 @@ class Failures:
     def lengthened(self, ends: Between) -> Between:
         """Return the ends of a step's seconds, each with its end of what failures take."""
         goodput = self.goodput_between
-        return Between(ends.low / goodput.high, ends.high / goodput.low)
+        high = ends.high / goodput.low if goodput.low else math.inf
+        return Between(ends.low / goodput.high if goodput.high else math.inf, high)
 
     def lines(self) -> list[str]:
         """Return lines for a reader."""

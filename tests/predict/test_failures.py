@@ -120,3 +120,14 @@ def test_a_table_of_goodput() -> None:
 def test_goodput_is_refused_in_one_line(words: tuple[str, ...], why: str, code: int) -> None:
     ended = CliRunner().invoke(app, [*words, "--goodput"])
     assert ended.exit_code == code and why in ended.output
+
+
+def test_a_budget_pays_for_failures_and_saves_before_they_come() -> None:
+    words = ("plan", "small", "--gpu", "NVIDIA H200", "mesh.data=8", "--with", "fsdp")
+    budget = ("--budget", "20000gpu-hours")
+    none = said(*words, "hardware.failures_per_1000_gpu_days=0", *budget)
+    some = said(*words, "hardware.failures_per_1000_gpu_days=20", *budget)
+    assert 0.9 < some["tokens"] / none["tokens"] < 1
+    told = some["prediction"]["failures"]
+    assert told["expected"] > 10 and told["checkpoint_every_steps"] <= told["best_every_steps"]
+    assert some["prediction"]["hours"] == pytest.approx(20000 / 8, rel=0.01)
