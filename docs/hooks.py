@@ -26,17 +26,21 @@ OTHERS = {
     "Model families": "reference/families.md",
     "Recipes": "reference/recipes.md",
 }
-ALL_TECHNIQUES = "reference/techniques.md"
+ALL_TECHNIQUES, PAIRS = "reference/techniques.md", "reference/pairs.md"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put every page of the reference into the navigation, a room's techniques together."""
     made = set(reference(catalogue(), recipes()))
     rooms: dict[str, list[str]] = {}
-    for path in sorted(made - {ALL_TECHNIQUES, *OTHERS.values()}):
+    for path in sorted(made - {ALL_TECHNIQUES, PAIRS, *OTHERS.values()}):
         rooms.setdefault(PurePath(path).parent.name, []).append(path)
     others: list[Any] = [{title: path} for title, path in OTHERS.items()]
-    techniques = [{"All": ALL_TECHNIQUES}, *({room: paths} for room, paths in rooms.items())]
+    techniques = [
+        {"All": ALL_TECHNIQUES},
+        {"What stands beside what": PAIRS},
+        *({room: paths} for room, paths in rooms.items()),
+    ]
     nav = list(config.nav or [])
     section = {"Reference": [*others, {"Techniques": techniques}]}
     config.nav = [*nav[:-1], section, *nav[-1:]]

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from headrace.catalogue.matrix import MARKS, count_outcomes, needs_of, read_matrix
 from headrace.core.strict import meanings
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Catalogue, Technique
@@ -36,6 +37,7 @@ def reference(catalogue: Catalogue, recipes: Mapping[str, Path]) -> dict[str, st
         "reference/plan.md": _plan(),
         "reference/families.md": _families(catalogue),
         "reference/recipes.md": _recipes(recipes),
+        "reference/pairs.md": _pairs(catalogue),
     }
     cards = {card_path(t): _card(t) for t in catalogue.techniques.values()}
     return pages | cards
@@ -81,6 +83,50 @@ def _card(technique: type[Technique[Any]]) -> str:
     lines += ["", "## Knobs", ""]
     lines += list(_keys(technique, f"techniques.{name}")) or ["It has none."]
     return _page(lines)
+
+
+def _pairs(catalogue: Catalogue) -> str:
+    """Render which pairs stand together: signs beside what splits the model, then the reasons."""
+    matrix, techniques = read_matrix(), catalogue.techniques
+    pairs = matrix["pairs"]
+    links = {n: f"[`{n}`]({t.room}/{n}.md)" for n, t in techniques.items()}
+    columns = [name for name, technique in techniques.items() if _splits(technique)]
+    lines = [
+        "# What stands beside what",
+        "",
+        f"Every pair of techniques, as tests found it: {count_outcomes(matrix)}.",
+        "",
+        "- `=` tested: on 4 ranks, or in one process, the two compute what one process computes "
+        "without them",
+        "- `n` the same once there is beside the two what one of them "
+        "[needs](#what-a-technique-needs-beside-it)",
+        "- `g` the plan is accepted on a GPU, and no test here runs it",
+        "- `x` refused before the run starts; the [reason](#what-is-refused-and-why) is below",
+        "",
+        "`headrace explain --matrix` prints the signs of all pairs, and `--json` gives them to a "
+        "program.",
+        "",
+        "## Beside what splits the model",
+        "",
+        _row(("technique", *(f"`{name}`" for name in columns))),
+        "|---|" + ":-:|" * len(columns),
+    ]
+    for name in sorted(techniques):
+        outcomes = (pairs.get(" ".join(sorted((name, column))), {}) for column in columns)
+        lines.append(_row((links[name], *(MARKS.get(e.get("outcome"), "") for e in outcomes))))
+    lines += ["", "## What a technique needs beside it", "", "| technique | needs |", "|---|---|"]
+    lines += [_row((links.get(n, n), f"`{what}`")) for n, what in needs_of(pairs).items()]
+    lines += ["", "## What is refused, and why", "", "| pair | reason | try |", "|---|---|---|"]
+    for pair, entry in sorted(pairs.items()):
+        if entry["outcome"] == "refuses":
+            why, _, remedy = entry["why"].partition("\n  try: ")
+            lines.append(_row((" + ".join(links[name] for name in pair.split()), why, remedy)))
+    return _page(lines)
+
+
+def _splits(technique: type[Technique[Any]]) -> bool:
+    """Return whether a technique divides a model or its batch among ranks."""
+    return bool(technique.axes) or not {"layouts", "shard"}.isdisjoint(technique.composes)
 
 
 def _plan() -> str:

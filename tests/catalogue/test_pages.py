@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from headrace.catalogue.matrix import MARKS, read_matrix
 from headrace.catalogue.pages import card_path, reference
 from headrace.cli.catalogue import catalogue
 from headrace.core.strict import meanings
@@ -41,6 +42,22 @@ def test_every_technique_has_a_page_and_a_line(pages: dict[str, str]) -> None:
         assert f"[`{name}`]({technique.room}/{name}.md)" in pages["reference/techniques.md"]
         for knob in technique.model_fields:
             assert f"| `techniques.{name}.{knob}` |" in page
+
+
+def test_the_page_of_pairs_is_the_matrix(pages: dict[str, str]) -> None:
+    page, pairs = pages["reference/pairs.md"], read_matrix()["pairs"]
+    tables = [block for block in page.split("\n\n") if block.startswith("| ")]
+    signs, needs, reasons = ([r.split(" | ") for r in t.splitlines()[2:]] for t in tables)
+    heads = re.findall(r"`(\w+)`", tables[0].splitlines()[0])
+    assert {"fsdp", "tensor_parallel", "ulysses"} < {*heads} and len(signs) == len(KNOWN.techniques)
+    for cells in signs:
+        (name,) = re.findall(r"`(\w+)`", cells[0])
+        for head, sign in zip(heads, cells[1:], strict=True):
+            entry = pairs.get(" ".join(sorted((name, head))))
+            assert sign.strip(" |") == (MARKS[entry["outcome"]] if entry else ""), (name, head)
+    assert any("compile_cache" in row[0] and "torch_compile" in row[1] for row in needs)
+    refused = [pair for pair, entry in pairs.items() if entry["outcome"] == "refuses"]
+    assert len(reasons) == len(refused)
 
 
 def test_the_readmes_table_is_the_catalogue() -> None:

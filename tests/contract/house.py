@@ -188,7 +188,8 @@ def context_on(device: str, plan: Plan | None = None) -> Context:
     plan = plan or make_plan()
     asked = plan.model.precision
     if device == "cuda" and not torch.cuda.is_available():
-        return h200(plan, precision="bf16" if asked == "auto" else asked)
+        precision = "bf16" if asked == "auto" else asked
+        return h200(plan, precision=precision, ranks=plan.mesh.ranks)
     return make_context(plan, torch.device(device))
 
 

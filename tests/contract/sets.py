@@ -63,10 +63,14 @@ def plan_of(variants: Sequence[Variant], **keys: Any) -> Plan | None:
 def may_meet() -> set[tuple[str, ...]]:
     """Return the pairs of techniques, by name, of which the matrix knows no refusal of a build.
 
-    A technique that the matrix does not know yet stands alone.
+    A technique that the matrix does not know yet stands alone, and so does one that needs another.
     """
     pairs = read_matrix()["pairs"]
-    return {tuple(pair.split()) for pair, said in pairs.items() if said["outcome"] != "refuses"}
+    return {
+        tuple(pair.split())
+        for pair, said in pairs.items()
+        if said["outcome"] != "refuses" and "needs" not in said
+    }
 
 
 def needs_weights(plan: Plan) -> bool:

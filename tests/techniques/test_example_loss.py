@@ -1,6 +1,7 @@
 """A loss by example is the mean over texts of the mean of each, over micro-batches and heads."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch.nn.functional import cross_entropy
 from headrace.assemble.sockets import Build
 from headrace.data.loader import Micro
 from headrace.model.head import IGNORED
+from headrace.techniques.loss.example_loss import shares
+from headrace.techniques.schedule.sequence_length_schedule import cut
 from headrace.train.train import step
 
 PACKED = (
@@ -60,3 +63,23 @@ def test_every_text_counts_alike(
     (technique,) = [t for t in build.techniques if t.name() == "example_loss"]
     evidence = technique.active(build)
     assert evidence.active and evidence.numbers["largest_weight"] > 1
+
+
+def test_rows_that_are_cut_keep_their_texts(
+    make_tiny: Callable[..., Build], batch: Callable[[Build], list[Micro]]
+) -> None:
+    """Texts of a row that was cut have the numbers of the whole row, beyond the cut row's tokens.
+
+    Each part of a text that a cut divides counts as a text.
+    """
+    short = "techniques.sequence_length_schedule.start=8"
+    build = make_tiny("techniques.example_loss={}", *PACKED, short)
+    micro = batch(build)[0]
+    of_two_T = torch.arange(128, dtype=torch.int32).div(2, rounding_mode="floor")
+    cut_micro = cut(replace(micro, segments_BT=of_two_T.expand(micro.ids_BT.shape).clone()), 8)
+    work = build.place(build, cut_micro)
+    assert work.rows.segments_BT is not None and work.rows.segments_BT.max() > 8
+    counted = work.targets_BT != IGNORED
+    pairs = counted.view(-1, 2).sum(dim=1, keepdim=True).clamp(min=1)
+    wanted = (counted.view(-1, 2) / pairs).view_as(counted)
+    assert torch.equal(shares(work), wanted)

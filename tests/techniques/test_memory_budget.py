@@ -15,6 +15,7 @@ from headrace.core.errors import ConfigError, RunError, UnsupportedError
 from headrace.costs.machine import Machine
 from headrace.data.loader import Micro
 from headrace.predict.candidates import Asking
+from headrace.techniques.memory.memory_budget import _places
 from headrace.train.train import step
 
 Make = Callable[..., Build]
@@ -48,6 +49,16 @@ def test_kept_bytes_are_those_of_the_partition(make_tiny: Make, batch: Batch) ->
     stream = 4 * build.plan.batch.tokens * build.config.dim
     logits = 4 * build.plan.batch.tokens * build.config.vocab
     assert kept <= 5 * stream + logits
+
+
+def test_weights_in_few_bits_are_none_of_what_is_kept(make_tiny: Make, batch: Batch) -> None:
+    """A weight whose tensor is made of others has no storage of its own: theirs are its."""
+    build = make_tiny(f"{ON}=0.5", COMPILE, "techniques.qlora.rank=2")
+    (base,) = {p for n, p in build.model.named_parameters() if n.endswith("0.mixer.qkv.weight")}
+    assert type(base.data) is not torch.Tensor
+    assert len({*_places(base)}) > 1 and all(_places(base))
+    gradients(build, batch(build))
+    assert check_active(build)["memory_budget"].numbers["kept_bytes"] > 0
 
 
 def test_without_the_runs_flags_it_is_not_in_force(make_tiny: Make, batch: Batch) -> None:

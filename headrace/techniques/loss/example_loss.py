@@ -43,9 +43,11 @@ def shares(work: MicroBatch) -> Tensor:
     """Return one over the targets of each target's text, fp32 [B, T]; 0 where none counts."""
     segments_BT = work.rows.segments_BT
     assert segments_BT is not None
+    # A row that was cut out of a longer one goes on with the longer one's numbers.
+    texts_BT = (segments_BT - segments_BT[:, :1]).long()
     counted_BT = (work.targets_BT != IGNORED).float()
-    targets_BT = torch.zeros_like(counted_BT).scatter_add_(1, segments_BT.long(), counted_BT)
-    return counted_BT / targets_BT.gather(1, segments_BT.long()).clamp(min=1)
+    targets_BT = torch.zeros_like(counted_BT).scatter_add_(1, texts_BT, counted_BT)
+    return counted_BT / targets_BT.gather(1, texts_BT).clamp(min=1)
 
 
 def by_example(logits_NV: Tensor, targets_N: Tensor, extras: Any, vocabulary: Vocabulary) -> Tensor:

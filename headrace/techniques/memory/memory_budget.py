@@ -28,6 +28,7 @@ from headrace.core.errors import RefusalKind
 from headrace.core.remedy import mend
 from headrace.costs.count import baseline_ledger
 from headrace.costs.ledger import Ledger, Line
+from headrace.parallel.layout import local_of
 from headrace.plan.technique import (
     Card,
     Context,
@@ -215,7 +216,7 @@ def _kept(build: Build, output: Tensor) -> dict[str, float]:
     """Return what the graphs behind `output` hold for the backward pass, without parameters."""
     from torch._functorch import config
 
-    own = {p.untyped_storage().data_ptr() for p in build.model.parameters()}
+    own = {place for p in build.model.parameters() for place in _places(p)}
     graphs = [node for node in _nodes(output.grad_fn) if node.name().endswith(COMPILED)]
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -229,6 +230,16 @@ def _kept(build: Build, output: Tensor) -> dict[str, float]:
         "graphs": float(len(graphs)),
         "kept_bytes": float(kept),
     }
+
+
+def _places(tensor: Tensor) -> Iterator[int]:
+    """Yield the storages of a tensor: those of its parts where it is sharded, or in few bits."""
+    local = local_of(tensor)
+    if hasattr(local, "__tensor_flatten__"):
+        for name in local.__tensor_flatten__()[0]:
+            yield from _places(getattr(local, name))
+    else:
+        yield local.untyped_storage().data_ptr()
 
 
 def _nodes(root: Any) -> Iterator[Any]:
