@@ -87,7 +87,8 @@ def _without_leads(work: Mapping[str, Work], sizes: Mapping[str, float]) -> dict
     Backward that is zeros, and the gradient between them.
     """
     features, phases = FP32 * sizes["tokens"] * sizes["dim"], dict[Phase, int]()
-    for phase, passes in (("forward", 2), ("backward", 3)):
+    each: tuple[tuple[Phase, int], ...] = (("forward", 2), ("backward", 3))
+    for phase, passes in each:
         pieces = (work.get(f"{name}/{phase}") for name in READS_BEFORE)
         if any(piece is not None and piece.count for piece in pieces):
             phases[phase] = passes

@@ -352,8 +352,7 @@ class _BudgetSearch:
         batch = plan.batch.tokens
         if tokens < batch:
             return None
-        lost = self.failing(plan, prediction)
-        apart = None if lost is None else lost.best_every_steps
+        apart = lost.best_every_steps if (lost := self.failing(plan, prediction)) else None
         plan = self.finished(plan, self.most_steps(plan, tokens), in_blocks, apart)
         whole = plan.batches.before(plan.goal.steps or 0)
         return Bought(
@@ -427,8 +426,9 @@ class _BudgetSearch:
     def failing(self, plan: Plan, prediction: Prediction) -> Failures | None:
         """Return what failures take of the seconds; None where none is expected in them."""
         step_s, on_gpu = prediction.time.step_s, self.context.device == "cuda"
-        known = step_s is not None and self.seconds < math.inf
-        return failures_of(plan, step_s, self.seconds, on_gpu=on_gpu) if known else None
+        if step_s is None or math.isinf(self.seconds):
+            return None
+        return failures_of(plan, step_s, self.seconds, on_gpu=on_gpu)
 
     def planned(self, tokens: float) -> tuple[Plan, Prediction]:
         """Return the plan with the batch of so many tokens, and its micro-batch that fits."""

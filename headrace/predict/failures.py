@@ -116,7 +116,9 @@ def simulate(how: Reliability, work_s: float, *, runs: int = RUNS, seed: int = 0
         left = work_s - kept[open_]
         saves = np.ceil(left / each_s - 1e-9) - 1  # none at the end
         needed = left + how.save_s * saves
-        until = random.exponential(how.mean_s, len(open_)) if how.mean_s < math.inf else math.inf
+        until = np.full(len(open_), math.inf)
+        if how.mean_s < math.inf:
+            until = random.exponential(how.mean_s, len(open_))
         ends = needed <= until
         clock[open_[ends]] += needed[ends]
         if ends.all():

@@ -35,7 +35,7 @@ class Lifetime:
         ready: when their first step ended; None where none did yet.
         ended: their last sign of life; None while they live.
         after: how those before them ended; "" where these are the first.
-        is_held: whether the machines were kept since then, as by torchrun's own restarts.
+        machines_kept: whether the machines were kept since then, as by torchrun's own restarts.
         lost_steps: steps of those before them that no checkpoint kept.
         lost_s: seconds of these steps.
     """
@@ -44,13 +44,13 @@ class Lifetime:
     ready: float | None = None
     ended: float | None = None
     after: After = ""
-    is_held: bool = False
+    machines_kept: bool = False
     lost_steps: int = 0
     lost_s: float = 0.0
 
 
 class Lifetimes:
-    """The lifetimes of a run's processes, the newest one last, in the folder of the run.
+    """Keep the lifetimes of a run's processes, the newest one last, in the folder of the run.
 
     Args:
         folder: the run's.
@@ -75,8 +75,8 @@ class Lifetimes:
             after = "stop" if status in STOPPED else "failure"
         if known:
             known[-1] = replace(known[-1], ended=_last_sign(folder))
-        held = after == "failure" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        known.append(Lifetime(time.time() - age_s, after=after, is_held=held))
+        kept = after == "failure" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        known.append(Lifetime(time.time() - age_s, after=after, machines_kept=kept))
         lifetimes = cls(folder, known)
         lifetimes._write()
         return lifetimes
@@ -98,7 +98,9 @@ class Lifetimes:
         now, last = time.time(), self._known[-1]
         if last.after != "failure":
             return 0.0
-        return max(0.0, now - last.began) + (self._down_s(len(self._known) - 1) * last.is_held)
+        return max(0.0, now - last.began) + (
+            self._down_s(len(self._known) - 1) * last.machines_kept
+        )
 
     def account(self) -> dict[str, Any]:
         """Return a report's numbers: restarts after failures and after stops, and the time."""

@@ -50,7 +50,7 @@ def test_a_ring_goes_through_the_ports_of_all_that_take_part(
 
 
 def test_what_goes_to_each_leaves_through_its_own_port() -> None:
-    """Of 16 ranks 8 are in other hosts, so 8 of 15 parts leave."""
+    """Eight of 16 ranks are in other hosts, so 8 of 15 parts leave."""
     found = collective_s((), H200, "all_to_all", MESSAGE, 16, ranks=16, network=PORT)
     assert found == pytest.approx(8 / 15 * MESSAGE / (NETWORK_SHARE * PORT) + 2 * HOP_S, rel=1e-6)
 

@@ -43,7 +43,7 @@ def test_a_failure_is_apart_from_a_stop(folder: Path, status: str, restarts: int
 
 
 def test_goodput_is_the_time_of_the_steps_that_the_run_has(folder: Path) -> None:
-    """Of 600 s lived and 400 s down 100 s were start-up, and 200 s of steps are trained anew."""
+    """From 600 s lived and 400 s down go 100 s of start-up and 200 s of steps that were lost."""
     lived(folder)
     new = Lifetimes.begin(folder, "failed", age_s=0.0)
     new.lost(40, 200.0)
