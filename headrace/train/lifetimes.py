@@ -27,7 +27,7 @@ After = Literal["", "failure", "stop"]
 
 
 @dataclass(frozen=True)
-class Lifetime:
+class Stint:
     """Hold when the processes of one start lived, in seconds since the epoch.
 
     Args:
@@ -57,7 +57,7 @@ class Lifetimes:
         known: them.
     """
 
-    def __init__(self, folder: Path, known: Sequence[Lifetime]) -> None:
+    def __init__(self, folder: Path, known: Sequence[Stint]) -> None:
         self._folder, self._known = folder, list(known)
 
     @classmethod
@@ -76,7 +76,7 @@ class Lifetimes:
         if known:
             known[-1] = replace(known[-1], ended=_last_sign(folder))
         kept = after == "failure" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        known.append(Lifetime(time.time() - age_s, after=after, machines_kept=kept))
+        known.append(Stint(time.time() - age_s, after=after, machines_kept=kept))
         lifetimes = cls(folder, known)
         lifetimes._write()
         return lifetimes
@@ -144,11 +144,11 @@ class Lifetimes:
             write_whole(self._folder / FILE, json.dumps([asdict(one) for one in self._known]))
 
 
-def _read(folder: Path) -> list[Lifetime]:
+def _read(folder: Path) -> list[Stint]:
     """Return the lifetimes that a folder has; those of a damaged file are none."""
     try:
         rows = parse_json((folder / FILE).read_bytes())
-        return [Lifetime(**row) for row in rows]
+        return [Stint(**row) for row in rows]
     except (OSError, ValueError, TypeError):
         return []
 

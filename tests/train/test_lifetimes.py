@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.train.lifetimes import FILE, Lifetime, Lifetimes
+from headrace.train.lifetimes import FILE, Stint, Lifetimes
 
 
 @pytest.fixture
@@ -82,4 +82,4 @@ def test_only_the_rank_that_keeps_them_writes(tmp_path: Path) -> None:
     other.ready()
     other.lost(3, 1.0)
     assert not any(tmp_path.iterdir())
-    assert Lifetimes(tmp_path, [Lifetime(time.time() - 10)]).account()["restarts"] == 0
+    assert Lifetimes(tmp_path, [Stint(time.time() - 10)]).account()["restarts"] == 0
