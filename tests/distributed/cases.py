@@ -58,9 +58,7 @@ SPEEDRUN: dict[str, Any] = {
     "weight_init": {"kind": "orthogonal", "zero_head": True},
 }
 """The recipe of modded-nanogpt's records, but for its optimizer."""
-PAIRS: dict[str, Any] = {"bigram_embeddings": {"multiple": 2}}
-SMEAR: dict[str, Any] = {"embedding_smear": {}}
-BEFORE: dict[str, Any] = {**PAIRS, **SMEAR}
+BEFORE: dict[str, Any] = {"bigram_embeddings": {"multiple": 2}, "embedding_smear": {}}
 """What reads the token before, which may lie on another rank where these share rows."""
 THREE: dict[str, Any] = {"layers": 3}
 """Blocks that two tables of value embeddings serve."""
@@ -449,7 +447,6 @@ COMPOSITIONS = [
         **THREE,
     ),
     case("speedrun-cp-fsdp", SPEEDRUN, CP, FSDP, context=2, data=2, length=12, slow=True, **THREE),
-    case("before-pp-fsdp", BEFORE, PP, FSDP, pipeline=2, data=2, packing=True),
     # Eight ranks.
     case("pp-tp-fsdp", PP, TP, FSDP, pipeline=2, tensor=2, data=2, slow=True),
     case(

@@ -10,10 +10,8 @@ from cases import (
     FSDP,
     INTERLEAVED,
     MUON,
-    PAIRS,
     PP,
     SAC,
-    SMEAR,
     SPEEDRUN,
     THREE,
     TP,
@@ -25,6 +23,7 @@ from cases import (
 ALIBI: dict[str, Any] = {"alibi": {}}
 RAMP: dict[str, Any] = {"batch_ramp": {"divide": 4, "until": 2.0}}
 NOISE: dict[str, Any] = {"neftune": {"alpha": 9.0}}
+PAIRS, SMEAR = ({name: knobs} for name, knobs in BEFORE.items())
 PREFIX: dict[str, Any] = {"prefix_lm": {"tokens": 7}}
 PART: dict[str, Any] = {"muon": {**MUON["muon"], "fraction": 0.4}}
 """Muon that updates a part of each matrix: ranks find the longest rows of whole matrices."""
@@ -84,6 +83,7 @@ RECIPES = [
         packing=True,
         slow=True,
     ),
+    case("before-pp-fsdp", BEFORE, PP, FSDP, pipeline=2, data=2, packing=True),
     case("before-cp", BEFORE, CP, context=2, length=12, packing=True, micro_rows=1),
     case("before-ulysses", BEFORE, ULYSSES, context=2, length=14, packing=True),
     case("pairs-ulysses", PAIRS, ULYSSES, context=2, length=14, shape="gpt2"),
