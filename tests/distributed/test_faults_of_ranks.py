@@ -105,7 +105,6 @@ def assert_resumes(
     assert report(run)["stream_sha256"] == report(whole)["stream_sha256"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -128,14 +127,8 @@ def test_a_rank_that_holds_up_the_others_is_named_and_the_run_ends(
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        pytest.param(
-            "full",
-            (f"rank {CULPRIT} of {RANKS}", "No space left", "free some space"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "kill", (f"rank {CULPRIT} ended without a word", "step-6"), marks=pytest.mark.slow
-        ),
+        ("full", (f"rank {CULPRIT} of {RANKS}", "No space left", "free some space")),
+        ("kill", (f"rank {CULPRIT} ended without a word", "step-6")),
     ],
 )
 def test_a_rank_that_ends_is_named_with_its_reason(
@@ -175,7 +168,6 @@ def test_what_no_rank_has_twice_is_refused(zygote: Any, home: Path) -> None:
     assert report(home / "runs" / "groups")["copies"]["compared"] == 1
 
 
-@pytest.mark.slow
 def test_a_slow_rank_is_named_with_its_share(faulty: Faulty, home: Path) -> None:
     ended = [c.wait() for c in faulty.start("slow", "slow", "goal.steps=60", at_step=0)]
     assert [e.code for e in ended] == [0] * RANKS
@@ -184,7 +176,6 @@ def test_a_slow_rank_is_named_with_its_share(faulty: Faulty, home: Path) -> None
     assert f"Ranks wait for rank {CULPRIT} in " in text, text
 
 
-@pytest.mark.slow
 def test_a_scheduler_s_signal_saves_within_the_grace_time(
     faulty: Faulty,
     zygote: Any,

@@ -68,7 +68,6 @@ def test_a_run_goes_on_from_memory(zygote: Any, home: Path, lost_host: bool) -> 
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-@pytest.mark.slow
 def test_torchrun_restarts_and_the_run_goes_on(home: Path) -> None:
     ended = subprocess.run(
         [
