@@ -18,6 +18,7 @@ from headrace.core.command import rerun
 from headrace.core.errors import RunError
 from headrace.core.files import shell
 from headrace.doctor.findings import Finding
+from headrace.doctor.stages import StageTimes
 from headrace.doctor.use import UNKNOWN, Use
 
 WARM_STEPS = 2
@@ -54,6 +55,7 @@ class Observation:
             median step.
         waited_s: mean seconds of a step in which this rank waited for the last one.
         last, last_share: the rank that is last most often, and in how much of the steps.
+        stages: what ranks of a pipeline take for their passes; None without a pipeline.
         allocated_bytes, reserved_bytes: peaks; on a CPU those of the process.
         capacity_bytes: memory of the device.
         alloc_retries: times that the allocator gave back its cache to go on.
@@ -110,6 +112,7 @@ class Observation:
     waited_s: float | None = None
     last: int | None = None
     last_share: float = 0.0
+    stages: StageTimes | None = None
     allocated_bytes: float | None = None
     reserved_bytes: float | None = None
     capacity_bytes: float | None = None
@@ -240,6 +243,7 @@ def observe(
         graph_breaks=signals.get("graph_breaks"),
         **_operations(signals),
         **_ranks(signals),
+        stages=StageTimes.of(signals.get("stages")),
         allocated_bytes=memory["allocated"] if measured else None,
         reserved_bytes=memory["reserved"],
         capacity_bytes=signals.get("capacity_bytes"),

@@ -17,6 +17,7 @@ BOTTLENECKS: Mapping[str, tuple[str, ...]] = {
     "launch": ("compilation",),
     "interconnect": (),
     "straggler": (),
+    "pipeline imbalance": (),
     "input": (),
     "wasted tokens": (),
     "instability": (),

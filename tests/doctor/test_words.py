@@ -39,6 +39,8 @@ SHARES = (
     "moves",
     "slack",
     "dry",
+    "idle",
+    "over",
 )
 SECONDS = (
     "bf16",
@@ -96,6 +98,9 @@ FACTS: dict[str, Any] = {
     "ranks": 2,
     "victim": 0,
     "rank": 1,
+    "place": 0,
+    "own_s": (2.0, 1.0),
+    "layers": (3, 1),
     "collectives": 9,
     "missing_ranks": 1,
     "world": 4,
