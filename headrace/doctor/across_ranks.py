@@ -27,6 +27,7 @@ def straggler(seen: Observation) -> Finding | None:
         "rank": seen.last,
         "last_share": seen.last_share,
         "same_rank": seen.last_share >= SAME_RANK,
+        "host": seen.host,
     }
     return Finding(Kind.STRAGGLER, share, facts)
 

@@ -57,6 +57,7 @@ class Kind(Enum):
     EXPOSED_COMMUNICATION = auto()
     STRAGGLER = auto()
     PIPELINE_IMBALANCE = auto()
+    WRONG_LAYOUT = auto()
     RECOMPILES = auto()
     TINY_OPERATIONS = auto()
     GRAPH_BREAKS = auto()
@@ -160,6 +161,7 @@ _BOTTLENECKS: Mapping[str, tuple[Kind, ...]] = {
     "interconnect": (Kind.EXPOSED_COMMUNICATION, Kind.TRACE_INTERCONNECT),
     "straggler": (Kind.STRAGGLER, Kind.TRACE_STRAGGLER),
     "pipeline imbalance": (Kind.PIPELINE_IMBALANCE,),
+    "wrong layout": (Kind.WRONG_LAYOUT,),
     "launch": (
         Kind.RECOMPILES,
         Kind.TINY_OPERATIONS,

@@ -55,6 +55,7 @@ class Observation:
             median step.
         waited_s: mean seconds of a step in which this rank waited for the last one.
         last, last_share: the rank that is last most often, and in how much of the steps.
+        host: the machine of that rank, where the ranks are on several; else "".
         stages: what ranks of a pipeline take for their passes; None without a pipeline.
         allocated_bytes, reserved_bytes: peaks; on a CPU those of the process.
         capacity_bytes: memory of the device.
@@ -112,6 +113,7 @@ class Observation:
     waited_s: float | None = None
     last: int | None = None
     last_share: float = 0.0
+    host: str = ""
     stages: StageTimes | None = None
     allocated_bytes: float | None = None
     reserved_bytes: float | None = None
@@ -337,9 +339,11 @@ def _ranks(signals: Mapping[str, Any]) -> dict[str, Any]:
     ranks = signals.get("ranks")
     if not ranks:
         return {}
+    hosts = ranks.get("hosts") or [""]
     return {
         "straggler_s": ranks["late_s"],
         "last": ranks["last"],
         "last_share": ranks["last_share"],
         "waited_s": ranks["waited_s"][0],
+        "host": hosts[ranks["last"]] if len({*hosts}) > 1 else "",
     }

@@ -26,9 +26,12 @@ from headrace.costs.machine import SQUARE, Machine
 from headrace.doctor.change_words import cost_of, costs_of, sentence_of
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import NOTHING, Forecast, MeasuredRun, Source, by_ledger, by_share
+from headrace.doctor.layout import WRONG_LAYOUT, by_layouts
+from headrace.doctor.link_remedies import INTERCONNECT, by_links, of_links
 from headrace.doctor.overfitting import sooner
 from headrace.doctor.packing import PADDED, by_packing, repacked
 from headrace.doctor.plan_keys import (
+    HALVES,
     KEY_EQUALITY,
     KEYS,
     concerns_halves,
@@ -64,6 +67,8 @@ PAIRED: Mapping[str, tuple[str, ...]] = {"cuda": (LEDGER_FIRST,), "cpu": OF_TIME
 """By device: bottlenecks for which the best pair of changes is a remedy too. On a GPU compiling and
 graphs lessen launches together; on a CPU compiling stands beside kept memory, threads or a loss in
 chunks, which act on different parts of a step."""
+NARROWER = (*HALVES, "fp8")
+"""Values of a knob that round what ranks send."""
 CAUSES = ("instability",)
 """Bottlenecks that keys of the plan cause; these come before techniques that bear with them."""
 HEALTHY = 0.05
@@ -137,7 +142,9 @@ def remedies(
         return []
     asking = Asking(plan, context, machine, catalogue, learning=True)
     ask = _Asker(finding, asking, measured)
-    answers = map(ask.remedy, candidates(finding.bottleneck, asking, measured))
+    known_change = finding.facts.get("change")  # of a layout, which was chosen among all
+    changes = [known_change] if known_change else candidates(finding.bottleneck, asking, measured)
+    answers = map(ask.remedy, changes)
     known = _without_needless([one for one in answers if one is not None], finding)
     if finding.bottleneck in PAIRED.get(context.device, ()):
         known = _without_needless([*known, *ask.pairs(known)], finding)
@@ -259,6 +266,8 @@ def candidates(bottleneck: str, asking: Asking, measured: MeasuredRun) -> Iterat
         yield from repacked(plan, measured.packing)
     if bottleneck == IMBALANCED and measured.stages is not None:
         yield from rebalanced(asking, measured.stages)
+    if bottleneck == INTERCONNECT:
+        yield from of_links(asking)
     if bottleneck == "overfitting":
         yield from sooner(plan, measured.lowest_step)
     if bottleneck == "silent no-op":
@@ -332,6 +341,7 @@ def _equality(catalogue: Catalogue, change: Words) -> str:
     """Return what the change does to gradients: the most that a part of it does."""
     parts = [key_equality(word.partition("=")[0], catalogue) for word in change]
     parts += [catalogue.find(word[1:]).equality for word in change if word[0] == "+"]
+    parts += ["approximate" for word in change if word.partition("=")[2] in NARROWER]
     left = (catalogue.find(word[1:]).equality for word in change if word[0] == "-")
     return max([*parts, *(e for e in left if e == "learning")], key=EFFECTS.index)
 
@@ -356,10 +366,14 @@ def _forecast(
         return Forecast(None, "none", why)
     if bottleneck == "fragmentation":
         return Forecast(None, "none", "it gains memory that is reserved in pieces, not time")
+    if bottleneck == WRONG_LAYOUT:
+        return by_layouts(before, after)
     if bottleneck == IMBALANCED:
         return by_stages(asking, before, after, measured)
     if bottleneck not in SHARES:
         return ledger
+    if bottleneck == INTERCONNECT and (sent := by_links(finding.share, before, after)):
+        return sent
     if bottleneck == PADDED and (packing := measured.packing) is not None:
         return by_packing(packing, before.plan.techniques, after.plan.techniques, ledger)
     moves = ledger.gain is not None and abs(ledger.gain.value) > NOTHING

@@ -5,6 +5,7 @@ that only share out rows wait after it. Ranks of a pipeline wait between their p
 timed apart.
 """
 
+import platform
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
@@ -65,13 +66,15 @@ class OwnTimes:
         own_s = [(step, passes + read) for (step, passes), read in pairs] if alike else []
         place, has_head = world.place("pipeline"), getattr(model, "head", None) is not None
         each = world.gather([own_s, place, has_head, len(model.blocks), [*self._passes_s]])
+        hosts = world.gather(platform.node())
         stages = None
         if world.size("pipeline") > 1:
             stages = between_stages([(place, n, dict(s)) for _, place, _, n, s in each])
         if stages is not None:
             stages |= {"micro_batches": micro_batches, "idle_share": idle_share}
             stages["head"] = next((place for _, place, ends, *_ in each if ends), None)
-        return {"ranks": between_ranks([dict(one[0]) for one in each]), "stages": stages}
+        ranks = between_ranks([dict(one[0]) for one in each])
+        return {"ranks": ranks and {**ranks, "hosts": hosts}, "stages": stages}
 
 
 def between_ranks(own_s: Sequence[Mapping[int, float]]) -> dict[str, Any] | None:

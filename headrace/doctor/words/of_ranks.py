@@ -16,7 +16,13 @@ def _straggler(finding: Finding, facts: Any) -> Words:
         f"{facts['last_share']:.0%} of the steps"
     )
     sentence = f"Ranks wait for {who} in {finding.share:.0%} of the time."
-    return sentence, evidence, "why: clocks, temperature, data or another process"
+    why = "why: clocks, temperature, data or another process"
+    if facts["same_rank"]:
+        host = facts.get("host")
+        evidence += f"; it is on {host}: the others alone, with --resume, do not wait" * bool(host)
+        where = f"on {host}" if host else f"where rank {facts['rank']} is"
+        why += f"; nvidia-smi -q -d CLOCK,TEMPERATURE,PERFORMANCE {where} tells of the first two"
+    return sentence, evidence, why
 
 
 def _imbalance(finding: Finding, facts: Any) -> Words:
@@ -39,7 +45,22 @@ def _imbalance(finding: Finding, facts: Any) -> Words:
     return sentence, evidence, "whether its layers or its device are slower"
 
 
+def _wrong_layout(finding: Finding, facts: Any) -> Words:
+    now, other = (format_seconds(facts[f"{name}_s"]) for name in ("predicted", "other"))
+    evidence = (
+        f"{other} a step are predicted of it, and {now} of {facts['own_layout']}, which was "
+        f"measured to take {format_seconds(facts['step_s'])}; a step may take "
+        f"{facts['times']:.2g} times what is predicted"
+    )
+    sentence = (
+        f"Another layout of the {facts['ranks']} ranks is predicted, not measured, to take "
+        f"{finding.share:.0%} less: {facts['layout']}."
+    )
+    return sentence, evidence, "links between ranks, unless headrace probe timed them"
+
+
 OF_RANKS: Mapping[Kind, Describe] = {
     Kind.STRAGGLER: _straggler,
     Kind.PIPELINE_IMBALANCE: _imbalance,
+    Kind.WRONG_LAYOUT: _wrong_layout,
 }
