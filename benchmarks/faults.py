@@ -68,7 +68,10 @@ SEVERITIES = (0.1, 0.2, 0.4)
 CHILD_LIMIT_S = 300
 JUDGE = tuple(
     f"headrace/doctor/{name}.py"
-    for name in ("rules", "physics", "observation", "series", "recipe", "run", "trace/limits")
+    for name in (
+        *("rules", "across_ranks", "stages", "physics", "observation", "series", "recipe", "run"),
+        "trace/limits",
+    )
 )
 """Files that define the doctor's thresholds, and compute what is compared with them."""
 SMOOTH = 5

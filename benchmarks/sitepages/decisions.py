@@ -36,6 +36,8 @@ MEANINGS: Mapping[str, str] = {
     "again and again.",
     "interconnect": "Ranks wait for what other ranks send.",
     "straggler": "All ranks wait for one that is late.",
+    "pipeline imbalance": "Stages of a pipeline take unlike times, and the slowest sets the pace.",
+    "wrong layout": "Another mesh of the same ranks is predicted to be clearly faster.",
     "input": "The step waits for its batch.",
     "wasted tokens": "A part of each batch has no target: padding, or crops.",
     "instability": "The loss jumps or is not finite.",
@@ -47,16 +49,20 @@ MEANINGS: Mapping[str, str] = {
     "computation": "The device is busy with arithmetic: it needs less of it, or a faster kind.",
 }
 """Bottleneck -> what it means, in one sentence."""
+OF_RANKS = ("straggler", "pipeline imbalance", "wrong layout")
+"""Bottlenecks of how ranks work together, beside what they send."""
 WITHOUT: Mapping[str, str] = {
     "chat template": "data.chat.template= takes the one of the weights",
     "silent no-op": "the doctor names what keeps it from acting, or leaves it out",
+    "pipeline imbalance": "`techniques.pipeline_parallel.layers=` moves layers to other ranks",
     "straggler": "the doctor names the rank, and no plan mends a machine",
+    "wrong layout": "the doctor names the mesh and its command",
     "unused memory": "what saves memory is left out, or micro-batches get more rows",
 }
 """Bottleneck that no technique removes -> what does, in words."""
 DIVISIONS: Mapping[str, tuple[str, ...]] = {
     "Is what the run learns wrong, or slow for its tokens?": QUALITY,
-    "Where does the time of a step go?": (*dict.fromkeys((*SHARES, "straggler", *OF_TIME)),),
+    "Where does the time of a step go?": (*dict.fromkeys((*SHARES, *OF_RANKS, *OF_TIME)),),
     "Does it fit, and does it use what is there?": (
         "memory capacity",
         "fragmentation",

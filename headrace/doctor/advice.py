@@ -23,6 +23,7 @@ from headrace.core.errors import HeadraceError, RunError
 from headrace.costs.machine import Machine
 from headrace.doctor.findings import Finding, Kind
 from headrace.doctor.forecast import MeasuredRun, by_ledger
+from headrace.doctor.layout import wrong_layout
 from headrace.doctor.loop_remedies import LoopRemedy, examine_loop, loop_remedies
 from headrace.doctor.observation import Observation
 from headrace.doctor.of_plan import plan_findings
@@ -206,6 +207,8 @@ def _advise_run(
         packing = packing_of(run, plan, findings, WORTH) if ended else None
         measured = replace(MeasuredRun.of(seen), packing=packing)
         findings = [with_packing(finding, packing, plan) for finding in findings]
+        other = wrong_layout(plan, context, machine, catalogue, measured)
+        findings += [other] if other is not None else []
         advice = advised(findings, plan, context, machine, catalogue, measured)
         return replace(advice, run=folder)
     except RunError:

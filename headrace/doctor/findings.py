@@ -56,6 +56,8 @@ class Kind(Enum):
     INPUT_WAIT = auto()
     EXPOSED_COMMUNICATION = auto()
     STRAGGLER = auto()
+    PIPELINE_IMBALANCE = auto()
+    WRONG_LAYOUT = auto()
     RECOMPILES = auto()
     TINY_OPERATIONS = auto()
     GRAPH_BREAKS = auto()
@@ -158,6 +160,8 @@ _BOTTLENECKS: Mapping[str, tuple[Kind, ...]] = {
     "input": (Kind.INPUT_WAIT, Kind.TRACE_INPUT),
     "interconnect": (Kind.EXPOSED_COMMUNICATION, Kind.TRACE_INTERCONNECT),
     "straggler": (Kind.STRAGGLER, Kind.TRACE_STRAGGLER),
+    "pipeline imbalance": (Kind.PIPELINE_IMBALANCE,),
+    "wrong layout": (Kind.WRONG_LAYOUT,),
     "launch": (
         Kind.RECOMPILES,
         Kind.TINY_OPERATIONS,

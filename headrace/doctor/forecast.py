@@ -45,6 +45,7 @@ from headrace.costs.work import HOST_S, SLOW_HOST
 from headrace.data.packing.ledger import PackingLedger
 from headrace.doctor.observation import Observation
 from headrace.doctor.physics import host_binds, priced_idle
+from headrace.doctor.stages import StageTimes
 from headrace.predict.prediction import EDGE, NoInterval, Prediction
 
 Source = Literal["ledger", "share", "none"]
@@ -114,6 +115,7 @@ class MeasuredRun:
         lowest_step: the step after which the validation loss was lowest; 0 where it is not known.
         slack_s: seconds of it in which the host waited for the device.
         by_host: whether the device had run dry of launches, and the host was never ahead.
+        stages: what ranks of a pipeline take for their passes; None without a pipeline.
         packing: what each way of making rows does to the run's text, where its shards are there.
     """
 
@@ -125,6 +127,7 @@ class MeasuredRun:
     packing: PackingLedger | None = None
     unreached: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     lowest_step: int = 0
+    stages: StageTimes | None = None
 
     @staticmethod
     def of(seen: Observation) -> "MeasuredRun":
@@ -143,6 +146,7 @@ class MeasuredRun:
             by_host=host_binds(seen) and (bool(seen.dry) or priced_idle(seen)),
             unreached=seen.unreached,
             lowest_step=lowest,
+            stages=seen.stages,
         )
 
 

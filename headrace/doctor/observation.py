@@ -18,6 +18,7 @@ from headrace.core.command import rerun
 from headrace.core.errors import RunError
 from headrace.core.files import shell
 from headrace.doctor.findings import Finding
+from headrace.doctor.stages import StageTimes
 from headrace.doctor.use import UNKNOWN, Use
 
 WARM_STEPS = 2
@@ -54,6 +55,8 @@ class Observation:
             median step.
         waited_s: mean seconds of a step in which this rank waited for the last one.
         last, last_share: the rank that is last most often, and in how much of the steps.
+        host: the machine of that rank, where the ranks are on several; else "".
+        stages: what ranks of a pipeline take for their passes; None without a pipeline.
         allocated_bytes, reserved_bytes: peaks; on a CPU those of the process.
         capacity_bytes: memory of the device.
         alloc_retries: times that the allocator gave back its cache to go on.
@@ -110,6 +113,8 @@ class Observation:
     waited_s: float | None = None
     last: int | None = None
     last_share: float = 0.0
+    host: str = ""
+    stages: StageTimes | None = None
     allocated_bytes: float | None = None
     reserved_bytes: float | None = None
     capacity_bytes: float | None = None
@@ -240,6 +245,7 @@ def observe(
         graph_breaks=signals.get("graph_breaks"),
         **_operations(signals),
         **_ranks(signals),
+        stages=StageTimes.of(signals.get("stages")),
         allocated_bytes=memory["allocated"] if measured else None,
         reserved_bytes=memory["reserved"],
         capacity_bytes=signals.get("capacity_bytes"),
@@ -333,9 +339,11 @@ def _ranks(signals: Mapping[str, Any]) -> dict[str, Any]:
     ranks = signals.get("ranks")
     if not ranks:
         return {}
+    hosts = ranks.get("hosts") or [""]
     return {
         "straggler_s": ranks["late_s"],
         "last": ranks["last"],
         "last_share": ranks["last_share"],
         "waited_s": ranks["waited_s"][0],
+        "host": hosts[ranks["last"]] if len({*hosts}) > 1 else "",
     }

@@ -23,12 +23,15 @@ from typing import Any
 from headrace.core.errors import HeadraceError, UnsupportedError
 from headrace.core.statistics import Interval
 from headrace.costs.machine import SQUARE, Machine
+from headrace.doctor.change_words import cost_of, costs_of, sentence_of
 from headrace.doctor.findings import Finding
 from headrace.doctor.forecast import NOTHING, Forecast, MeasuredRun, Source, by_ledger, by_share
+from headrace.doctor.layout import WRONG_LAYOUT, by_layouts
+from headrace.doctor.link_remedies import INTERCONNECT, by_links, of_links
 from headrace.doctor.overfitting import sooner
 from headrace.doctor.packing import PADDED, by_packing, repacked
 from headrace.doctor.plan_keys import (
-    KEY_COSTS,
+    HALVES,
     KEY_EQUALITY,
     KEYS,
     concerns_halves,
@@ -36,7 +39,7 @@ from headrace.doctor.plan_keys import (
     key_equality,
     rate_is_far_off,
 )
-from headrace.plan.changes import flat, word
+from headrace.doctor.stage_remedies import IMBALANCED, by_stages, rebalanced
 from headrace.plan.changes import parse as parse_changes
 from headrace.plan.plan import Plan
 from headrace.plan.symptoms import BOTTLENECKS, parse, saves_memory
@@ -64,14 +67,14 @@ PAIRED: Mapping[str, tuple[str, ...]] = {"cuda": (LEDGER_FIRST,), "cpu": OF_TIME
 """By device: bottlenecks for which the best pair of changes is a remedy too. On a GPU compiling and
 graphs lessen launches together; on a CPU compiling stands beside kept memory, threads or a loss in
 chunks, which act on different parts of a step."""
+NARROWER = (*HALVES, "fp8")
+"""Values of a knob that round what ranks send."""
 CAUSES = ("instability",)
 """Bottlenecks that keys of the plan cause; these come before techniques that bear with them."""
 HEALTHY = 0.05
 """Gain that no remedy of a healthy run is forecast to exceed. Chosen, not measured."""
 MOST = 8
 """Most remedies of one finding that are kept."""
-BOUGHT = "what it bought: "
-"""How the text of the costs begins where a technique is taken out."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,9 @@ def remedies(
         return []
     asking = Asking(plan, context, machine, catalogue, learning=True)
     ask = _Asker(finding, asking, measured)
-    answers = map(ask.remedy, candidates(finding.bottleneck, asking, measured))
+    known_change = finding.facts.get("change")  # of a layout, which was chosen among all
+    changes = [known_change] if known_change else candidates(finding.bottleneck, asking, measured)
+    answers = map(ask.remedy, changes)
     known = _without_needless([one for one in answers if one is not None], finding)
     if finding.bottleneck in PAIRED.get(context.device, ()):
         known = _without_needless([*known, *ask.pairs(known)], finding)
@@ -259,6 +264,10 @@ def candidates(bottleneck: str, asking: Asking, measured: MeasuredRun) -> Iterat
     yield from KEYS.get(bottleneck, lambda plan: [])(plan)
     if bottleneck == PADDED and measured.packing is not None:
         yield from repacked(plan, measured.packing)
+    if bottleneck == IMBALANCED and measured.stages is not None:
+        yield from rebalanced(asking, measured.stages)
+    if bottleneck == INTERCONNECT:
+        yield from of_links(asking)
     if bottleneck == "overfitting":
         yield from sooner(plan, measured.lowest_step)
     if bottleneck == "silent no-op":
@@ -316,12 +325,12 @@ def _remedy(
     forecast = _forecast(finding, asking, before, after, measured, words)
     return PlanRemedy(
         change=after.changes,
-        what=_sentence(asking, after.changes, words[0]),
+        what=sentence_of(asking, after.changes, words[0]),
         gain=forecast.gain,
         memory_bytes=after.prediction.memory.peak_bytes - before.prediction.memory.peak_bytes,
         fits=after.prediction.memory.fits,
-        costs=_costs(asking.catalogue, words[0]),
-        cost=_cost(asking.catalogue, words[0]),
+        costs=costs_of(asking.catalogue, words[0]),
+        cost=cost_of(asking.catalogue, words[0]),
         equality=_equality(asking.catalogue, after.changes),
         forecast_from=forecast.source,
         unknown=forecast.unknown,
@@ -332,6 +341,7 @@ def _equality(catalogue: Catalogue, change: Words) -> str:
     """Return what the change does to gradients: the most that a part of it does."""
     parts = [key_equality(word.partition("=")[0], catalogue) for word in change]
     parts += [catalogue.find(word[1:]).equality for word in change if word[0] == "+"]
+    parts += ["approximate" for word in change if word.partition("=")[2] in NARROWER]
     left = (catalogue.find(word[1:]).equality for word in change if word[0] == "-")
     return max([*parts, *(e for e in left if e == "learning")], key=EFFECTS.index)
 
@@ -356,8 +366,14 @@ def _forecast(
         return Forecast(None, "none", why)
     if bottleneck == "fragmentation":
         return Forecast(None, "none", "it gains memory that is reserved in pieces, not time")
+    if bottleneck == WRONG_LAYOUT:
+        return by_layouts(before, after)
+    if bottleneck == IMBALANCED:
+        return by_stages(asking, before, after, measured)
     if bottleneck not in SHARES:
         return ledger
+    if bottleneck == INTERCONNECT and (sent := by_links(finding.share, before, after)):
+        return sent
     if bottleneck == PADDED and (packing := measured.packing) is not None:
         return by_packing(packing, before.plan.techniques, after.plan.techniques, ledger)
     moves = ledger.gain is not None and abs(ledger.gain.value) > NOTHING
@@ -447,54 +463,3 @@ def _best_rows(remedies: list[PlanRemedy]) -> list[PlanRemedy]:
     """Return the remedies with the first alone of several sizes of a micro-batch."""
     rows = [remedy for remedy in remedies if remedy.change[0].partition("=")[0] == MICRO]
     return [remedy for remedy in remedies if remedy not in rows[1:]]
-
-
-# --- words -----------------------------------------------------------------------------------
-
-
-def _sentence(asking: Asking, change: Words, first: str) -> str:
-    """Return what the change does, in one sentence."""
-    out = [w[1:] for w in change if w[0] == "-" and w != first]
-    place = f" In the place of {' and '.join(out)}." if out and first[0] == "+" else ""
-    if first[0] == "+":
-        return asking.catalogue.find(first[1:]).line() + place
-    if first[0] == "-":
-        return f"Leaves out {first[1:]}, which is in the plan."
-    key, _, value = first.partition("=")
-    if key == MICRO:
-        value = value if int(value) else "all"
-        return f"Reads {value} rows at a time instead of {asking.start.micro_rows}."
-    values = dict(one.split("=", 1) for one in (first, *change) if "=" in one)
-    old = _values(asking.start)
-    sets = [
-        f"{key} to {value} instead of {word(old[key]) if key in old else 'none'}"
-        for key, value in values.items()
-    ]
-    return f"Sets {', '.join(sets)}."
-
-
-def _values(plan: Plan) -> dict[str, Any]:
-    """Return every key that has a value, the knobs of techniques too."""
-    values = flat(plan)
-    for name, technique in plan.techniques.items():
-        knobs = technique.model_dump(mode="json", exclude_none=True)
-        values |= {f"techniques.{name}.{knob}": given for knob, given in knobs.items()}
-    return values
-
-
-def _costs(catalogue: Catalogue, first: str) -> str:
-    """Return what it costs, in the words of its card, or of the table of keys."""
-    if first[0] == "+":
-        return catalogue.find(first[1:]).card.shown("costs")
-    if first[0] == "-":
-        return BOUGHT + catalogue.find(first[1:]).card.shown("buys")
-    return KEY_COSTS.get(first.partition("=")[0], "")
-
-
-def _cost(catalogue: Catalogue, first: str) -> str:
-    """Return the first part of what it costs that was not measured elsewhere."""
-    if first[0] == "+":
-        return catalogue.find(first[1:]).card.parts("costs")[0]
-    if first[0] == "-":
-        return BOUGHT + catalogue.find(first[1:]).card.parts("buys")[0]
-    return KEY_COSTS.get(first.partition("=")[0], "")

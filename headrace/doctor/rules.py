@@ -10,7 +10,7 @@ A trace of some of the run's steps is more precise than signals: its findings ta
 those of the same name, and a launch that signals only suspect is dropped where the trace does not
 see it.
 
-Every threshold of the rules stands at the top of this file or of physics.py.
+Every threshold of the rules stands at the top of this file, of across_ranks.py or of physics.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from headrace.core.errors import Diverged, MemoryFull
-from headrace.doctor import given
+from headrace.doctor import across_ranks, given
 from headrace.doctor.findings import OF_PHASES, PASSES, Finding, Kind
 from headrace.doctor.observation import Observation
 from headrace.doctor.overfitting import overfits
@@ -32,10 +32,6 @@ FEWEST_STEPS = 8
 """Steady steps below which nothing is judged. Chosen: fewer give no median that holds."""
 COMMUNICATION_SHARE = 0.05
 """Share of a step, exposed, from which it is named, as Megatron-Bridge's guide has it."""
-STRAGGLER_SHARE = 0.05
-"""Share of a step for which ranks wait for the last one, from which it is named (TraceML: 0.1)."""
-SAME_RANK = 0.8
-"""Share of the steps in which one rank is last, from which that rank is named (TraceML's cover)."""
 TINY_SHARE = 0.08
 """Share of a step in operations that do next to nothing, from which it is named. It is 5 to 6% of a
 step of 256 tokens on a CPU."""
@@ -342,28 +338,13 @@ def _input(seen: Observation) -> Finding | None:
 
 
 def _interconnect(seen: Observation) -> Finding | None:
-    """Look for exposed communication, less the wait for a straggler, which is no transfer."""
+    """Look for exposed communication, less what is no transfer: waits for a straggler or stages."""
     spent_s, kind = seen.communication_s, Kind.EXPOSED_COMMUNICATION
-    if spent_s is not None and seen.waited_s is not None:
-        spent_s = tuple(max(0.0, s - seen.waited_s) for s in spent_s)
-    apart = seen.waited_s is not None
+    waited_s = seen.waited_s if seen.stages is None else seen.stages.waited_s
+    if spent_s is not None and waited_s is not None:
+        spent_s = tuple(max(0.0, s - waited_s) for s in spent_s)
+    apart = waited_s is not None
     return _phase(seen, spent_s, kind, COMMUNICATION_SHARE, waits_apart=apart)
-
-
-def _straggler(seen: Observation) -> Finding | None:
-    if seen.straggler_s is None or not seen.steps:
-        return None
-    delay_s, mean_s = seen.straggler_s, fmean(seen.step_s)
-    if (share := min(1.0, delay_s / mean_s)) < STRAGGLER_SHARE:
-        return None
-    facts = {
-        "delay_s": delay_s,
-        "step_s": mean_s,
-        "rank": seen.last,
-        "last_share": seen.last_share,
-        "same_rank": seen.last_share >= SAME_RANK,
-    }
-    return Finding(Kind.STRAGGLER, share, facts)
 
 
 def _recompiles(seen: Observation) -> Finding | None:
@@ -489,7 +470,7 @@ RULES: tuple[Rule, ...] = (
     Rule(Group.TIME, _tiny),
     Rule(Group.TIME, _breaks),
     Rule(Group.TIME, _interconnect),
-    Rule(Group.TIME, _straggler),
+    *(Rule(Group.TIME, look) for look in across_ranks.UNEVEN),
     Rule(Group.TIME, _wide),
     Rule(Group.TIME, _waste),
     Rule(Group.TIME, _needless),

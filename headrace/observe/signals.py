@@ -8,9 +8,8 @@ read directly. Phases partition the step, so their times sum to it.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -29,8 +28,6 @@ TINY_BYTES = 4096
 """Bytes up to which an operation is all overhead: a page is read in less time than a call takes."""
 PROBES, PROBED = 5, 200
 """How often one tiny operation is timed, and over how many of them; the fastest counts."""
-RANKED_STEPS = 512
-"""Newest steps in which ranks are compared."""
 
 
 class HostClock:
@@ -229,38 +226,6 @@ def _fastest(act: Callable[[], Any]) -> float:
             act()
         call_s.append((time.perf_counter() - began_s) / PROBED)
     return min(call_s)
-
-
-def between_ranks(own_s: Sequence[Mapping[int, float]]) -> dict[str, Any] | None:
-    """Return how evenly ranks work, from the seconds that each one takes for the same steps.
-
-    Args:
-        own_s: for each rank, step -> seconds until its gradients were ready to be summed.
-
-    Returns:
-        "own_s": each rank's median; "late_s": by how much the last rank of a step is behind the
-        others' median, in the median step, so that what disturbs a rank now and then is not it;
-        "waited_s": of each rank, its mean wait for the last; "last": who that was most often;
-        "last_share": in how much of the "steps". None without a common step.
-    """
-    steps = sorted(set.intersection(*(set(times) for times in own_s))) if own_s else []
-    if len(own_s) < 2 or not steps:
-        return None
-    table = [[times[step] for times in own_s] for step in steps]
-    lasts = Counter(row.index(max(row)) for row in table)
-    last, often = lasts.most_common(1)[0]
-    delays_s = [max(row) - median(sorted(row)[:-1]) for row in table]
-    return {
-        "steps": len(steps),
-        "own_s": [median(column) for column in zip(*table, strict=True)],
-        "late_s": median(delays_s),
-        "last": last,
-        "last_share": often / len(steps),
-        "waited_s": [
-            fmean([max(row) - own for row, own in zip(table, column, strict=True)])
-            for column in zip(*table, strict=True)
-        ],
-    }
 
 
 def _waits(func: Any) -> bool:

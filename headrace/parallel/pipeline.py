@@ -315,6 +315,7 @@ def run(actions: Sequence[Action], line: PipelineRank, stages: Stages) -> Tensor
                 gradient = _backward(states.pop((chunk, micro)), message)
             if gradient is not None:
                 line.send(direction, chunk, gradient)
+    stages.waiting()
     line.flush()
     return total
 

@@ -15,8 +15,10 @@ BOTTLENECKS: Mapping[str, tuple[str, ...]] = {
     "memory bandwidth": ("attention", "elementwise", "logits", "optimizer"),
     "kernel efficiency": ("attention", "elementwise", "convolution"),
     "launch": ("compilation",),
-    "interconnect": (),
+    "interconnect": ("gathers",),
     "straggler": (),
+    "pipeline imbalance": (),
+    "wrong layout": (),
     "input": (),
     "wasted tokens": (),
     "instability": (),
@@ -29,8 +31,9 @@ BOTTLENECKS: Mapping[str, tuple[str, ...]] = {
 }
 """Bottleneck -> its parts. `computation` is for what lessens FLOPs or raises their rate, `recipe`
 for what reaches a loss in fewer tokens, and `launch:compilation` for steps that compile
-repeatedly, `forgetting` for what keeps what given weights know, and `overfitting` for what keeps a
-model from learning its text by heart."""
+repeatedly, `interconnect:gathers` for weights that are gathered more than once a step, `forgetting`
+for what keeps what given weights know, and `overfitting` for what keeps a model from learning its
+text by heart."""
 LoopChange = Literal[
     "8-bit states",
     "Liger kernels",

@@ -72,13 +72,13 @@ def choose_mesh(
     best = candidates[0]
     if best.prediction.memory.fits == "no":
         raise ConfigError(
-            f"no layout of {ranks} ranks is predicted to fit; the nearest, {_name(best)}, needs "
-            f"{format_bytes(best.prediction.memory.peak_bytes)} on a rank",
+            f"no layout of {ranks} ranks is predicted to fit; the nearest, {layout_name(best)}, "
+            f"needs {format_bytes(best.prediction.memory.peak_bytes)} on a rank",
             "start more processes, or --with full_checkpoint",
         )
     other = [one for one in candidates if one.plan.mesh != best.plan.mesh]
-    lines = [f"mesh: {ranks} ranks as {_name(best)}, {_numbers(best)}"]
-    lines += [f"  next best {_name(one)}, {_numbers(one)}" for one in other[:1]]
+    lines = [f"mesh: {ranks} ranks as {layout_name(best)}, {_numbers(best)}"]
+    lines += [f"  next best {layout_name(one)}, {_numbers(one)}" for one in other[:1]]
     return ChosenMesh(best.plan, (*lines, *lines_of[best.changes]))
 
 
@@ -155,8 +155,8 @@ def _is_parallel(words: Words, catalogue: Catalogue) -> bool:
     return words[0].startswith("+") and rooms == {ROOM} and not any("mesh." in w for w in words)
 
 
-def _name(candidate: Candidate) -> str:
-    """Return a layout in words."""
+def layout_name(candidate: Candidate) -> str:
+    """Return a layout in words: sizes of its axes, and the techniques of the parallel room."""
     sizes = [f"{axis}={n}" for axis, n in candidate.plan.mesh.sizes.items() if n > 1]
     own = [n for n, t in candidate.plan.techniques.items() if t.room == ROOM]
     return " ".join(sizes) + (f" with {', '.join(own)}" if own else "")

@@ -5,7 +5,6 @@ Everything in this module happens before or after a step, never inside it.
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -22,12 +21,14 @@ from headrace.assemble.sockets import Build
 from headrace.core.command import train_command
 from headrace.core.errors import ConfigError, Diverged, HeadraceError, RunError, Stopped
 from headrace.core.progress import Progress
+from headrace.costs.work import IDLE
 from headrace.data.loader import StepBatch
 from headrace.model.companions import keep_companions
 from headrace.observe.compile_time import compile_seconds
 from headrace.observe.gauges import Gauges
 from headrace.observe.profiler import ProfilerWindows
-from headrace.observe.signals import RANKED_STEPS, Signals, TrackedMemory, between_ranks, peak_bytes
+from headrace.observe.ranks import OwnTimes
+from headrace.observe.signals import Signals, TrackedMemory, peak_bytes
 from headrace.plan.technique import Evidence
 from headrace.train import state
 from headrace.train.checkpoint import Checkpoints, RankGone, Saved
@@ -78,8 +79,8 @@ class Session:
         self.last: LastLook | None = None
         self.memory: dict[str, int] | None = None
         self.operations: dict[str, Any] | None = None
-        self.ranks: dict[str, Any] | None = None
-        self._own_s: deque[tuple[int, float]] = deque(maxlen=RANKED_STEPS)
+        self.own_times = OwnTimes()
+        self.between: dict[str, Any] = {"ranks": None, "stages": None}
         self.rates: list[float] = []
         self.waits_s: list[float] = []
         self.steps_here = 0
@@ -213,9 +214,10 @@ class Session:
         if done:
             self.counters.general = compared(self.counters.general, self._general(), self.progress)
         self._flush_rows()
-        world = self.build.world
-        own = [*self._own_s] if world.size("shard") == world.ranks else []  # else they hold waits
-        self.ranks = between_ranks([dict(times) for times in world.gather(own)])
+        sizes = self.build.predicted(self.build.plan).sizes
+        self.between = self.own_times.compared(
+            self.build.world, self.build.model, sizes["micro_batches"], sizes.get(IDLE)
+        )
         saves = self.build.plan.checkpoint.every_steps > 0
         if saves and (unseen or self._saved_step != self.counters.step):
             self._save()
@@ -383,9 +385,7 @@ class Session:
             if row["compile_s"] == 0 and self.steps_here > 1 and "traced" not in row:
                 self.rates.append(row["tokens_per_s"])
             self.waits_s.append(row.pop("wait_s"))
-            if row["compile_s"] == 0 and "traced" not in row:
-                own_s = row["input_s"] + row["forward_s"] + row["backward_s"]
-                self._own_s.append((row["step"], own_s))
+            self.own_times.saw(row)
             self._rows.append(row)
             self.counters.saw(row["step"], row["loss"] if self.counted else None)
             if not finite:
@@ -486,8 +486,8 @@ class Session:
             waits_s=self.waits_s,
         )
         report["signals"] |= {
-            "traces": self.windows.report(), "operations": self.operations, "ranks": self.ranks,
-            "gpu": self.gauges.report(),
+            "traces": self.windows.report(), "operations": self.operations,
+            "gpu": self.gauges.report(), **self.between,
         }  # fmt: skip
         report["left_out"] = [one.to_dict() for one in self.build.prepared.left_out]
         report |= self.build.prepared.cleaning_fields

@@ -340,6 +340,10 @@ TECHNIQUES = {
     "techniques/parallel/pipeline_parallel:split#1": Call(
         lambda patch: pipeline_parallel.split(3, 4), planned(f"{PIPELINE} model.layers=3")
     ),
+    "techniques/parallel/pipeline_parallel:make_parts#1": Call(
+        lambda patch: pipeline_parallel.make_parts(("0", "1", "2"), 2, counts=(3, 1)),
+        planned(f"{PIPELINE} techniques.pipeline_parallel.layers=[5,1,1,2]"),
+    ),
     f"{CUT}:TensorParallel._cut_part#1": Call(lambda patch: cut(Opaque()), UNCUT),
     f"{CUT}:TensorParallel._cut_ends#1": Call(unknown_parameter, UNCUT),
     f"{CUT}:_cuts#1": Call(lambda patch: cut(adapted()), UNCUT),

@@ -359,6 +359,9 @@ CASES: dict[str, Asked] = {
         ("pipeline_parallel", "fsdp"),
     ),
     "techniques/parallel/pipeline_parallel:PipelineParallel.supports#5": Asked(
+        ("mesh.pipeline=2", "techniques.pipeline_parallel.layers=[1,9]"), ("pipeline_parallel",)
+    ),
+    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#6": Asked(
         (
             "mesh.pipeline=2",
             "techniques.pipeline_parallel.schedule=interleaved",

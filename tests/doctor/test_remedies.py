@@ -20,6 +20,7 @@ from headrace.costs.host import UNPROBED
 from headrace.costs.machine import Machine
 from headrace.doctor import findings
 from headrace.doctor.advice import NoRemedy, advise, advise_plan, advised
+from headrace.doctor.change_words import sentence_of
 from headrace.doctor.findings import KIND_OF, PASSES, Finding, Kind
 from headrace.doctor.forecast import Forecast, MeasuredRun, between, by_ledger, by_share
 from headrace.doctor.observation import Observation
@@ -31,7 +32,6 @@ from headrace.doctor.remedies import (
     _equality,
     _may_help,
     _order,
-    _sentence,
     helps,
     remedies,
 )
@@ -431,7 +431,7 @@ def test_all_rows_at_a_time_are_more_rows(rows: int, helps: str) -> None:
     assert _may_help(helps, words, asking)
     other = "unused memory" if helps == "memory capacity" else "memory capacity"
     assert not _may_help(other, words, asking) and not _may_help("input", words, asking)
-    told = _sentence(asking, words, words[0])
+    told = sentence_of(asking, words, words[0])
     assert told == f"Reads {rows or 'all'} rows at a time instead of 4."
 
 

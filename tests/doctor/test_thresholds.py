@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from headrace.doctor import physics, rules
+from headrace.doctor import across_ranks, physics, rules
 from headrace.doctor.observation import Observation
 from headrace.doctor.physics import binding
 from headrace.doctor.rules import faults
+from headrace.doctor.stages import StageTimes
 from headrace.doctor.use import Use
 
 STEPS, STEP_S, WHOLE = 64, 0.125, 2.0**37
@@ -62,6 +63,13 @@ def held(share: float, loose: float = 0.0) -> dict[str, Any]:
     }
 
 
+def staged(times: float) -> dict[str, Any]:
+    """Return two stages of which one loses `times` the threshold; half of a difference is lost."""
+    more_s = 2 * across_ranks.IMBALANCE_SHARE * STEP_S * times
+    own_s = (STEP_S / 4 + more_s, STEP_S / 4)
+    return {"stages": StageTimes(own_s, (2, 2), 1e9, 0.1, 1)}
+
+
 AT: dict[str, tuple[dict[str, Any], str | None]] = {
     "lost steps, as many as allowed": (lost(rules.LOST), None),
     "lost steps, one more": (lost(rules.LOST + 1), "instability"),
@@ -74,9 +82,12 @@ AT: dict[str, tuple[dict[str, Any], str | None]] = {
         "interconnect",
     ),
     "communication, below": (of_a_step("communication_s", rules.COMMUNICATION_SHARE * LESS), None),
-    "a late rank": ({"straggler_s": rules.STRAGGLER_SHARE * STEP_S * MORE, "last": 1}, "straggler"),
+    "a late rank": (
+        {"straggler_s": across_ranks.STRAGGLER_SHARE * STEP_S * MORE, "last": 1},
+        "straggler",
+    ),
     "a rank that is hardly late": (
-        {"straggler_s": rules.STRAGGLER_SHARE * STEP_S * LESS, "last": 1},
+        {"straggler_s": across_ranks.STRAGGLER_SHARE * STEP_S * LESS, "last": 1},
         None,
     ),
     "host, ahead by just enough": (of_a_step("slack_s", physics.SLACK_SHARE * MORE), None),
@@ -127,6 +138,6 @@ def test_a_rank_is_named_from_the_share_on(times: float, same: bool) -> None:
     late: dict[str, Any] = {
         "straggler_s": STEP_S / 2,
         "last": 3,
-        "last_share": rules.SAME_RANK * times,
+        "last_share": across_ranks.SAME_RANK * times,
     }
     assert faults(replace(EVEN, **late))[0].facts["same_rank"] is same

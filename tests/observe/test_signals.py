@@ -12,7 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from headrace.data.loader import Loader
 from headrace.doctor.observation import read_rows
-from headrace.observe.signals import HostClock, Operations, Signals, TrackedMemory, between_ranks
+from headrace.observe.signals import HostClock, Operations, Signals, TrackedMemory
 from headrace.train import train as training
 
 PHASES = ("input", "forward", "backward", "optimizer")
@@ -154,20 +154,6 @@ def test_products_of_the_update_are_not_the_models() -> None:
         assert tracked.operations.count > before + 3
     flops = 2 * 512 * 64 * 64
     assert tracked.operations.matmul_flops == {"bfloat16": 2 * flops}
-
-
-def test_ranks_are_compared_by_the_steps_that_all_have() -> None:
-    even, late = dict.fromkeys(range(9), 1.0), dict.fromkeys(range(2, 12), 1.5)
-    found = between_ranks([even, late, even])
-    assert found is not None and found["steps"] == 7 and found["own_s"] == [1.0, 1.5, 1.0]
-    assert (found["late_s"], found["waited_s"], found["last"]) == (0.5, [0.5, 0.0, 0.5], 1)
-    assert found["last_share"] == 1.0
-    apart = between_ranks([even, {0: 2.0, 1: 2.0}, {0: 5.0, 1: 5.0}])
-    assert apart is not None and apart["late_s"] == 3.5, "behind the median of the others"
-    assert apart["waited_s"] == [4.0, 3.0, 0.0]
-    once = between_ranks([even, {**even, 4: 9.0}])
-    assert once is not None and once["late_s"] == 0.0, "a rank that was disturbed once is not late"
-    assert between_ranks([even]) is None and between_ranks([even, {20: 1.0}]) is None
 
 
 def test_a_step_that_compiled_is_compiling_but_for_what_stands_outside(

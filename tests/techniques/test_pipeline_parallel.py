@@ -85,6 +85,13 @@ def test_the_head_counts_as_layers(
     assert split(layers, stages, head) == counts
 
 
+def test_layers_of_each_stage_are_those_that_are_asked_for() -> None:
+    parts = make_parts(tuple("0123"), 2, 90.0, (1, 3))
+    assert [part.blocks for part in parts] == [("0",), ("1", "2", "3")]
+    with pytest.raises(ConfigError, match=in_order("3 layers in 2 stages", "4 are")):
+        make_parts(tuple("0123"), 2, 0.0, (1, 2))
+
+
 def test_a_stage_without_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match=in_order("3 layers", "4 stages")) as told:
         split(3, 4)
@@ -105,6 +112,13 @@ REFUSED = [
     ({}, 1, (), "several ranks", "mesh.pipeline=2"),
     ({"chunks": 2}, 2, (), "contradict", "techniques.pipeline_parallel.chunks=1"),
     ({"schedule": "interleaved"}, 2, (), "contradict", "techniques.pipeline_parallel.chunks=2"),
+    (
+        {"layers": (1, 2)},
+        2,
+        (),
+        "3 layers in 2 stages, and the model's 4",
+        "techniques.pipeline_parallel.layers=[2,2]",
+    ),
     ({}, 5, (), "4 layers are too few for 5 ranks", "model.layers=5"),
     (INTERLEAVED, 4, (), "4 layers are too few for 4 ranks x 2 = 8", "model.layers=8"),
     (INTERLEAVED, 2, (), "8 rows in micro-batches of 8 has 1", "batch.micro_sequences=4"),

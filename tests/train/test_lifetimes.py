@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.train.lifetimes import FILE, Stint, Lifetimes
+from headrace.train.lifetimes import FILE, Lifetimes, Stint
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from headrace.doctor.findings import Finding, Kind
 from headrace.doctor.words.described import Describe
 from headrace.doctor.words.of_plans import OF_PLANS
+from headrace.doctor.words.of_ranks import OF_RANKS
 from headrace.doctor.words.of_runs import OF_RUNS
 from headrace.doctor.words.of_traces import OF_TRACES
 
-DESCRIBE: Mapping[Kind, Describe] = {**OF_RUNS, **OF_TRACES, **OF_PLANS}
+DESCRIBE: Mapping[Kind, Describe] = {**OF_RUNS, **OF_RANKS, **OF_TRACES, **OF_PLANS}
 """Kind of a finding -> what renders its facts."""
 
 

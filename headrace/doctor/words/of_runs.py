@@ -231,17 +231,6 @@ def _communication(finding: Finding, facts: Any) -> Words:
     return sentence, _of_a_step(facts), "" if facts["waits_apart"] else missing
 
 
-def _straggler(finding: Finding, facts: Any) -> Words:
-    who = f"rank {facts['rank']}" if facts["same_rank"] else "changing ranks"
-    evidence = (
-        f"the last rank is {format_seconds(facts['delay_s'])} behind the others' median in a step "
-        f"of {format_seconds(facts['step_s'])}; rank {facts['rank']} is last in "
-        f"{facts['last_share']:.0%} of the steps"
-    )
-    sentence = f"Ranks wait for {who} in {finding.share:.0%} of the time."
-    return sentence, evidence, "why: clocks, temperature, data or another process"
-
-
 def _recompiles(finding: Finding, facts: Any) -> Words:
     evidence = f"{facts['steps']} steps, {format_seconds(facts['more_s'])} more than others"
     sentence = f"Steps compile again after the first ones: {finding.share:.0%} of the time."
@@ -470,7 +459,6 @@ OF_RUNS: Mapping[Kind, Describe] = {
     Kind.SLOWER_RECIPE: _slower_recipe,
     Kind.INPUT_WAIT: _input_wait,
     Kind.EXPOSED_COMMUNICATION: _communication,
-    Kind.STRAGGLER: _straggler,
     Kind.RECOMPILES: _recompiles,
     Kind.TINY_OPERATIONS: _tiny_operations,
     Kind.GRAPH_BREAKS: _graph_breaks,

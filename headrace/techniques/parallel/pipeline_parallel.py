@@ -22,7 +22,7 @@ of the gradient, and the sum of both reaches both. The mechanism is parallel/pip
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -33,10 +33,10 @@ from headrace.core.errors import ConfigError, RefusalKind
 from headrace.core.remedy import mend
 from headrace.core.units import divisors
 from headrace.costs.count import FP32, instants_of
-from headrace.costs.decoder_work import LEARNED
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.costs.links import COMMUNICATORS
 from headrace.costs.split_adapters import unreached
+from headrace.costs.stage_work import StageWork
 from headrace.costs.work import IDLE, Work, collective
 from headrace.model.adapter import shape_of
 from headrace.model.decoder import Decoder, Part
@@ -84,6 +84,8 @@ class PipelineParallel(Technique[Build]):
     dualpipev; tuner range 1 to 4."""
     balance: Literal["flops", "layers"] = "flops"
     """What stages have alike: FLOPs, of which the head counts as layers, or layers alone."""
+    layers: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Layers of each stage, the first stage first; none shares them out by `balance`."""
 
     room: ClassVar[str] = "parallel"
     stage: ClassVar[Stage] = Stage.PIPELINE
@@ -132,6 +134,9 @@ class PipelineParallel(Technique[Build]):
                 f"{layers} layers are too few for {ranks} ranks x {self.chunks} = {stages} stages",
                 mend(f"model.layers={stages}") | mend(f"{me}.chunks={fewer}" if fewer > 1 else ""),
             )
+        known = not plan.model.pretrained
+        if known and (wrong := unfit(self.layers, layers, stages)):
+            return Unsupported(wrong, mend(f"{me}.layers={split(layers, stages)}".replace(" ", "")))
         if self.is_v and (refused := self._refuse_whole(context)):
             return refused
         rows = plan.rows_per_step // plan.mesh.data
@@ -206,7 +211,7 @@ class PipelineParallel(Technique[Build]):
         """Count one rank's memory: its layers, once for each micro-batch in flight."""
         layers, last = int(ledger.sizes["layers"]), rank == (0 if self.is_v else ranks - 1)
         names, head = tuple(map(str, range(layers))), ledger.sizes.get(HEAD_LAYERS, 0.0)
-        stages = make_parts(names, ranks * self.chunks, head)
+        stages = make_parts(names, ranks * self.chunks, head, self.layers)
         parts = self._mine(stages, ranks, rank)
         mine = [name for part in parts for name in part.blocks or ()]
         here, visits = len(mine), most_in_flight(ranks, rank, micros, self.chunks)
@@ -237,7 +242,7 @@ class PipelineParallel(Technique[Build]):
         sizes = {**ledger.sizes, "layers": here, IDLE: idle}
         sizes["final_norm"] *= last
         learned = memory["gradients"].bytes / max(1.0, ledger.memory["gradients"].bytes)
-        stage = _Stage(rank == 0, last, here, layers, learned, unreached(sizes))
+        stage = StageWork(rank == 0, last, here, layers, learned, unreached(sizes))
         work = {n: part for n, w in ledger.work.items() if (part := stage.part(n, w)) is not None}
         work |= self._sends(sizes, rank, ranks)
         neighbours = (rank > 0) + (rank < ranks - 1)
@@ -278,7 +283,7 @@ class PipelineParallel(Technique[Build]):
         assert build.world.mesh is not None
         ranks, rank = build.world.size("pipeline"), build.world.place("pipeline")
         head = build.predicted(build.plan).sizes[HEAD_LAYERS]
-        stages = make_parts(tuple(build.model.blocks), ranks * self.chunks, head)
+        stages = make_parts(tuple(build.model.blocks), ranks * self.chunks, head, self.layers)
         parts, tied = self._mine(stages, ranks, rank), build.config.tied_embeddings
         keep_only(build.model, parts, tied=tied)
         if tied and not self.is_v:
@@ -308,45 +313,6 @@ class PipelineParallel(Technique[Build]):
                 "bytes": pipe.line.bytes,
             },
         )
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """A stage is a rank's part of the pieces of a step.
-
-    Args:
-        first: it has the embedding.
-        last: it has the head.
-        here: its layers.
-        layers: of the model.
-        learned: its share of what learns.
-        fewer: runs of a piece that the model's first block lacks, by the piece's name.
-    """
-
-    first: bool
-    last: bool
-    here: int
-    layers: int
-    learned: float
-    fewer: Mapping[str, float]
-
-    def part(self, name: str, piece: Work) -> Work | None:
-        """Return its own of all pieces of that name; None where it has none."""
-        if name.startswith("embedding"):
-            return piece if self.first else None
-        if name.startswith(("head", "loss")):
-            return piece if self.last else None
-        if name.startswith(LEARNED):
-            return piece.with_bytes(lambda bytes: bytes * self.learned) if self.learned else None
-        if name.startswith("count/"):
-            return piece
-        share = self.here / self.layers
-        if name.startswith("norms/"):
-            share = (2 * self.here + self.last) / (2 * self.layers + 1)
-        if piece.phase == "optimizer":
-            return piece.with_bytes(lambda bytes: bytes * share)
-        lacks = self.fewer.get(name, 0.0)
-        return replace(piece, count=(piece.count + lacks) * share - lacks * self.first)
 
 
 @dataclass
@@ -461,10 +427,28 @@ def split(layers: int, stages: int, head: float = 0.0) -> list[int]:
     return [each + (others - over <= stage) for stage in range(others)] + [last]
 
 
-def make_parts(blocks: Sequence[str], stages: int, head: float = 0.0) -> list[Part]:
-    """Return the model's parts, first stage first; see `split`."""
-    parts, start = [], 0
-    for stage, count in enumerate(split(len(blocks), stages, head)):
+def unfit(counts: Sequence[int], layers: int, stages: int) -> str:
+    """Return why layers cannot be shared out so; "" where they can, or where none is asked for."""
+    if not counts or (len(counts), sum(counts)) == (stages, layers):
+        return ""
+    return (
+        f"layers = {[*counts]} are {sum(counts)} layers in {len(counts)} stages, and the model's "
+        f"{layers} are shared out to {stages}"
+    )
+
+
+def make_parts(
+    blocks: Sequence[str], stages: int, head: float = 0.0, counts: Sequence[int] = ()
+) -> list[Part]:
+    """Return the model's parts, first stage first: `counts` layers each, or else see `split`.
+
+    Raises:
+        ConfigError: the layers are too few, or `counts` are of another model or pipeline.
+    """
+    parts, start, me = [], 0, "techniques.pipeline_parallel"
+    if wrong := unfit(counts, len(blocks), stages):
+        raise ConfigError(wrong, mend(f"{me}.layers=[]"))
+    for stage, count in enumerate(counts or split(len(blocks), stages, head)):
         names = tuple(blocks[start : start + count])
         parts.append(Part(names, first=stage == 0, last=stage == stages - 1))
         start += count

@@ -27,7 +27,7 @@ class Zero(SlicingTechnique):
     are the same."""
 
     gathers_once: ClassVar[bool] = True
-    symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:optimizer",)
+    symptoms: ClassVar[tuple[str, ...]] = ("memory capacity:optimizer", "interconnect:gathers")
     card: ClassVar[Card] = Card(
         buys="optimizer state divided by the ranks, and in stage 2 gradients over several "
         "micro-batches (derived); a step sends no more than replicas do (arXiv 1910.02054, "
