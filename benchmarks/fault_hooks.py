@@ -101,8 +101,9 @@ class Fault:
         expected: the bottleneck that the doctor should name.
         plant: the context manager that puts the fault into a run.
         counts: what its severity is a share of: "time" of the usual step, the time of all steps
-            where some have "stalls", "tokens", the "progress" of the run, its "steps", or the
-            device's "memory"; the fault reports the last two itself, as `share`.
+            where some have "stalls", "tokens", the "progress" of the run, its "steps", the
+            device's "memory", or the "waits" of ranks for one of them; the fault reports the last
+            three itself, as `share`.
         devices: where it can be planted.
         why_not: why it cannot be planted on other devices.
         setting: overrides of the healthy run too.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from fault_doses import Dose
-from fault_hooks import Case, Facts, after_blocks, before_steps, patched
+from fault_hooks import MARGIN, Case, Facts, after_blocks, before_steps, patched
 from torch import Tensor
 
 from headrace.assemble.sockets import Build
@@ -25,6 +25,8 @@ from headrace.parallel.world import World
 
 STALLED = 5
 """A stalling loader stalls once in this many steps."""
+REACHABLE = 0.8
+"""Part of the largest share of a step for which ranks can wait for one stage that a fault wants."""
 NOTES = {f"blocks.{n}.mean": n / 7 for n in range(48)}
 """Values that a hook in Python keeps beside each small operation."""
 NUMBERS = count(2)
@@ -205,9 +207,11 @@ def graph_breaks(case: Case) -> Iterator[Facts]:
 # --- ranks -----------------------------------------------------------------------------------
 
 
-def _slow_rank(case: Case, who: Callable[[int], int]) -> AbstractContextManager[None]:
-    """Let rank `who(n)` sleep between its blocks in step n."""
-    sleep_s, now = case.extra_s / case.block_calls(), [0]
+def _slow_rank(
+    case: Case, who: Callable[[int], int], block_s: float = 0.0
+) -> AbstractContextManager[None]:
+    """Let rank `who(n)` sleep after each of its blocks in step n, `block_s` or as `case` says."""
+    sleep_s, now = block_s or case.extra_s / case.block_calls(), [0]
     mine = torch.distributed.get_rank if case.ranks > 1 else lambda: -1
 
     @contextmanager
@@ -237,6 +241,22 @@ def changing_straggler(case: Case) -> Iterator[Facts]:
     """Let another rank work more slowly in each step."""
     with _slow_rank(case, lambda step: step % case.ranks):
         yield {"sleep_s": case.extra_s}
+
+
+@contextmanager
+def slow_stage(case: Case) -> Iterator[Facts]:
+    """Let the last rank of a pipeline take longer, so that the others wait for the wanted share.
+
+    Of what it takes longer they wait for the part above the mean of all, and in all micro-batches
+    but one. Stages of the healthy run are taken for alike.
+    """
+    plan = case.plan()
+    micro_batches, ranks = plan.rows_per_step / plan.micro_rows, plan.mesh.pipeline
+    part = (1 - 1 / micro_batches) * (1 - 1 / ranks)
+    share = min(MARGIN * case.severity, REACHABLE * part)
+    sleep_s = share * case.step_s / (part - share)
+    with _slow_rank(case, lambda step: ranks - 1, sleep_s * ranks / case.block_calls()):
+        yield {"sleep_s": sleep_s, "share": share}
 
 
 @contextmanager

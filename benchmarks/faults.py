@@ -29,10 +29,11 @@ the same workload in the same call. That run has a row too, as a healthy one, un
 ranks, which share cores and wait for each other. `counts` says what severity is a share of: of the
 step's time; of all steps' time, where few have the fault; of the tokens; of the progress, which is
 the share of the healthy run's steps that the faulty one is behind at its end; of the steps that had
-the fault, all of them where it ended the run; of the device's memory. A run that fails of its fault
-is judged by what it left. A fault that cannot be planted on a device is printed, without a row; a
-run that left nothing has a refused one. Rows of UNSEEN_FAULTS and of UNSEEN workloads are marked:
-these were written beside the thresholds and never run to set them.
+the fault, all of them where it ended the run; of the device's memory; of the step in which ranks
+wait for a stage. A run that fails of its fault is judged by what it left. A fault that cannot be
+planted on a device is printed, without a row; a run that left nothing has a refused one. Rows of
+UNSEEN_FAULTS and of UNSEEN workloads are marked: these were written beside the thresholds and never
+run to set them.
 
 With `--keep` what a run left stays beside the rows, and `--again` judges it anew, at no device
 time: rows of other thresholds on the same runs. What is held out is run once these are fixed.

@@ -240,6 +240,12 @@ CURVED = {
 """Settings with evaluations, by which two runs are compared; by device."""
 BOTH = ("batch.tokens=4096",)
 """Settings of two ranks, so that each has what one process has alone."""
+STAGES = (
+    *BOTH,
+    *("mesh.data=1", "mesh.pipeline=2", "model.layers=4", "batch.micro_sequences=4"),
+    'techniques.pipeline_parallel={balance = "layers"}',
+)
+"""Settings of a pipeline of two ranks, whose stages have two layers each."""
 CARDS = ("cuda",)
 BREAKABLE = ('techniques.torch_compile={scope = "block", fullgraph = false}',)
 DEVICES = "it takes two devices, and is planted on two ranks of a CPU"
@@ -296,6 +302,15 @@ FAULTS = {
         devices=("cpu",),
         why_not=DEVICES,
     ),
+    "slow_stage": Fault(
+        "pipeline imbalance",
+        times.slow_stage,
+        counts="waits",
+        ranks=2,
+        setting=STAGES,
+        devices=("cpu",),
+        why_not=DEVICES,
+    ),
     "slow_collective": Fault(
         "interconnect",
         times.slow_collective,
@@ -334,7 +349,7 @@ def change_of(fault: Fault, severity: float, plan: Plan) -> tuple[str, ...]:
 
 def train_case(case: Case, file: Path) -> None:
     """Train in this process, and write folder, facts and error to `file` as JSON."""
-    (given := file.with_suffix(".given")).mkdir()
+    (given := file.with_name(f"{file.name}.given")).mkdir()  # each rank has one
     plan = case.plan_with_weights(given)
     if plan.device == "cpu":
         torch.set_num_threads(1)  # steadier, and ranks do not share cores

@@ -31,7 +31,7 @@ def examine(
 ) -> Any:
     """Return a function that runs the program here on a tiny workload and returns its rows."""
 
-    def run(*words: Any, sets: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    def run(*words: Any, sets: tuple[str, ...] = (), here: bool = True) -> list[dict[str, Any]]:
         small = (
             "model.dim=64",
             "model.ffn=256",
@@ -45,7 +45,7 @@ def examine(
             f"data.sources={corpus}",
             f"data.directory={prepared_folder}",
         )
-        given = [*words, "--results", tmp_path, "--here", "--set", *small, *sets]
+        given = [*words, "--results", tmp_path, *["--here"] * here, "--set", *small, *sets]
         monkeypatch.setattr(sys, "argv", ["faults.py", *map(str, given)])
         faults.main()
         file = tmp_path / "doctor.jsonl"
@@ -82,6 +82,52 @@ def test_a_fault_a_healthy_run_and_their_rows(
     (tmp_path / "doctor.jsonl").rename(kept / "doctor.jsonl")
     anew = examine("--again", kept)
     assert [{**row, "thresholds": ""} for row in anew] == [{**r, "thresholds": ""} for r in again]
+
+
+@pytest.mark.slow
+def test_a_slow_stage_of_two_ranks_is_named(examine: Any) -> None:
+    words = ["--workloads", "cpu_dense", "--severities", 0.2, "--faults", "slow_stage"]
+    (row,) = examine(*words, sets=("model.layers=2",), here=False)
+    assert (row["expected"], row["ranks"], row.get("refused")) == ("pipeline imbalance", 2, None)
+    assert row["verdict"] == "pipeline imbalance" and row["severity"] == pytest.approx(0.23)
+
+
+def test_each_rank_of_a_case_has_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[Path] = []
+
+    def plan_with_weights(folder: Path) -> Any:
+        folders.append(folder)
+        return SimpleNamespace(device="meta")
+
+    monkeypatch.setattr(planted.train, "run", lambda *given, **how: None)
+    what = {"fault": "", "foreign": False, "resumed": False}
+    case: Any = SimpleNamespace(plan_with_weights=plan_with_weights, **what)
+    for name in ("case-1.json", "case-1.other"):
+        planted.train_case(case, tmp_path / name)
+    assert len({*folders}) == 2 and all(folder.is_dir() for folder in folders)
+
+
+def test_a_slow_stage_sleeps_for_what_the_others_shall_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = workloads.WORKLOADS["cpu_dense"].plan
+    slept: list[float] = []
+    monkeypatch.setattr(times.time, "sleep", slept.append)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(Block, "__call__", lambda block, x: x, raising=False)
+    for severity in faults.SEVERITIES:
+        case = hooks.Case(plan, planted.STAGES, severity=severity, step_s=1.0, ranks=2)
+        slept.clear()
+        with planted.FAULTS["slow_stage"].plant(case) as facts:
+            for _ in range(case.block_calls() // 2):  # its half of the layers
+                Block.__call__(None, torch.ones(1))  # type: ignore[arg-type]
+        assert sum(slept) == pytest.approx(facts["sleep_s"])
+        micro_batches = case.plan().rows_per_step / case.plan().micro_rows
+        lost_s = (1 - 1 / micro_batches) * facts["sleep_s"] / 2
+        assert facts["share"] == pytest.approx(lost_s / (1.0 + facts["sleep_s"]))
+        assert facts["share"] == pytest.approx(min(hooks.MARGIN * severity, facts["share"]))
 
 
 def test_a_run_that_failed_is_refused_and_seeds_are_healthy_rows(
