@@ -99,7 +99,7 @@ def test_what_the_first_block_reads_is_the_plainest_code_of_it(
 def test_pieces_of_rows_on_several_ranks_read_what_whole_rows_do(
     make_decoder: MakeDecoder, keys: dict[str, Any], documents: bool, order: list[list[int]]
 ) -> None:
-    """Pieces of a ring, which lie zig-zag, and halves; documents begin at borders and beside."""
+    """Pieces lie zig-zag, as a ring's, or are halves; documents begin at borders and beside."""
     length, pieces = 12, len(order) * len(order[0])
     model, ids_BT = learned(make_decoder, mask=MaskSpec(document=documents), **keys), ids(7, length)
     rows = places(end=length)

@@ -179,7 +179,7 @@ def deal(work: MicroBatch, length: int, rows: int) -> list[MicroBatch]:
         whole = torch.cat([x_RL, last_R1 + place], dim=1)
         return torch.cat([whole, whole[-1:].expand(missing, -1)])
 
-    positions, segments, prefix_R, noise = work.rows
+    positions, segments, prefix_R, noise, _ = work.rows  # which are whole: no rank has a part
     if segments is not None:  # padding is a document of its own
         ends_R1 = segments[:, -1:] + 1
         segments = torch.cat([segments, ends_R1.expand(-1, more)], dim=1)
