@@ -18,7 +18,7 @@ THROUGH: tuple[Instant, ...] = ("loss", "turn", "backward")
 
 @dataclass(frozen=True)
 class StageShare:
-    """A rank's part of the pieces of a step.
+    """It says which part of the pieces of a step is a rank's.
 
     Args:
         first: it has the embedding.
