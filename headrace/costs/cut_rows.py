@@ -86,16 +86,14 @@ def _without_leads(work: Mapping[str, Work], sizes: Mapping[str, float]) -> dict
 
     Backward that is zeros, and the gradient between them.
     """
-    features, phases = FP32 * sizes["tokens"] * sizes["dim"], dict[Phase, int]()
-    each: tuple[tuple[Phase, int], ...] = (("forward", 2), ("backward", 3))
-    for phase, passes in each:
+    features = FP32 * sizes["tokens"] * sizes["dim"]
+    passes: dict[Phase, int] = {"forward": 2, "backward": 3}
+    copies: dict[str, Work] = {}
+    for phase, moved in passes.items():
         pieces = (work.get(f"{name}/{phase}") for name in READS_BEFORE)
         if any(piece is not None and piece.count for piece in pieces):
-            phases[phase] = passes
-    return {
-        f"embedding_leads/{phase}": Stream(phase, 1, passes * features, passes - 1)
-        for phase, passes in phases.items()
-    }
+            copies[f"embedding_leads/{phase}"] = Stream(phase, 1, moved * features, moved - 1)
+    return copies
 
 
 def _part(name: str, piece: Work, tokens: float, ranks: int, table: float) -> Work:

@@ -8,6 +8,7 @@ Shapes: B rows, T tokens, D features, N = B x T.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from headrace.model.attention import (
     Shared,
     check_mask,
 )
-from headrace.model.from_embedding import MixedValues, PassedOn, ResidualFromEmbedding
+from headrace.model.from_embedding import MixedValues, PassedOn, ResidualFromEmbedding, joined
 from headrace.model.head import Head, Objective
 from headrace.model.mask import MaskSpec, Rows
 from headrace.model.mlp import MLPS, PlainMLP
@@ -133,7 +134,7 @@ class Decoder(nn.Module):
         self.value_embed = nn.ModuleList(
             nn.Embedding(config.vocab, values) for _ in range(config.value_embeddings)
         )
-        self.table_of_layer = config.table_of_layer
+        self.table_of_layer, self.value_features = config.table_of_layer, values
         self.position = parts.position(config)
         self.local_position = LocalRotaryPosition(config) if config.local_rope_theta else None
         # A dictionary keeps each block's name when a pipeline drops its neighbours.
@@ -157,13 +158,14 @@ class Decoder(nn.Module):
         """Return the objective's sum over the targets, times `scale`; a scalar.
 
         Args:
-            x: token ids [B, T], or states [B, T, D] where `part` is not the first.
+            x: token ids [B, T], or where `part` is not the first what the one before returned.
             targets_BT: ids to predict.
             rows: positions and documents.
             objective: what is computed of the logits.
             scale: one over the targets of the whole batch.
             extras: of the batch, for the objective.
-            part: what to run; a part that is not the last returns its states.
+            part: what to run; a part that is not the last returns its states [B, T, D], with what
+                blocks read of the embedding where they do (`border_shape`).
         """
         states = self.states(x, self.share(rows, targets_BT.size(1)), part)
         if not part.last:
@@ -199,11 +201,13 @@ class Decoder(nn.Module):
         if part.first:
             ids_BT, x = x, self.enter(x, shared)
             shared = self.carry(ids_BT, x, shared)
+        else:
+            x, shared = self.arrive(x, shared)
         for name, block in self.blocks.items():
             if part.blocks is None or name in part.blocks:
                 layer, table = int(name), self.table_of_layer.get(int(name))
                 x = block(x, shared.for_layer(self.mask.is_open(layer), table))
-        return self.leave(x) if part.last else x
+        return self.leave(x) if part.last else joined(x, shared)
 
     def enter(self, ids_BT: Tensor, shared: Shared) -> Tensor:
         """Return what the first block reads, [B, T, D]."""
@@ -234,6 +238,30 @@ class Decoder(nn.Module):
     def wire_shape(self, rows: int, length: int) -> tuple[int, ...]:
         """Return the shape of states between two blocks, for `rows` rows of `length` tokens."""
         return rows, length, self.config.dim
+
+    def border_shape(self, rows: int, length: int) -> tuple[int, ...]:
+        """Return the shape of what a stage of a pipeline gets: states, or these and `carry`'s."""
+        stream, config = self.wire_shape(rows, length), self.config
+        more = prod(stream) * config.embedding_residual
+        more += config.value_embeddings * rows * length * self.value_features
+        return (prod(stream) + more,) if more else stream
+
+    def arrive(self, x: Tensor, shared: Shared) -> tuple[Tensor, Shared]:
+        """Return the states that came from the stage before, and `shared` with what came beside."""
+        tables, length = self.config.value_embeddings, shared.positions_BT.size(1)
+        if x.dim() > 1:
+            return x, shared
+        rows = x.numel() // self.border_shape(1, length)[0]
+        stream = self.wire_shape(rows, length)
+        one, residual = prod(stream), self.config.embedding_residual
+        counts = [one, one * residual, x.numel() - one * (1 + residual)]
+        states, embedded, values = x.split(counts)
+        states = states.view(stream)
+        values = values.to(compute_dtype(states))
+        return states, shared._replace(
+            embedded_BTD=embedded.view(stream) if residual else None,
+            values=values.view(tables, rows, length, -1).unbind() if tables else (),
+        )
 
     def loss(
         self,

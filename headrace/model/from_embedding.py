@@ -1,7 +1,8 @@
 """Let blocks read the embedding again: the residual from it, and embeddings of values.
 
 A block without either has `PassedOn` in its place, so that no block has a branch. What blocks read
-is made once, after the embedding, and handed on in `Shared`.
+is made once, after the embedding, and handed on in `Shared`. Between two stages of a pipeline it
+travels with the stream, as one tensor without rows, and so does its gradient.
 
 `ResidualFromEmbedding` begins a block with a x + b x0, where x0 is what the first block reads.
 `MixedValues` makes attention's values v into a v + b e, where e is a token's row of a table of its
@@ -42,6 +43,18 @@ class ResidualFromEmbedding(nn.Module):
         """Return the sum, in the stream's dtype."""
         assert shared.embedded_BTD is not None
         return self.weight[0] * x_BTD + self.weight[1] * shared.embedded_BTD
+
+
+def joined(x_BTD: Tensor, shared: Any) -> Tensor:
+    """Return the stream with all that later blocks read of the embedding; it alone if they do not.
+
+    Parts stand one after the other, [W], since they need not have equally many tokens.
+    """
+    read = () if shared.embedded_BTD is None else (shared.embedded_BTD,)
+    parts = (*read, *shared.values)
+    if not parts:
+        return x_BTD
+    return torch.cat([part.to(x_BTD.dtype).flatten() for part in (x_BTD, *parts)])
 
 
 class MixedValues(nn.Module):

@@ -344,9 +344,6 @@ CASES: dict[str, Asked] = {
         (), ("pipeline_parallel",)
     ),
     "techniques/parallel/pipeline_parallel:PipelineParallel.supports#3": Asked(
-        ("mesh.pipeline=2", "model.embedding_residual=true"), ("pipeline_parallel",)
-    ),
-    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#4": Asked(
         ("mesh.pipeline=8",), ("pipeline_parallel",)
     ),
     "techniques/parallel/pipeline_parallel:PipelineParallel._refuse_whole#1": Asked(
@@ -358,10 +355,10 @@ CASES: dict[str, Asked] = {
         ),
         ("pipeline_parallel", "fsdp"),
     ),
-    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#5": Asked(
+    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#4": Asked(
         ("mesh.pipeline=2", "techniques.pipeline_parallel.layers=[1,9]"), ("pipeline_parallel",)
     ),
-    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#6": Asked(
+    "techniques/parallel/pipeline_parallel:PipelineParallel.supports#5": Asked(
         (
             "mesh.pipeline=2",
             "techniques.pipeline_parallel.schedule=interleaved",

@@ -24,6 +24,8 @@ ALIBI: dict[str, Any] = {"alibi": {}}
 RAMP: dict[str, Any] = {"batch_ramp": {"divide": 4, "until": 2.0}}
 NOISE: dict[str, Any] = {"neftune": {"alpha": 9.0}}
 PAIRS, SMEAR = ({name: knobs} for name, knobs in BEFORE.items())
+RESIDUAL = {"embedding_residual": SPEEDRUN["embedding_residual"]}
+VALUES = {"value_embeddings": SPEEDRUN["value_embeddings"]}
 PREFIX: dict[str, Any] = {"prefix_lm": {"tokens": 7}}
 PART: dict[str, Any] = {"muon": {**MUON["muon"], "fraction": 0.4}}
 """Muon that updates a part of each matrix: ranks find the longest rows of whole matrices."""
@@ -103,6 +105,48 @@ RECIPES = [
     ),
     case("before-cp-pp", BEFORE, CP, PP, context=2, pipeline=2, length=12, slow=True),
     case("before-cp-compile", BEFORE, CP, COMPILE, context=2, length=12, packing=True, slow=True),
+    case("speedrun-pp", SPEEDRUN, PP, pipeline=2, packing=True, micro_rows=1, **THREE),
+    case("speedrun-interleaved", SPEEDRUN, INTERLEAVED, pipeline=2, layers=5, micro_rows=1),
+    case("speedrun-zbv", SPEEDRUN, ZBV, pipeline=2, layers=5, micro_rows=1, packing=True),
+    case("speedrun-dualpipev", SPEEDRUN, DUAL, pipeline=2, layers=5, micro_rows=1, slow=True),
+    case("values-pp4", VALUES, PP, pipeline=4, layers=5, shape="gpt2", slow=True),
+    case("residual-zbv4-tied", RESIDUAL, ZBV, pipeline=4, layers=9, shape="tied", slow=True),
+    case("speedrun-before-tp-pp", SPEEDRUN, BEFORE, TP, PP, tensor=2, pipeline=2, **THREE),
+    case(
+        "speedrun-pp-tp-no-sequence",
+        SPEEDRUN,
+        PP,
+        {"tensor_parallel": {"sequence": False}},
+        tensor=2,
+        pipeline=2,
+        slow=True,
+        **THREE,
+    ),
+    case(
+        "speedrun-pp-fsdp-compile",
+        SPEEDRUN,
+        PP,
+        FSDP,
+        SAC,
+        COMPILE,
+        pipeline=2,
+        data=2,
+        slow=True,
+        **THREE,
+    ),
+    case(
+        "speedrun-before-cp-pp",
+        SPEEDRUN,
+        BEFORE,
+        CP,
+        PP,
+        context=2,
+        pipeline=2,
+        length=12,
+        packing=True,
+        slow=True,
+        **THREE,
+    ),
     case(
         "alibi-prefix-window-noise-ulysses-tp",
         ALIBI,

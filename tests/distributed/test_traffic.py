@@ -45,6 +45,7 @@ GPT2: dict[str, Any] = {
     }
 }
 NORMED: dict[str, Any] = {"keys": {"model": {"qk_norm": True}}}
+READS: dict[str, Any] = {"embedding_residual": {}, "value_embeddings": {"tables": 2}}
 WHOLE: dict[str, Any] = {"tensor_parallel": {"sequence": False}}
 
 
@@ -115,6 +116,8 @@ TWO = [
     even("mixture-ulysses", EXPERTS, {"ulysses": {}}, context=2, slow=True),
     even("experts-cp", EVEN, CP, context=2, expert=2),
     even("pp", PP, pipeline=2, slow=True),
+    even("pp-speedrun", PP, READS, pipeline=2, layers=4),
+    even("zbv-speedrun-half", ZBV, READS, pipeline=2, layers=5, **HALF),
     even("pp-half", PP, pipeline=2, **HALF, slow=True),
     even("pp-interleaved", INTERLEAVED, pipeline=2, layers=4),
     even("zbv", ZBV, pipeline=2, layers=4, keys={"model": {"tied_embeddings": True}}),
@@ -153,6 +156,7 @@ FOUR = [
     even("tp-cp", TP, CP, tensor=2, context=2, slow=True),
     even("pp-fsdp", PP, FSDP, pipeline=2, data=2, layers=4, slow=True),
     even("pp-tp", PP, TP, pipeline=2, tensor=2, layers=4, slow=True),
+    even("cp-pp-speedrun", PP, CP, READS, pipeline=2, context=2, layers=4, slow=True),
     even("pp-4", PP, pipeline=4, layers=4, slow=True),
 ]
 

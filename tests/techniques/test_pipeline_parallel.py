@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from headrace.assemble.context import elsewhere, make_context
 from headrace.assemble.sockets import Build
 from headrace.core.errors import ConfigError
 from headrace.costs.ledger import Ledger
+from headrace.costs.stage_work import FIRST_LINES
+from headrace.costs.work import Collective
 from headrace.plan.mesh_config import MeshConfig
 from headrace.plan.plan import Plan
 from headrace.plan.technique import Supported, Unsupported
@@ -248,6 +251,10 @@ UNEVEN = {
     "tied": ["model.tied_embeddings=true", "model.position=learned"],
     "convolutions": ["techniques.short_convolution.between=2", "model.kv_heads=1"],
     "experts": ["techniques.mixture_of_experts.experts=4"],
+    "reading": [
+        *("model.embedding_residual=true", "model.value_embeddings=2"),
+        *("model.bigram_multiple=2", "model.embedding_smear=true"),
+    ],
     "adapters": ["techniques.short_convolution.between=2", "techniques.lora.rank=4"],
 }
 
@@ -278,6 +285,34 @@ def test_a_rank_holds_the_weights_that_are_predicted(
         }.items():
             assert one.memory[name].bytes == pytest.approx(bytes, abs=vectors), name
         assert one.matrices.keys() == {n for n, p in held.items() if p.ndim >= 2}
+
+
+@pytest.mark.parametrize("pipe", [{}, INTERLEAVED, {"schedule": "zbv", "chunks": 2}])
+def test_what_blocks_read_of_the_embedding_is_kept_with_every_message(
+    make_tiny: Callable[..., Build], pipe: dict[str, Any]
+) -> None:
+    build = make_tiny("model.layers=4", *UNEVEN["reading"], "model.embedding_norm=true")
+    baseline, technique = ledger_of(build.plan, 2, 8), PipelineParallel.model_validate(pipe)
+    sizes = baseline.sizes
+    message = 4.0 * prod(build.model.border_shape(int(sizes["rows"]), int(sizes["length"])))
+    values = baseline.memory["values"].bytes
+    assert message == 2 * sizes["residual"] + values
+    begun = {name: baseline.memory[name].bytes for name in FIRST_LINES}
+    for rank in (0, 1):
+        one = technique._on(baseline, rank, 2, 8)
+        visits = one.memory["values"].bytes / values
+        assert visits == blocks_of(one) / (4 / 2 / technique.chunks) >= 1
+        first = -(-visits // technique.chunks) if rank == 0 else 0
+        kept = one.memory["embedded"].bytes if "embedded" in one.memory else 0
+        assert kept == (visits - first) * sizes["residual"]
+        for name, bytes in begun.items():
+            assert name in one.memory if first else name not in one.memory
+            assert not first or one.memory[name].bytes == bytes * first
+        sent = one.work["border/forward"], one.work["border/joined_forward"]
+        assert isinstance(sent[0], Collective) and sent[0].bytes == message
+        assert sent[0].count == sent[1].count
+        layers = {n.split("/")[0] for n in baseline.memory if n.endswith("/value")}
+        assert "value/forward" in one.work and len(layers) == 4
 
 
 def test_a_rank_keeps_the_activations_of_its_own_blocks(tiny_plan: Callable[..., Plan]) -> None:

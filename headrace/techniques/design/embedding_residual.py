@@ -6,8 +6,8 @@ vectors for the optimizer, without weight decay. x0 is normalised (`norm`), or a
 fast would drown the stream.
 
 What blocks read is made once and handed on with what all layers share (model/from_embedding).
-Checkpointing keeps it once. Blocks of another rank of a pipeline do not have it, and that is
-refused. It rewrites `model.embedding_residual`. Source: github.com/KellerJordan/modded-nanogpt.
+Checkpointing keeps it once. In a pipeline it travels from stage to stage beside the stream. It
+rewrites `model.embedding_residual`. Source: github.com/KellerJordan/modded-nanogpt.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,8 @@ class EmbeddingResidual(Keyed):
         "shared values, momentum's warmup and capped logits",
         costs="a pass over two streams in each block, and the stream kept once more (derived)",
         helps="short runs of small models",
-        hurts="pipelines, which it cannot cross; export: no architecture here has it",
+        hurts="pipelines, whose borders it crosses beside the stream; export: no architecture here "
+        "has it",
         source="github.com/KellerJordan/modded-nanogpt",
     )
 

@@ -7,8 +7,8 @@ it: parameters without a matrix product. The tables are embeddings for the optim
 factors are vectors.
 
 Rows are looked up once per table and handed on with what all layers share (model/from_embedding).
-Under tensor parallelism a rank has the columns of its own heads. A pipeline's later ranks do not
-have the tokens, and that is refused. It rewrites `model.value_embeddings`. Sources:
+Under tensor parallelism a rank has the columns of its own heads. A pipeline's first stage has the
+tables, and rows travel from stage to stage. It rewrites `model.value_embeddings`. Sources:
 github.com/KellerJordan/modded-nanogpt; arXiv 2410.17897, where the first layer's values are shared.
 """
 
@@ -42,8 +42,8 @@ class ValueEmbeddings(Keyed):
         costs="vocabulary x key-value features more parameters for each table, at 16 bytes each "
         "with AdamW, and their update (derived)",
         helps="small models on much text, where a look-up is cheaper than another layer",
-        hurts="large vocabularies beside few features, where tables outweigh the model; pipelines; "
-        "export: no architecture here has it",
+        hurts="large vocabularies beside few features, where tables outweigh the model; pipelines, "
+        "whose borders rows of every table cross; export: no architecture here has it",
         source="github.com/KellerJordan/modded-nanogpt; arXiv 2410.17897",
     )
 
@@ -72,15 +72,17 @@ class ValueEmbeddings(Keyed):
 
     def active(self, build: Build) -> Evidence:
         """Count this rank's layers that mix a table in, and the numbers of all tables."""
-        blocks = build.model.blocks
-        if not len(blocks):
-            return Evidence(None, "this rank holds no block")
+        blocks, config = build.model.blocks, build.config
+        wanted = sum(int(name) in config.table_of_layer for name in blocks)
+        first = build.world.place("pipeline") == 0
+        if not (wanted or first):
+            return Evidence(None, "this rank holds no block that mixes a table in")
         mixers: list[Any] = [block.mixer for block in blocks.values()]
         mixing = sum(isinstance(getattr(m, "value", None), MixedValues) for m in mixers)
         tables = len(build.model.value_embed)
         numbers = sum(prod(build.layouts[name].shape) for name in _names(tables))
         return Evidence(
-            active=tables == self.tables and mixing == len(build.config.table_of_layer),
+            active=tables == self.tables * first and mixing == wanted,
             detail=f"{mixing} of {len(mixers)} layers mix rows of {tables} tables in, which hold "
             f"{numbers:,} numbers",
             numbers={"layers": mixing, "tables": tables, "numbers": numbers},

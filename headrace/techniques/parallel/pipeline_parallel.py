@@ -17,7 +17,10 @@ The last stage also has the head, whose matmul takes as long as that of some lay
 vocabulary is large. It gets as many layers less (`balance`), since the slowest stage sets the pace.
 The others share the rest as evenly as it goes, the later of them one more: the first ranks hold the
 activations of the most micro-batches. A tied embedding is held by both ends; each computes its part
-of the gradient, and the sum of both reaches both. The mechanism is parallel/pipeline.
+of the gradient, and the sum of both reaches both. What all blocks read of the embedding
+(`embedding_residual`, `value_embeddings`) is made by the first stage, which has the tables too, and
+travels beside the activations, once more for each: over slow networks that costs more than a
+border's activations alone. The mechanism is parallel/pipeline.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,9 +39,14 @@ from headrace.costs.count import FP32, instants_of
 from headrace.costs.ledger import Ledger, Line, Matrix
 from headrace.costs.links import COMMUNICATORS
 from headrace.costs.split_adapters import unreached
-from headrace.costs.stage_work import StageWork
-from headrace.costs.work import IDLE, Work, collective
-from headrace.model.adapter import shape_of
+from headrace.costs.stage_work import (
+    StageShare,
+    border_work,
+    ends_work,
+    mixing_share,
+    outside_lines,
+)
+from headrace.costs.work import IDLE, Work
 from headrace.model.decoder import Decoder, Part
 from headrace.model.from_embedding import PassedOn
 from headrace.model.head import Objective
@@ -67,10 +75,8 @@ WHOLE_BACKWARD = (
 )
 """Techniques with a backward pass that is one for a block, computes again what it needs, or gives
 away what it has computed."""
-AXIS = "pipeline"
 HEAD_LAYERS = "head_layers"
 """The size of a ledger that says how many layers take as long as the head."""
-END_LINES = ("final_norm", "logits", "head_cast", "head_gradients", "head_weight_gradient")
 
 
 class PipelineParallel(Technique[Build]):
@@ -117,15 +123,6 @@ class PipelineParallel(Technique[Build]):
                 "a pipeline needs several ranks",
                 mend("mesh.pipeline=2", text="mesh.pipeline=2 under torchrun"),
             )
-        model = shape_of(plan.model)
-        for key, idle in (("embedding_residual", "false"), ("value_embeddings", "0")):
-            if value := getattr(model, key):
-                return Unsupported(
-                    f"blocks of every rank would read what model.{key} = {value!r} makes of the "
-                    "embedding, which the first rank alone has",
-                    context.whole(AXIS) | mend(*plan.undoing(f"model.{key}={idle}")),
-                    RefusalKind.COMBINATION,
-                )
         ranks, layers = plan.mesh.pipeline, plan.model.layers
         stages = ranks * self.chunks
         if layers < stages and not plan.model.pretrained:
@@ -217,7 +214,9 @@ class PipelineParallel(Technique[Build]):
         here, visits = len(mine), most_in_flight(ranks, rank, micros, self.chunks)
         if self.is_v:
             visits = zero_bubble.most_of_v(ranks, rank, micros, self.schedule)
-        memory = {n: v for n, v in ledger.memory.items() if v.layer is None}
+        memory = outside_lines(
+            ledger, first=rank == 0, last=last, visits=visits, chunks=self.chunks
+        )
         by_layer: dict[int, dict[str, Line]] = {int(name): {} for name in mine}
         for name, line in ledger.memory.items():
             if line.layer in by_layer:
@@ -236,37 +235,27 @@ class PipelineParallel(Technique[Build]):
             own = min(vectors, own)
             vectors = (vectors - own) * here / layers + own * last
             memory[name] = replace(memory[name], bytes=vectors + part)
-        for name in END_LINES if not last else ():
-            memory.pop(name, None)
         idle = self._waits(ranks, micros)
         sizes = {**ledger.sizes, "layers": here, IDLE: idle}
         sizes["final_norm"] *= last
         learned = memory["gradients"].bytes / max(1.0, ledger.memory["gradients"].bytes)
-        stage = StageWork(rank == 0, last, here, layers, learned, unreached(sizes))
+        mixing = mixing_share(ledger, {*by_layer})
+        stage = StageShare(rank == 0, last, here, layers, learned, unreached(sizes), mixing)
         work = {n: part for n, w in ledger.work.items() if (part := stage.part(n, w)) is not None}
-        work |= self._sends(sizes, rank, ranks)
+        work |= self._sends(ledger, rank, ranks)
         neighbours = (rank > 0) + (rank < ranks - 1)
         borders = 2 * neighbours if self.is_v else 2 if self.chunks > 1 else neighbours  # both ways
         ends = bool(sizes["tied"]) and (rank == 0 or last) and not self.is_v
         sizes[COMMUNICATORS] = sizes.get(COMMUNICATORS, 0.0) + 2 * borders + ends
         return replace(ledger, memory=memory, sizes=sizes, matrices=matrices, work=work)
 
-    def _sends(self, sizes: Mapping[str, float], rank: int, ranks: int) -> dict[str, Work]:
-        """Return what a rank sends to its neighbours; as much comes, and it waits for that.
-
-        Of a tied embedding both ends add up their gradients.
-        """
-        stream = sizes["residual"] * sizes["stream_bytes"] / sizes["activation_bytes"]
+    def _sends(self, ledger: Ledger, rank: int, ranks: int) -> dict[str, Work]:
+        """Return what a rank sends to its neighbours, and adds up with the other end."""
         ahead = self.chunks - (rank == ranks - 1) - (self.is_v and rank == 0)
         back = self.chunks - (rank == 0) - (self.is_v and rank == ranks - 1)
-        sends: dict[str, Work] = {
-            "border/forward": collective(sizes, AXIS, "forward", "send", stream, ahead),
-            "border/backward": collective(sizes, AXIS, "backward", "send", stream, back),
-        }
-        if sizes["tied"] and rank in (0, ranks - 1) and not self.is_v:
-            table = FP32 * sizes["embedding"]  # which two ranks have
-            of_two = {f"{AXIS}_ranks": 2.0, f"{AXIS}_reach": sizes[f"{AXIS}_reach"]}
-            sends["reduce/ends"] = collective(of_two, AXIS, "optimizer", "all_reduce", table)
+        sends = border_work(ledger, ahead=ahead, back=back)
+        if ledger.sizes["tied"] and rank in (0, ranks - 1) and not self.is_v:
+            sends |= ends_work(ledger.sizes)
         return sends
 
     def _matrices(
@@ -274,7 +263,8 @@ class PipelineParallel(Technique[Build]):
     ) -> dict[str, Matrix]:
         """Return the matrices of one rank's part."""
         here = tuple(f"blocks.{name}." for name in mine)
-        here += ("embed.", "pairs.", "smear.", "position.") * first + ("head.",) * last
+        of_first = ("embed.", "pairs.", "smear.", "position.", "value_embed.")
+        here += of_first * first + ("head.",) * last
         here += ("embed.",) * (last and bool(ledger.sizes["tied"]))
         return {name: m for name, m in ledger.matrices.items() if name.startswith(here)}
 
@@ -361,8 +351,8 @@ class DecoderStages:
         self.dtype = build.model.residual_dtype
 
     def shape(self, micro: int) -> tuple[int, ...]:
-        """Return [B, T, D], or what tensor ranks make of it."""
-        return self.build.model.wire_shape(*self.micros[micro].ids_BT.shape)
+        """Return [B, T, D], or what tensor ranks make of it, or what blocks read beside it."""
+        return self.build.model.border_shape(*self.micros[micro].ids_BT.shape)
 
     def forward(self, chunk: int, micro: int, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Run one stage of one micro-batch; return the result and what its layers kept."""
@@ -468,6 +458,7 @@ def keep_only(model: Decoder, parts: Sequence[Part], *, tied: bool) -> None:
         model.embed = None  # type: ignore[assignment]
     if not first:
         model.pairs, model.smear = PassedOn(), PassedOn()
+        model.value_embed = nn.ModuleList()
     if not last:
         model.norm = model.head = None  # type: ignore[assignment]
 

@@ -485,6 +485,7 @@ def _split_model(model: Any, tokens: WholeTokens) -> None:
 
     model.share = share_with_length
     model.mask = model.mask.of_heads(tokens.peers.place, tokens.peers.ranks)
+    model.value_features //= tokens.peers.ranks
     model.enter = lambda ids, shared: tokens.split(enter(ids, shared))
     model.leave = lambda x: tokens.widen(leave(x))
     if isinstance(tokens, SplitTokens):
