@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.catalogue import catalogue
-from headrace.doctor.remedies import BOUGHT, _cost, _costs
+from headrace.doctor.change_words import BOUGHT, cost_of, costs_of
 from headrace.plan.technique import Card, Ratio, Receipt
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -69,10 +69,10 @@ def test_no_receipt_is_written_into_a_card_by_hand(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(catalogue().techniques))
 def test_the_doctor_tells_a_cost_that_was_not_measured_elsewhere(name: str, word: str) -> None:
     """Check that the doctor tells, as the cost of a change, a part of what its card says."""
-    cost = _cost(catalogue(), f"{word}{name}")
+    cost = cost_of(catalogue(), f"{word}{name}")
     card = catalogue().find(name).card
     assert cost.removeprefix(BOUGHT) in card.parts("costs" if word == "+" else "buys")
-    assert cost.removeprefix(BOUGHT) in _costs(catalogue(), f"{word}{name}")
+    assert cost.removeprefix(BOUGHT) in costs_of(catalogue(), f"{word}{name}")
     assert cost.startswith(BOUGHT) == (word == "-")
 
 
