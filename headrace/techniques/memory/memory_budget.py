@@ -234,7 +234,7 @@ def _kept(build: Build, output: Tensor) -> dict[str, float]:
 
 def _places(tensor: Tensor) -> Iterator[int]:
     """Yield the storages of a tensor: those of its parts where it is sharded, or in few bits."""
-    local = local_of(tensor)
+    local: Any = local_of(tensor)
     if hasattr(local, "__tensor_flatten__"):
         for name in local.__tensor_flatten__()[0]:
             yield from _places(getattr(local, name))
