@@ -1,7 +1,9 @@
 """Run a script once on each of several nodes of a Ray cluster; the driver of a Ray job.
 
 It is called as `python -m headrace.launch.ray_nodes NODES GPUS CPUS SCRIPT`. The first node's
-address becomes RENDEZVOUS in the environment of the script. The driver fails when a node fails.
+address becomes RENDEZVOUS in the environment of the script, and torchrun is told there which node
+has that address: by itself it asks for the addresses of the host's name, which may be the loopback
+alone. The driver fails when a node fails.
 """
 
 import subprocess
@@ -35,7 +37,7 @@ def run_nodes(nodes: int, gpus: int, cpus: int, script: str) -> None:
         return ray.remote(function).options(scheduling_strategy=place, **options)
 
     rendezvous = ray.get(on(0, _address).remote())
-    ray.get([on(node, _run).remote(script, rendezvous) for node in range(nodes)])
+    ray.get([on(node, _run).remote(script, rendezvous, node == 0) for node in range(nodes)])
 
 
 def _address() -> str:
@@ -48,9 +50,13 @@ def _address() -> str:
         return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
 
-def _run(script: str, rendezvous: str) -> None:
-    """Run a script with the address of the first node in its environment."""
-    subprocess.run(["env", f"RENDEZVOUS={rendezvous}", "bash", script], check=True)
+def _run(script: str, rendezvous: str, first: bool) -> None:
+    """Run a script with the address of the first node, and whether it is this, in its environment.
+
+    PET_RDZV_CONF is what torchrun reads as `--rdzv-conf`.
+    """
+    hosts = f"PET_RDZV_CONF=is_host={str(first).lower()}"
+    subprocess.run(["env", f"RENDEZVOUS={rendezvous}", hosts, "bash", script], check=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from headrace.launch.engines import engine_of
 from headrace.launch.kubernetes import LONGEST, object_name
 
+INSTALL = "pip install 'headrace[engines]'"
 SETTINGS = ("image=registry/mine:1", "claim=shared", "queue=team", "memory=200Gi")
 
 
@@ -54,7 +55,7 @@ def check_known(model: Any, value: Any, path: str = "") -> None:
 
 
 def test_the_published_models_know_every_key() -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api")
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason=INSTALL)
     _, job_set = manifest()
     model = models.JobsetV1alpha2JobSet
     (container,) = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][

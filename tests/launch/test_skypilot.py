@@ -8,6 +8,13 @@ from launched import ask, job
 
 from headrace.launch.engines import engine_of
 
+INSTALL = (
+    "SkyPilot takes older click and uvicorn than the tests: python -m venv sky && "
+    "sky/bin/pip install -e . pytest pytest-timeout pytest-xdist skypilot && "
+    "sky/bin/python -m pytest tests/launch/test_skypilot.py"
+)
+"""How the test is run, in an environment of its own: no extra can hold the package."""
+
 
 def task(*settings: str, **given: Any) -> dict[str, Any]:
     """Return the task of a job as it is read."""
@@ -25,7 +32,7 @@ def test_a_task_asks_for_nodes_and_carries_the_plan() -> None:
 
 
 def test_sky_takes_the_task() -> None:
-    sky = pytest.importorskip("sky", reason="pip install skypilot")
+    sky = pytest.importorskip("sky", reason=INSTALL)
     found = task("accelerator=H100", plan="demo", text=None)
     assert sky.Task.from_yaml_config(found).num_nodes == 2
     with pytest.raises(ValueError, match="num_node"):
