@@ -147,10 +147,16 @@ class Lifetimes:
 def _read(folder: Path) -> list[Stint]:
     """Return the lifetimes that a folder has; those of a damaged file are none."""
     try:
-        rows = parse_json((folder / FILE).read_bytes())
-        return [Stint(**row) for row in rows]
+        known = [Stint(**row) for row in parse_json((folder / FILE).read_bytes())]
     except (OSError, ValueError, TypeError):
         return []
+    return known if all(map(_is_sound, known)) else []
+
+
+def _is_sound(one: Stint) -> bool:
+    """Return whether what a file says of a start are numbers."""
+    numbers = (one.began, one.ready or 0.0, one.ended or 0.0, one.lost_steps, one.lost_s)
+    return all(isinstance(number, int | float) for number in numbers)
 
 
 def _last_sign(folder: Path) -> float | None:

@@ -97,6 +97,9 @@ ELSEWHERE = {
     "data.special_tokens": "tests/data/test_bpe.py",
     "data.special_from_text": "tests/data/test_bpe.py",
     "checkpoint.memory_every_steps": "tests/distributed/test_memory_copies.py",
+    "hardware.network_gb_per_s": "tests/predict/test_hosts_joined.py",
+    "hardware.failures_per_1000_gpu_days": "tests/predict/test_goodput.py",
+    "hardware.restart_minutes": "tests/predict/test_goodput.py",
 }
 """Keys that a run of this text does not show, and the test that does."""
 

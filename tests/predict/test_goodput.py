@@ -91,6 +91,15 @@ def test_memory_copies_are_checkpoints(tiny_plan: Any) -> None:
     assert found is not None and found.every_steps == 10
 
 
+def test_a_slower_restart_takes_more_of_a_run(tiny_plan: Any) -> None:
+    often = ("hardware.failures_per_1000_gpu_days=1e5", "checkpoint.every_steps=10")
+    soon, late = (
+        failures_of(tiny_plan(*often, f"hardware.restart_minutes={n}"), 1.0, 1e5, on_gpu=False)
+        for n in (1, 5)
+    )
+    assert soon is not None and late is not None and soon.goodput > late.goodput
+
+
 def test_a_cpu_fails_where_the_plan_says_so(tiny_plan: Any) -> None:
     assert failures_of(tiny_plan(), 1.0, 1e9, on_gpu=False) is None
     assumed = failures_of(tiny_plan(), 1.0, 1e9, on_gpu=True)

@@ -75,6 +75,7 @@ def test_a_pickle_planted_in_any_file_never_runs(train: Train, tmp_path: Path, h
         "report.json",
         "tokenizer.json",
         "environment.json",
+        "lifetimes.json",
         "data.json",
         ".lock",
         ".plan.toml",

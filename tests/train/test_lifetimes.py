@@ -71,8 +71,9 @@ def test_a_lifetime_without_a_step_is_all_start_up(folder: Path) -> None:
     assert told["start_s"] == pytest.approx(600, abs=2) and told["goodput"] < 0.01
 
 
-def test_a_damaged_file_counts_the_failure_all_the_same(folder: Path) -> None:
-    (folder / FILE).write_text("{]")
+@pytest.mark.parametrize("text", ["{]", "7", '[{"began": "a"}]', '[{"began": 1, "ended": [2]}]'])
+def test_a_damaged_file_counts_the_failure_all_the_same(folder: Path, text: str) -> None:
+    (folder / FILE).write_text(text)
     told = Lifetimes.begin(folder, "failed", age_s=0.0).account()
     assert told["restarts"] == 1 and told["uptime"]["down_s"] == 0
 
