@@ -83,8 +83,6 @@ SINCE = (
     ("checkpoint", "memory_every_steps"),
     ("model", "bigram_multiple"),
     ("model", "embedding_smear"),
-    ("hardware", "network_gb_per_s"),
-    ("hardware", "failures_per_1000_gpu_days"),
     ("hardware", "restart_minutes"),
 )
 """Keys that plans got after rows had been written, the newest last. An older fingerprint is without
