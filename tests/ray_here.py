@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+
+from daemons import free_ports, stop
 
 INSTALL = "pip install 'headrace[engines]'"
 START_S = 240.0
@@ -36,7 +37,7 @@ def ray_here() -> Iterator[str]:
     """Give the address of the dashboard of a cluster whose two nodes have one core each."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-")))
-        head, dashboard, client, *agents = _free_ports(5)
+        head, dashboard, client, *agents = free_ports(5)
         env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
         address = f"http://127.0.0.1:{dashboard}"
         served = [f"--port={head}", f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1"]
@@ -51,7 +52,7 @@ def ray_here() -> Iterator[str]:
             command += [f"--dashboard-agent-listen-port={agent}"]
             log = stack.enter_context((folder / f"{number}.out").open("w"))
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
-            stack.callback(_stop, process)
+            stack.callback(stop, process, 60.0)
             _wait(f"{address}/api/version", process, folder)
         yield address
 
@@ -67,20 +68,3 @@ def _wait(url: str, process: "subprocess.Popen[bytes]", folder: Path) -> None:
             time.sleep(0.5)
     logs = "\n".join(f"{p.name}: {p.read_text()[-2000:]}" for p in folder.glob("*.out"))
     raise AssertionError(f"Ray did not start:\n{logs}")
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    process.terminate()
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from daemons import free_ports, stop
+
 INSTALL = "apt-get install slurmctld slurmd slurm-client munge"
 DAEMONS = ("munged", "slurmctld", "slurmd")
 START_S = 60.0
@@ -57,7 +59,7 @@ def slurm_here(cpus: int = 2) -> Iterator[dict[str, str]]:
         (key := folder / "munge.key").write_bytes(os.urandom(1024))
         key.chmod(0o400)
         node = socket.gethostname().partition(".")[0]
-        controller, port = _free_ports(2)
+        controller, port = free_ports(2)
         (folder / "slurm.conf").write_text(
             CONFIGURATION.format(
                 node=node,
@@ -82,7 +84,7 @@ def slurm_here(cpus: int = 2) -> Iterator[dict[str, str]]:
             process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **env}
             )
-            stack.callback(_stop, process)
+            stack.callback(stop, process)
             if command[0] == "munged":
                 _wait(lambda: (folder / "munge.socket").exists(), folder)
         _wait(lambda: "idle" in _states(env), folder)
@@ -104,20 +106,3 @@ def _wait(is_there: Callable[[], bool], folder: Path) -> None:
             logs = "\n".join(f"{p.name}: {p.read_text()[-2000:]}" for p in folder.glob("*.out"))
             raise AssertionError(f"Slurm did not start:\n{logs}")
         time.sleep(0.2)
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]

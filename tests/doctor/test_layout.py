@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_sizes import SIZES
 
 from headrace.assemble.build import make_context
 from headrace.assemble.context import elsewhere
@@ -18,19 +19,7 @@ from headrace.plan.changes import parse
 from headrace.plan.plan import Plan
 from headrace.predict.prediction import predict
 
-TEXT = """
-[model]
-layers = 8
-dim = 1024
-precision = "bf16"
-[data]
-vocab = 32768
-sequence_length = 1024
-[batch]
-tokens = 65536
-micro_sequences = 1
-[goal]
-steps = 9
+TEXT = f"""{SIZES}micro_sequences = 1
 [techniques.torch_compile]
 """
 TENSOR = "[mesh]\ntensor = 4\n[techniques.tensor_parallel]\n"

@@ -41,8 +41,8 @@ class Two:
 def test_stages_are_compared_by_their_passes_alone() -> None:
     own = OwnTimes()
     for step, more in ((1, {}), (2, {}), (3, {"traced": 1})):
-        own.saw({"step": step, "compile_s": 0.0, "input_s": 9.0, "forward_s": 1.0} | more
-                | {"backward_s": 2.0})  # fmt: skip
+        row = {"step": step, "compile_s": 0.0, "input_s": 9.0, "forward_s": 1.0, "backward_s": 2.0}
+        own.saw(row | more)
     own.saw({"step": 4, "compile_s": 1.0, "input_s": 0.0, "forward_s": 1.0, "backward_s": 1.0})
     model = SimpleNamespace(blocks={"3": None}, head=object())
     found = own.compared(Two([[], 0, False, 3, [[1, 6.0], [2, 8.0], [3, 1.0]]]), model, 4.0, 0.2)

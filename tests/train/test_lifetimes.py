@@ -57,7 +57,7 @@ def test_goodput_is_the_time_of_the_steps_that_the_run_has(folder: Path) -> None
 def test_machines_that_were_kept_are_paid_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, count: str, paid: float
 ) -> None:
-    """As by torchrun, which starts processes anew and keeps its machines."""
+    """Check what torchrun does, which starts processes anew and keeps its machines."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
     lived(folder)
     assert Lifetimes.begin(folder, "failed", age_s=0.0).paid_s() == pytest.approx(paid, abs=2)
